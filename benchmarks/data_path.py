@@ -104,7 +104,7 @@ class Judge:
     def tools(self, _: str) -> None:
         return None
 
-    def judged_by(self, *_: Any) -> list[tuple[str, float]]:
+    def graded_by(self, *_: Any) -> list[tuple[str, float]]:
         return []
 
     def abandon(self, _: str) -> None: ...

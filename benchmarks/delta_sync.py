@@ -58,7 +58,7 @@ class BothWays(WeightSync):
         whole = WeightUpdate(version, "shared_memory", {"path": path}, content=update.content)
         row["update, all"], _ = await timed(lambda: self.destination.update_weights(whole))
         assert await self.destination.score(self.probe) == by_changes, "not the weights of a whole file"
-        row["MB, all"] = sum(tensor.nbytes for tensor in policy.weight_sender.file._delta._kept.values()) / 1e6
+        row["MB, all"] = sum(tensor.nbytes for tensor in policy.weight_sender.file._delta._copy.values()) / 1e6
         await asyncio.to_thread(policy.transfer_weights, "file", "remove", path)
         row["changed"], row["MB"] = update.metrics["sync/share_changed"], update.metrics["sync/bytes"] / 1e6
         self._proven, self._syncs = True, self._syncs + 1

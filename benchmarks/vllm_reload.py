@@ -49,7 +49,7 @@ def watch(worker: Any) -> None:
         setattr(ours, name, counted(worker.spent, "own", getattr(ours, name)))
     ours.digest = counted(worker.spent, "digests", ours.digest)
     engine.model.load_weights = counted(worker.spent, "own", engine.model.load_weights)
-    engine._check.check = counted(worker.spent, "asking", engine._check.check)
+    engine.layer_check.check = counted(worker.spent, "asking", engine.layer_check.check)
     engine.receive_weights = counted(worker.spent, "all", engine.receive_weights)
 
 

@@ -24,6 +24,8 @@ REMOVED = {
     "generator.async_engine": "requests are always asynchronous",
     "generator.batched": "requests are always batched by the engine",
 }
+#: Settings of earlier versions by their names of today.
+RENAMED = {"environment.reward_unjudged": "environment.reward_on_timeout"}
 #: Below this similarity a key is no help.
 _CUTOFF = 0.6
 #: Candidates this close to the best are worth naming too.
@@ -180,6 +182,8 @@ def unknown_key(path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[s
     start = f"unknown key {path!r}"
     if path in REMOVED:
         return f"{start}: it needs no setting here, {REMOVED[path]}: remove it"
+    if path in RENAMED:
+        return f"{start}: it is called {RENAMED[path]} now"
     defaults = {key.path: key.default for key in keys}
     hint = other_frameworks().key_hint(path, value, given or {}, defaults if given is not None else {})
     if hint:

@@ -51,7 +51,7 @@ def rows(source: str, cfg: Config, *, held_out: bool) -> Iterable[Row]:
         from skyasync.rewards import reasoning
 
         task = source.removeprefix(TASK_SOURCE)
-        return reasoning.rows(task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, held_out=held_out)
+        return reasoning.rows(task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, evaluation=held_out)
     if Path(source).suffix in FILES:
         return _of_file(source)
     if source.rpartition(":")[0].endswith(".py"):

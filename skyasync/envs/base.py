@@ -43,7 +43,7 @@ class BaseTextEnvStepOutput(TypedDict):
 
 
 class TurnTokens(NamedTuple):
-    """What the model read before an action and what it wrote, as the engine had it; texts with their special tokens."""
+    """What the model read before an action and what it wrote, as in the engine; texts have their special tokens."""
 
     read: str
     wrote: str
@@ -92,7 +92,7 @@ class BaseTextEnv:
         return False
 
     @classmethod
-    def judged_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
+    def graded_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
         """A row's reward functions with their weights, if a language model that grades is among them; else nothing."""
         return []
 
@@ -119,7 +119,7 @@ class BaseTextEnv:
         return prompt, {}
 
     def step(self, action: str) -> Any:
-        """Judge one response of the model; returns a ``BaseTextEnvStepOutput``."""
+        """Reward one response of the model; returns a ``BaseTextEnvStepOutput``."""
         raise NotImplementedError(f"{type(self).__name__} must define step(action)")
 
     def call_tools(self, action: str) -> tuple[str, Conversation]:
@@ -157,16 +157,35 @@ def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
     if missing := [name for name in ("observations", "reward", "done") if name not in output]:
         raise InvalidEnvOutputError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
     observations = _checked_text(output["observations"], "step's observations", raw)
-    chars = len(observations) if isinstance(observations, str) else sum(map(_chars, observations))
+    if isinstance(observations, str):
+        chars = len(observations)
+    else:  # messages, whose content may be in parts
+        contents = [message["content"] for message in observations]
+        chars = sum(len(text) if isinstance(text, str) else sum(len(str(part)) for part in text) for text in contents)
+    reward, done = _number(output["reward"], "the reward"), output["done"]
+    try:
+        is_flag = done in (True, False)  # also those of numpy
+    except ValueError:  # an array
+        is_flag = False
+    if not is_flag:
+        raise InvalidEnvOutputError(f"done is {reprlib.repr(done)}; it must be true or false")
     if chars > most_chars:
         raise InvalidEnvOutputError(
             f"the observation has {chars:,} characters; environment.max_observation_chars={most_chars} allows no more"
         )
+    changes: Mapping[str, Any] = output.get("sampling_params") or {}
+    for name in changes:
+        if name not in SAMPLING:
+            raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
+    try:
+        sampling = SamplingParams(**changes)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
     return {
         "observations": observations,
-        "reward": _number(output["reward"], "the reward"),
-        "done": _flag(output["done"]),
-        "sampling_params": _sampling(output.get("sampling_params") or {}),
+        "reward": reward,
+        "done": bool(done),
+        "sampling_params": {name: getattr(sampling, name) for name in changes},
     }
 
 
@@ -183,33 +202,16 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
                 f"{what} must be text, since the environment has raw_text; found {reprlib.repr(messages)}"
             )
         return messages
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+    if not isinstance(messages, list) or not all(
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str | list)
+        for message in messages
+    ):
         raise InvalidEnvOutputError(
             f"{what} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
     return messages
-
-
-def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) \
-        and isinstance(message.get("content"), str | list)  # fmt: skip
-
-
-def _sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
-    for name in changes:
-        if name not in SAMPLING:
-            raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
-    try:
-        settled = SamplingParams(**changes)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
-    return {name: getattr(settled, name) for name in changes}
-
-
-def _chars(message: Mapping[str, Any]) -> int:
-    """Of a message, whose content may be in parts."""
-    content = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(str(part)) for part in content)
 
 
 def _number(value: object, what: str) -> float:
@@ -217,12 +219,3 @@ def _number(value: object, what: str) -> float:
         kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else InvalidEnvOutputError
         raise kind(f"{what} is {reprlib.repr(value)}; it must be a finite number")
     return float(value)
-
-
-def _flag(value: object) -> bool:
-    try:
-        if value in (True, False):  # also those of numpy
-            return bool(value)
-    except ValueError:  # an array
-        pass
-    raise InvalidEnvOutputError(f"done is {reprlib.repr(value)}; it must be true or false")

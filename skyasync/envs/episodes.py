@@ -1,9 +1,9 @@
 """The environments of one process.
 
-Invariant: an episode is closed exactly once: by the step that is done, by an error in it, by ``close``, or, if one of
-its calls was given up because it hangs, by that call if it ever returns. (A transient error of a step leaves it as it
-was.) Calls of one episode never overlap: ``close`` waits for the call that runs. All results have been checked: plain
-text, a finite reward, finite metrics.
+Invariant: an episode is closed exactly once: by the step that is done, by an error in it, or by ``close``. If one of
+its calls was given up because it hangs, that call closes it if it ever returns. (A transient error of a step leaves it
+as it was.) Calls of one episode never overlap: ``close`` waits for the call that runs. All results have been checked:
+plain text, a finite reward, finite metrics.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EnvSettings(NamedTuple):
         )
 
 
-class Limits(TypedDict, total=False):
+class EnvLimits(TypedDict, total=False):
     """Those of ``EnvSettings`` by name."""
 
     step_timeout_s: float
@@ -101,9 +101,12 @@ class Episodes:
         """Whether this call's environment has ``async def`` methods, so that it belongs on an event loop."""
         made = call.args[:1] if call.method == "init" else call.args[2:3]
         if made:
-            return _has_async_methods(self._classes[made[0]])
-        episode = self._episodes.get(call.key)
-        return episode is not None and _has_async_methods(type(episode.env))
+            env_class = self._classes[made[0]]
+        elif episode := self._episodes.get(call.key):
+            env_class = type(episode.env)
+        else:
+            return False
+        return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
 
     async def run(self, call: Call) -> Answer:
         try:
@@ -111,7 +114,15 @@ class Episodes:
         except asyncio.CancelledError:
             raise
         except BaseException as caught:  # also what would end a thread, or an event loop
-            error = self._settings.patience.as_transient(_as_raised(caught, call.name))
+            name = f"the environment of {call.name}"
+            if isinstance(caught, InvalidEnvOutputError):
+                error: Exception = ValueError(f"{name}: {caught}")
+            elif isinstance(caught, NonFiniteRewardError):
+                error = NonFiniteRewardError(f"{name}: {caught}")
+            else:
+                error = caught if isinstance(caught, Exception) else RuntimeError(f"{name} raised {caught!r}")
+            error.add_note(f"Raised by {name}, in its process:\n{format_exc()}")
+            error = self._settings.patience.as_transient(error)
             if isinstance(error, TransientError) and call.method == "step":
                 return Answer(call.number, None, portable(error))  # the episode goes on: it is tried again or closed
             with contextlib.suppress(Exception):  # the first error is the one to report
@@ -203,21 +214,3 @@ async def _closed(env: BaseTextEnv) -> dict[str, float]:
         closing = env.close()
         if inspect.isawaitable(closing):
             await closing
-
-
-def _has_async_methods(env_class: type[BaseTextEnv]) -> bool:
-    return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
-
-
-def _as_raised(caught: BaseException, episode: str) -> Exception:
-    """What an environment raised, as its caller gets it."""
-    if isinstance(caught, InvalidEnvOutputError):
-        error: Exception = ValueError(f"the environment of {episode}: {caught}")
-    elif isinstance(caught, NonFiniteRewardError):
-        error = NonFiniteRewardError(f"the environment of {episode}: {caught}")
-    elif isinstance(caught, Exception):
-        error = caught
-    else:
-        error = RuntimeError(f"the environment of {episode} raised {caught!r}")
-    error.add_note(f"Raised by the environment of {episode}, in its process:\n{format_exc()}")
-    return error

@@ -1,7 +1,7 @@
-"""What says that something is a picture, and the one line that it is answered with.
+"""How pictures are recognised in prompts and rows, and the error for them.
 
-Invariant: models are trained on text alone, so that a picture is refused by name wherever one may come in, and never
-dropped without a word.
+Invariant: models are trained on text alone, so a picture raises an error wherever one may come in, and is never dropped
+without a message.
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from typing import Any, Unpack
 
 from skyasync.envs.base import BaseTextEnv, Conversation, TurnTokens
-from skyasync.envs.episodes import EnvSettings, Episodes, Limits, StepResult
+from skyasync.envs.episodes import EnvLimits, EnvSettings, Episodes, StepResult
 from skyasync.envs.registry import env_factory
 from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.errors import TransientError
@@ -35,6 +35,22 @@ from skyasync.utils.rpc import (
 )
 
 
+@dataclass(slots=True)
+class _Route:
+    """Where an episode is played.
+
+    Args:
+        home: its process; None is this one.
+        key: of the episode in its process.
+        opening: for the first step, if the episode starts with it.
+    """
+
+    home: RpcClient | None
+    key: str
+    opening: tuple[Any, ...] = ()
+    retries: int = 0
+
+
 class EnvPool:
     """Spreads episodes over processes.
 
@@ -48,11 +64,8 @@ class EnvPool:
         self.pool.fill()
         self._env_config, self._local = settings.env_config, Episodes(settings)
         self._patience = settings.patience
-        self._retries: dict[str, int] = {}  # by episode
-        self._homes: dict[str, RpcClient | None] = {}  # None: this process
-        self._keys: dict[str, str] = {}  # by episode: its key in its process
+        self._routes: dict[str, _Route] = {}  # by episode
         self._running: set[asyncio.Task[Answer]] = set()  # in this process
-        self._openings: dict[str, tuple[Any, ...]] = {}  # of episodes that start with their first step
         self._classes: dict[str, type[BaseTextEnv]] = {}
         self._tools: dict[str, list[ToolSchema]] = {}
 
@@ -74,86 +87,88 @@ class EnvPool:
         """Whether such an episode is to be shown the tokens of each turn."""
         return self._class(env_class).sees_tokens(self._env_config, extras)
 
-    def judged_by(self, env_class: str, extras: dict[str, Any]) -> list[tuple[str, float]]:
+    def graded_by(self, env_class: str, extras: dict[str, Any]) -> list[tuple[str, float]]:
         """A row's reward functions with their weights, if a language model that grades is among them; else nothing."""
-        return self._class(env_class).judged_by(self._env_config, extras)
+        return self._class(env_class).graded_by(self._env_config, extras)
 
     async def init(
         self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
         """Start an episode; returns the conversation (or text) it starts from."""
-        found = self._class(env_class)
-        instant = found.instant(self._env_config, extras)
-        home = self._homes[episode] = None if instant else self.pool.take(episode)
-        self._keys[episode] = key_of(episode)
-        if home is not None:
+        own_class = self._class(env_class)
+        instant = own_class.instant(self._env_config, extras)
+        route = _Route(None if instant else self.pool.take(episode), key_of(episode))
+        self._routes[episode] = route
+        if route.home is not None:
             try:
-                await home.load(env_class, env_class, found)
+                await route.home.load(env_class, env_class, own_class)
             except Exception:
                 self._leave(episode)
                 raise
-        if _starts_with_its_first_step(found):
-            self._openings[episode] = (env_class, extras, prompt)
+        made = (own_class.__new__, own_class.__init__, own_class.init)
+        if made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init):  # which do nothing
+            route.opening = (env_class, extras, prompt)
             return prompt
-        start: Conversation | str = (await self._ask("init", episode, env_class, extras, prompt)).result
+        start: Conversation | str = await self._ask("init", episode, env_class, extras, prompt)
         return start
 
     async def step(self, episode: str, action: str, seen: TurnTokens | None = None) -> StepResult:
-        answer = await self._ask("step", episode, action, seen, *self._openings.pop(episode, ()))
-        result: StepResult = answer.result
+        route = self._routes[episode]
+        opening, route.opening = route.opening, ()
+        result: StepResult = await self._ask("step", episode, action, seen, *opening)
         if result["done"]:
-            if retries := self._retries.get(episode):
-                result["metrics"] = result["metrics"] | {"retries": float(retries)}
+            if route.retries:
+                result["metrics"] = result["metrics"] | {"retries": float(route.retries)}
             self._leave(episode)
         return result
 
     async def close(self, episode: str) -> dict[str, float]:
         """End an episode that is not done; ends nothing if it already has."""
-        if episode not in self._homes:
+        if episode not in self._routes:
             return {}
-        metrics: dict[str, float] = (await self._ask("close", episode)).result
+        metrics: dict[str, float] = await self._ask("close", episode)
         self._leave(episode)
         return metrics
 
     def abandon(self, episode: str) -> None:
         """Have an episode closed without waiting for it; for episodes that have failed or been cancelled."""
-        if episode not in self._homes:
+        if episode not in self._routes:
             return
-        home, key = self._homes[episode], self._keys[episode]
-        if home is None:
-            self._start(Call(0, "close", key, ()))
+        route = self._routes[episode]
+        if route.home is None:
+            self._start(Call(0, "close", route.key, ()))
         else:
-            future = home.post("close", key)
+            future = route.home.post("close", route.key)
             future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # its result is not used
         self._leave(episode)
 
-    async def _ask(self, method: str, episode: str, *args: object) -> Answer:
-        """The answer, after several tries if errors are transient (but one for "close"); then the episode is over.
+    async def _ask(self, method: str, episode: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
+        """The result, after several tries if errors are transient (but one for "close"); then the episode is over.
 
         Any other error has ended the episode in its process. A call whose caller is cancelled goes on.
         """
-        home, key = self._homes[episode], self._keys[episode]
-        for number in count(1):
+        route, tries = self._routes[episode], 0
+        while True:
+            tries += 1
             try:
-                if home is not None:
-                    return Answer(0, await home.post(method, key, *args))
-                call = Call(0, method, key, args)
+                if route.home is not None:
+                    return await route.home.post(method, route.key, *args)
+                call = Call(0, method, route.key, args)
                 waits = self._local.is_async(call)
                 answer = await (asyncio.shield(self._start(call)) if waits else self._local.run(call))
                 if answer.error is None:
-                    return answer
+                    return answer.result
                 raise answer.error
             except TransientError as error:
                 if method == "close":
                     raise
-                if not await self._patience.wait(number, f"the environment of {episode}", error):
+                if not await self._patience.wait(tries, f"the environment of {episode}", error):
                     self.abandon(episode)
                     raise
-                self._retries[episode] = self._retries.get(episode, 0) + 1
+                route.retries += 1
             except Exception:
                 self._leave(episode)
                 raise
-        raise AssertionError("unreachable")
 
     def _start(self, call: Call) -> asyncio.Task[Answer]:
         """A call that goes on if its caller is cancelled."""
@@ -169,21 +184,12 @@ class EnvPool:
         return self._classes[name]
 
     def _leave(self, episode: str) -> None:
-        self._openings.pop(episode, None)
-        self._retries.pop(episode, None)
-        self._keys.pop(episode, None)
-        link = self._homes.pop(episode, None)
-        if link is not None:
-            self.pool.give_back(link, episode)
+        route = self._routes.pop(episode, None)
+        if route is not None and route.home is not None:
+            self.pool.give_back(route.home, episode)
 
 
-def _starts_with_its_first_step(env_class: type[BaseTextEnv]) -> bool:
-    """Whether the class is made and initialised as ``BaseTextEnv`` is, which does nothing."""
-    own = (env_class.__new__, env_class.__init__, env_class.init)
-    return own == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
-
-
-def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[Limits]) -> EnvPool:
+def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[EnvLimits]) -> EnvPool:
     """A pool inside this process, for single-process runs and virtual time.
 
     An environment's methods run on the caller's event loop: one that blocks blocks them all.

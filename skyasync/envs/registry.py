@@ -50,10 +50,10 @@ def register(
         entry_point: ``factory``, as SkyRL calls it.
         kwargs: the class is made with these as well.
     """
-    name, found = name or id, factory or entry_point
-    if not name or found is None:
+    name, target = name or id, factory or entry_point
+    if not name or target is None:
         raise UserError("register takes a name and a class (or module:Class): id= and entry_point= say the same")
-    ENVS[name] = EnvSpec(name, found, kwargs) if kwargs else found
+    ENVS[name] = EnvSpec(name, target, kwargs) if kwargs else target
 
 
 def make(name: str, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> BaseTextEnv:
@@ -74,24 +74,24 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[B
     Raises:
         UserError: if there is none, listing the nearest names.
     """
-    found: Any = name if ":" in name else ENVS[name]
+    target: Any = name if ":" in name else ENVS[name]
     more = dict(kwargs or {})
-    if isinstance(found, EnvSpec):
-        found, more = found.entry_point, {**found.kwargs, **more}
-    if isinstance(found, str):
-        found = resolve_reference(found, kind="environment")
-    if isinstance(found, type) and issubclass(found, BaseTextEnv):
-        return found.as_environment(name, more)
-    if isinstance(found, type) and not hasattr(found, "init") and hasattr(found, "reset"):
+    if isinstance(target, EnvSpec):
+        target, more = target.entry_point, {**target.kwargs, **more}
+    if isinstance(target, str):
+        target = resolve_reference(target, kind="environment")
+    if isinstance(target, type) and issubclass(target, BaseTextEnv):
+        return target.as_environment(name, more)
+    if isinstance(target, type) and not hasattr(target, "init") and hasattr(target, "reset"):
         from skyasync.envs.adapters.gem import played_by_gem
 
-        return played_by_gem(found, more)
+        return played_by_gem(target, more)
 
     class Made(BaseTextEnv):
         """By a function; its ``__new__`` returns an environment of another class."""
 
         def __new__(cls, *given: object, **settings: object) -> BaseTextEnv:  # type: ignore[misc]
-            made: BaseTextEnv = found(*given, **settings, **more)
+            made: BaseTextEnv = target(*given, **settings, **more)
             return made
 
     return Made

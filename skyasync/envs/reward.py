@@ -29,81 +29,74 @@ class RewardEnv(BaseTextEnv):
         extras: the row's columns. The right answer is ``label``, or else ``reward_spec.ground_truth``, or ``answer``.
 
     Raises:
-        UserError: if no function judges the row, or one that does not exist.
-        TimeoutError: if a function gives no verdict in time, and ``environment.reward_unjudged`` is raise.
+        UserError: if no function applies to the row, or one does not exist.
+        TimeoutError: if a function gives no reward in time, and ``environment.reward_on_timeout`` is raise.
     """
 
     @classmethod
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """Where all functions are marked as quick."""
-        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
-        return all(reward_function(name, settings.registered.get(name)).quick for name, _ in settings.functions(extras))
+        """If all functions are marked as quick."""
+        return all(function.quick for function, _ in _functions(env_config, extras))
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """Where a function looks at them."""
-        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
-        return any(
-            reward_function(name, settings.registered.get(name)).looks_at_tokens
-            for name, _ in settings.functions(extras)
-        )
+        """If a function looks at them."""
+        return any(function.looks_at_tokens for function, _ in _functions(env_config, extras))
 
     @classmethod
-    def judged_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
-        """All reward functions of the row with their weights, judges included, where one of them is a judge.
+    def graded_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
+        """All reward functions of the row with their weights, if a judge is among them.
 
-        Judges are asked by whoever plays the episode (``skyasync.rollout.judging``), behind its end.
+        ``skyasync.rollout.judging`` asks the judges, after the episode's end.
         """
-        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
-        weighted = settings.weighted(extras)
+        weighted = _settings(env_config).weighted(extras)
         return weighted if any(is_judge(func) for func, _ in weighted) else []
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
         """Import the functions that the run names, here and where they are called."""
-        settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
+        settings = _settings(env_config)
         load_functions([reward_function(name, settings.registered.get(name)) for name in settings.named()])
 
     _scores: Sequence[Score] = ()  # until there is a step
 
     @cached_property
-    def _settings(self) -> RewardSettings:
-        settings: RewardSettings = self.env_config.get(ENV_KEY, RewardSettings())
-        return settings
-
-    @cached_property
-    def _functions(self) -> list[RewardFunction]:
-        return [reward_function(name, self._settings.registered.get(name)) for name, _ in self._weighted]
-
-    @cached_property
-    def _weighted(self) -> list[tuple[str, float]]:
-        return self._settings.functions(self.extras)
+    def _weighted(self) -> list[tuple[RewardFunction, float]]:
+        return _functions(self.env_config, self.extras)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
+        settings = _settings(self.env_config)
         known = known_of(self.extras, self.opening, action)
-        known[CODE_SANDBOX] = self._settings.code_sandbox
+        known[CODE_SANDBOX] = settings.code_sandbox
         if self.seen is not None:
             known |= seen(*self.seen, label=known["label"])
-        self._scores = score_response(self._functions, known, self._settings.timeout_s)
-        self._refuse_unjudged()
-        reward = sum(w * score.reward for (_, w), score in zip(self._weighted, self._scores, strict=True))
+        functions = [function for function, _ in self._weighted]
+        self._scores = score_response(functions, known, settings.timeout_s)
+        for function, score in zip(functions, self._scores, strict=True):
+            if score.no_reward and settings.on_timeout == "raise":
+                raise TimeoutError(
+                    f"reward function {function.name} gave no reward within {settings.timeout_s:g} s "
+                    f"(environment.reward_timeout_s); environment.reward_on_timeout=zero counts it as 0"
+                )
+        reward = sum(weight * score.reward for (_, weight), score in zip(self._weighted, self._scores, strict=True))
         return {"observations": [], "reward": reward, "done": True, "metadata": {}}
 
     def get_metrics(self) -> dict[str, float]:
-        funcs = [func for func, _ in self._settings.weighted(self.extras)]
+        funcs = [func for func, _ in _settings(self.env_config).weighted(self.extras)]
         own = [name for name, func in zip(short_names(funcs), funcs, strict=True) if not is_judge(func)]
-        return metrics_of(
-            own, self._scores, [function.quick for function in self._functions], self.extras.get("domain")
-        )
+        quick = [function.quick for function, _ in self._weighted]
+        return metrics_of(own, self._scores, quick, self.extras.get("domain"))
 
-    def _refuse_unjudged(self) -> None:
-        if self._settings.unjudged == "raise":
-            for function, score in zip(self._functions, self._scores, strict=True):
-                if score.unjudged:
-                    raise TimeoutError(
-                        f"reward function {function.name} gave no verdict within {self._settings.timeout_s:g} s "
-                        f"(environment.reward_timeout_s); environment.reward_unjudged=zero counts it as 0"
-                    )
+
+def _settings(env_config: dict[str, Any]) -> RewardSettings:
+    settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
+    return settings
+
+
+def _functions(env_config: dict[str, Any], row: dict[str, Any]) -> list[tuple[RewardFunction, float]]:
+    """Those that apply to a row, without judges, and their weights."""
+    settings = _settings(env_config)
+    return [(reward_function(name, settings.registered.get(name)), weight) for name, weight in settings.functions(row)]
 
 
 @ENVS.register("gsm8k")
@@ -126,10 +119,13 @@ class GSM8kEnv(BaseTextEnv):
 
 
 def known_of(row: dict[str, Any], messages: Conversation, response: str) -> dict[str, Any]:
-    """What the functions that judge a response may ask for: the row's columns, the conversation, the right answer."""
+    """What the functions that reward a response may take: the row's columns, the conversation, the right answer."""
+    content: str | Sequence[Mapping[str, str]] = messages[-1]["content"] if messages else ""
+    if not isinstance(content, str):  # in parts
+        content = "".join(part.get("text", "") for part in content)
     return {
         **row,
-        "prompt": _text(messages[-1]["content"]) if messages else "",
+        "prompt": content,
         "messages": messages,
         "response": response,
         "label": right_answer(row),
@@ -139,13 +135,13 @@ def known_of(row: dict[str, Any], messages: Conversation, response: str) -> dict
 def metrics_of(
     names: Sequence[str], scores: Sequence[Score], quick: Sequence[bool], domain: str | None
 ) -> dict[str, float]:
-    """Each function's own score under its name, what it says besides, and all of it again under the domain's."""
+    """Each function's own reward under its name, its further metrics, and all of it again under the domain's name."""
     metrics: dict[str, float] = {}
     for name, score, never_lost in zip(names, scores, quick, strict=False):  # an episode may end without a step
         own = {name: score.reward} if score.applies else {}
         metrics |= {**own, **{f"{name}/{key}": value for key, value in score.metrics.items()}}
         if not never_lost:
-            metrics[f"{name}/unjudged"] = float(score.unjudged)
+            metrics[f"{name}/no_reward"] = float(score.no_reward)
     return metrics | ({f"{domain}/{name}": value for name, value in metrics.items()} if domain else {})
 
 
@@ -156,8 +152,3 @@ def right_answer(row: dict[str, Any]) -> object:
     truths = (column.get("ground_truth") for column in nested if isinstance(column, Mapping))
     candidates = (row.get("label"), *truths, row.get("answer"))
     return next((value for value in candidates if value is not None), None)
-
-
-def _text(content: str | Sequence[Mapping[str, str]]) -> str:
-    """A message's text, also of content in parts."""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

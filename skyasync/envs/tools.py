@@ -32,7 +32,7 @@ def tool(method: Tool) -> Tool:
     """Let the model call this method; its docstring describes it, ``Args:`` section included.
 
     Raises:
-        TypeError: for an ``async def``, since nobody would await it.
+        TypeError: for an ``async def``, which would not be awaited.
     """
     if inspect.iscoroutinefunction(method):
         raise TypeError(f"tool {method.__qualname__} is async def: a tool must be a plain method")
@@ -42,8 +42,8 @@ def tool(method: Tool) -> Tool:
 
 def tools_of(env_class: object) -> dict[str, Callable[..., Any]]:
     """Name -> method, for every method of a class that is marked. Of the class: an object's properties would run."""
-    found = ((name, getattr(env_class, name)) for name in dir(env_class) if not name.startswith("__"))
-    return {name: method for name, method in found if getattr(method, _MARK, False)}
+    methods = ((name, getattr(env_class, name)) for name in dir(env_class) if not name.startswith("__"))
+    return {name: method for name, method in methods if getattr(method, _MARK, False)}
 
 
 def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
@@ -57,25 +57,35 @@ def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
         return []
     from transformers.utils import get_json_schema
 
-    found = []
+    shown = []
     for name, method in tools.items():
         try:
-            found.append(get_json_schema(MethodType(method, env_class)))
+            shown.append(get_json_schema(MethodType(method, env_class)))
         except Exception as error:
             raise UserError(f"tool {env_class.__name__}.{name}: {error}") from error
-    return found
+    return shown
 
 
 def read_tool_calls(text: str, *, several: bool = True) -> tuple[str, list[dict[str, Any]]]:
     """The text in front of the tool calls, and the calls in the form of templates, without ids.
 
-    A call that is no JSON object with a name and arguments leaves the whole text as it is: whoever reads it then sees
-    what was wrong.
+    A call that is no JSON object with a name and arguments leaves the whole text as it is, so that its reader sees what
+    was wrong.
     """
-    calls = [_read(found) for found in between(text, "<tool_call>", "</tool_call>")]
-    if not calls or None in calls:
+    functions = []
+    for part in between(text, "<tool_call>", "</tool_call>"):
+        try:
+            call = json.loads(part)
+        except (ValueError, RecursionError):
+            return text, []
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return text, []
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            return text, []
+        functions.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
+    if not functions:
         return text, []
-    functions = [{"type": "function", "function": call} for call in calls if call is not None]
     return text[: text.index("<tool_call>")].rstrip(), functions if several else functions[:1]
 
 
@@ -90,30 +100,18 @@ def between(text: str, start: str, end: str) -> Iterator[str]:
 def answer_to(call: dict[str, Any], owner: object) -> dict[str, str]:
     """The message that a call is answered with."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    return {"role": "tool", "name": name, "content": _carried_out(name, arguments, owner)}
-
-
-def _carried_out(name: str, arguments: dict[str, Any], owner: object) -> str:
     tools = tools_of(type(owner))
     if name not in tools:
-        return f"error: {unknown('tool', name, tools)}"
-    method = getattr(owner, name)
-    try:
-        bound = inspect.signature(method).bind(**arguments)
-    except TypeError as error:
-        return f"error: {name}: {error}"
-    try:
-        return str(method(*bound.args, **bound.kwargs))
-    except ToolError as error:
-        return f"error: {error}"
-
-
-def _read(text: str) -> dict[str, Any] | None:
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
+        content = f"error: {unknown('tool', name, tools)}"
+    else:
+        method = getattr(owner, name)
+        try:
+            bound = inspect.signature(method).bind(**arguments)
+        except TypeError as error:
+            content = f"error: {name}: {error}"
+        else:
+            try:
+                content = str(method(*bound.args, **bound.kwargs))
+            except ToolError as error:
+                content = f"error: {error}"
+    return {"role": "tool", "name": name, "content": content}

@@ -43,7 +43,9 @@ METRICS = (
     Metric("response/dropped", "Trajectories left out by truncated_responses=drop."),
     Metric("response/repeated", "Samples that are equal to another of their group.", SHARE),
     Metric("response/repeated_expected", "What chance makes of that, by the samples' own probabilities.", SHARE),
-    Metric("env/<function>/unjudged", "Responses to which a reward function or judge came to no verdict.", SHARE),
+    Metric(
+        "env/<function>/no_reward", "Responses to which a reward function or judge gave no reward (a timeout).", SHARE
+    ),
     Metric("env/<judge>/raw", "A judge's grade, before offset, scale and clip (environment.judges)."),
     Metric("env/given_up", "Episodes that environment.on_error has ended.", SHARE),
     Metric("env/retries", "Tries after transient errors, on average over the episodes that needed any."),

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError
-from skyasync.rewards.registry import REWARDS, loading, quick
+from skyasync.rewards.registry import REWARDS, marking, quick
 
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 _CHOICES = re.compile(r"\\boxed\{\s*\(?([A-Za-z])\)?\s*\}|[Aa]nswer(?:\s+is|\s*:)\s*\**\(?([A-Za-z])\b")
@@ -24,8 +24,8 @@ _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")  # of mathematics
 
 def final_number(text: str) -> str | None:
     """The last number that follows ``####``, without thousands separators; None if there is none."""
-    found = FINAL_NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    numbers = FINAL_NUMBER.findall(text)
+    return numbers[-1].replace(",", "") if numbers else None
 
 
 @REWARDS.register("exact_match")
@@ -86,21 +86,19 @@ def _library() -> ModuleType:
 
 
 @REWARDS.register("math_verify", extra="math-verify")
-@loading(_library)
+@marking(load=_library)
 def math_verify(response: str, label: object) -> float:
     """1 if an expression in the response equals the label's.
 
     Raises:
         UserError: if the label is no mathematical expression.
     """
-    if label is None or not _expressions(truth := _delimited(str(label).strip())):
+    truth = "" if label is None else str(label).strip()
+    if not any(mark in truth for mark in _DELIMITERS):
+        truth = f"${truth}$"  # a label without any mark is the expression itself
+    if label is None or not _expressions(truth):
         raise UserError(f"reward function math_verify finds no mathematical expression in the label {label!r}")
     return _equal(response, truth)
-
-
-def _delimited(label: str) -> str:
-    """A label without any mark is the expression itself."""
-    return label if any(mark in label for mark in _DELIMITERS) else f"${label}$"
 
 
 @lru_cache(maxsize=4096)  # the samples of a group share the label, and often the answer
@@ -110,8 +108,8 @@ def _equal(response: str, truth: str) -> float:
 
 @lru_cache(maxsize=4096)
 def _expressions(text: str) -> list[Any]:
-    found: list[Any] = _library().parse(text, parsing_timeout=None)
-    return found
+    expressions: list[Any] = _library().parse(text, parsing_timeout=None)
+    return expressions
 
 
 def extract_boxed_answer(text: str) -> str | None:

@@ -1,7 +1,7 @@
 """``assert`` tests, split so that the code under test never meets what is expected of it.
 
 Invariant: what is sent to the code's process is calls of its own names with their arguments, and the statements that
-make those. The rest, in which each such call has become a value, is judged in a process that has never run the code.
+make those. The rest, in which each such call has become a value, runs in a process that has never run the code.
 
 Of ``assert sorted(f([2, 1])) == [1, 2]`` the first process gets ``f([2, 1])``, and the second ``assert
 sorted(__values__[0]) == [1, 2]``.
@@ -22,13 +22,7 @@ _THROUGH = (
     ast.keyword, ast.Slice, ast.JoinedStr, ast.FormattedValue,
 )  # fmt: skip
 _PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)}
-_RUN_TEXT = {
-    "eval",
-    "exec",
-    "compile",
-    "open",
-    "__import__",
-}  # what the code returns must not be run where it is judged
+_RUN_TEXT = {"eval", "exec", "compile", "open", "__import__"}  # what the code returns must not be run by the check
 _MODULES = {
     "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
     "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "typing",
@@ -53,13 +47,14 @@ class Split:
     @property
     def is_plain(self) -> bool:
         """Whether ``literal`` is compared without hashing: equal hashes, which a response can choose, take for ever."""
-        return _is_plain(self.literal)
-
-
-def _is_plain(literal: object) -> bool:
-    if isinstance(literal, list | tuple):
-        return all(map(_is_plain, literal))
-    return literal is None or isinstance(literal, str | bytes | int | float)
+        parts = [self.literal]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, list | tuple):
+                parts += part
+            elif part is not None and not isinstance(part, str | bytes | int | float):
+                return False
+        return True
 
 
 def split(test: str) -> Split:
@@ -72,11 +67,11 @@ def split(test: str) -> Split:
     while True:
         splitter = _Splitter(test, shared)
         try:
-            found = splitter.split()
+            result = splitter.split()
         except RecursionError as error:
             raise splitter.refused("is nested too deeply") from error
         if splitter.needed <= shared:
-            return found
+            return result
         shared |= splitter.needed
 
 
@@ -125,19 +120,17 @@ class _Splitter(ast.NodeTransformer):
                     self._imported |= imported
             case ast.Assert(test):
                 if not self._foreign(test):  # the code's function has a built-in one's name
-                    self._known -= {
-                        node.func.id
-                        for node in ast.walk(test)
-                        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-                    }
-                match test:
-                    case ast.Call(function, given) if _root(function) in self._imported and any(
-                        map(self._foreign, given)
-                    ):
+                    calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
+                    self._known -= {function.id for function in calls if isinstance(function, ast.Name)}
+                if isinstance(test, ast.Call) and any(map(self._foreign, test.args)):
+                    root = test.func
+                    while isinstance(root, ast.Attribute):
+                        root = root.value
+                    if _name(root) in self._imported:
                         raise self._undecided(test)
-                judged = self.visit(test)
-                assert isinstance(judged, ast.expr)
-                self._check.append(ast.Assert(judged))
+                expression = self.visit(test)
+                assert isinstance(expression, ast.expr)
+                self._check.append(ast.Assert(expression))
             case ast.Assign([ast.Name(name)], value) if not self._foreign(value) and name not in self._shared:
                 self._constants.add(name)
                 self._known.add(name)
@@ -158,8 +151,8 @@ class _Splitter(ast.NodeTransformer):
                 self._check.append(statement)
             case _:
                 raise self.refused(
-                    f"has {_shown(ast.unparse(statement))}: beside assert statements it may have imports, assignments "
-                    "to one name, and calls"
+                    f"has {_shown(ast.unparse(statement))}: besides assert statements it may have imports, "
+                    "assignments to one name, and calls"
                 )
 
     def visit(self, node: ast.AST) -> ast.AST:
@@ -169,11 +162,9 @@ class _Splitter(ast.NodeTransformer):
         match node:
             case ast.Call(function) if not self._foreign(function) and not self._is_given_a_function(node):
                 return self.generic_visit(node)
-            case ast.Call(ast.Attribute(ast.Call(function), name)) if name in _PLAIN_METHODS and not _is_class(
-                function
-            ):  # a method of what the code returns
-                return self.generic_visit(node)
-            case ast.Attribute(ast.Call(function), name) if name in _PLAIN_METHODS and not _is_class(function):
+            case ast.Call(ast.Attribute(ast.Call(function), name)) | ast.Attribute(ast.Call(function), name) if (
+                name in _PLAIN_METHODS and not _name(function)[:1].isupper()
+            ):  # a method of what the code returns, unless it is called like a class
                 return self.generic_visit(node)
             case ast.Subscript(value) if not self._foreign(value):
                 return self.generic_visit(node)
@@ -182,9 +173,7 @@ class _Splitter(ast.NodeTransformer):
             case _ if isinstance(node, _THROUGH):
                 return self.generic_visit(node)
             case ast.expr() if not isinstance(node, ast.Lambda):
-                self._send("value", node)
-                self._values += 1
-                return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
+                return self._value(node)
         raise self.refused(f"has {_shown(ast.unparse(node))}, which cannot be split")
 
     def _is_given_a_function(self, call: ast.Call) -> bool:
@@ -211,8 +200,11 @@ class _Splitter(ast.NodeTransformer):
                 "compares in a loop, where what is expected cannot be told from what is given: write an assert "
                 "statement for each item"
             )
-        each = ast.ListComp(loop.elt, loop.generators)
-        self._send("value", each)
+        return self._value(ast.ListComp(loop.elt, loop.generators))
+
+    def _value(self, node: ast.expr) -> ast.Subscript:
+        """Send an expression; its value in the check."""
+        self._send("value", node)
         self._values += 1
         return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
 
@@ -245,18 +237,10 @@ def _bound(node: ast.AST) -> set[str]:
 
 
 def _name(function: ast.expr) -> str:
-    return str(getattr(function, "id", getattr(function, "attr", "")))
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return _name(node)
-
-
-def _is_class(function: ast.expr) -> bool:
-    """Whether it is called like one."""
-    return _name(function)[:1].isupper()
+    match function:
+        case ast.Name(name) | ast.Attribute(attr=name):
+            return name
+    return ""
 
 
 def _shown(text: str) -> str:

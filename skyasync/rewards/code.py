@@ -1,8 +1,8 @@
-"""Code that a model wrote, judged by tests that it does not see.
+"""Code that a model wrote, rewarded by tests that it does not see.
 
 Invariant: the code runs in ``sandbox`` alone, never here. What a test expects is compared here, with plain data, never
-where the code runs. A response that hangs, fills its memory, writes nonsense or reaches for anything outside fails its
-tests, and changes nothing else.
+where the code runs. A response that hangs, fills its memory, writes invalid output or reaches for anything outside
+fails its tests, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from skyasync.errors import UserError
 from skyasync.rewards import sandbox
 from skyasync.rewards.asserts import Split, split
-from skyasync.rewards.registry import REWARDS, checking
+from skyasync.rewards.registry import REWARDS, marking
 from skyasync.rewards.sandbox_program import plain
 
 SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it
@@ -31,7 +31,7 @@ def _check_row(known: Mapping[str, Any]) -> None:
 
 
 @REWARDS.register("code_tests")
-@checking(_check_row)
+@marking(check=_check_row)
 def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict[str, float]:
     """1 if the last code block of the response (all of it, if there is none) passes every test of the label.
 
@@ -48,21 +48,20 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
         TransientError: if the sandbox fails, whatever the code is.
     """
     tests, started = tests_of(label), time.monotonic()
-    expected = [wanted for _, wanted in tests]
-    answers, ended = run(code_of(response), [asked for asked, _ in tests], expected, code_sandbox)
-    passed = [right(answer, wanted) for answer, wanted in zip(answers, expected, strict=False)]
+    expected = [target for _, target in tests]
+    answers, ended = run(code_of(response), [request for request, _ in tests], expected, code_sandbox)
+    passed = [right(answer, target) for answer, target in zip(answers, expected, strict=False)]
     checks = [
-        (number, {"check": wanted.check, "values": answers[number]["values"]})
-        for number, wanted in enumerate(expected[: len(answers)])
-        if isinstance(wanted, Split) and not wanted.is_plain and isinstance(answers[number].get("values"), list)
+        (number, {"check": target.check, "values": answers[number]["values"]})
+        for number, target in enumerate(expected[: len(answers)])
+        if isinstance(target, Split) and not target.is_plain and isinstance(answers[number].get("values"), list)
     ]
     if checks:  # in a process that has not run the code
         left = max(1.0, SECONDS - (time.monotonic() - started))
-        judged = sandbox.run(
-            code_sandbox, "", [check for _, check in checks], [0] * len(checks), left, SECONDS_PER_TEST
-        )
-        for (number, _), answer in zip(checks, judged, strict=False):
-            passed[number] = answer.get("passed") is True
+        tasks = [check for _, check in checks]
+        results = sandbox.run(code_sandbox, "", tasks, [0] * len(tasks), left, SECONDS_PER_TEST)
+        for (number, _), result in zip(checks, results, strict=False):
+            passed[number] = result.get("passed") is True
     share = sum(passed) / len(tests)
     return {"reward": float(share == 1.0), "passed": share, "ended": float(ended)}
 
@@ -74,41 +73,43 @@ def code_of(response: str) -> str:
 
 
 def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
-    """What the sandbox is asked for each test, and what is expected of its answer."""
-    said = _parsed(label)
+    """What the sandbox runs for each test, and what is expected of its answer."""
+    tests: Any = label
+    if isinstance(label, str):
+        try:
+            tests = json.loads(label)
+        except (ValueError, RecursionError):
+            tests = [label] if "assert" in label else label
+    pairs: list[tuple[dict[str, Any], Any]] = []
     try:
-        found = _tests(said)
+        match tests:
+            case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
+                name = tests.get("fn_name")
+                for given, target in zip(inputs, outputs, strict=True):
+                    if not name:
+                        pairs.append(({"stdin": _text(given)}, _text(target)))
+                    elif isinstance(name, str):
+                        pairs.append(({"call": name, "arguments": _plain(_arguments(given))}, _plain(target)))
+            case list() if all(isinstance(line, str) for line in tests):
+                pairs = [({"steps": each.steps}, each) for each in map(split, tests)]
     except (ValueError, TypeError, RecursionError) as error:
-        whose = said.get("fn_name") if isinstance(said, dict) else None
+        whose = tests.get("fn_name") if isinstance(tests, dict) else None
         raise UserError(
             f"reward function code_tests: the tests of {whose or 'a program'} are no JSON: {error}"
         ) from error
-    if not found:
+    if not pairs:
         raise UserError(
             f"reward function code_tests needs tests in the row's label: {{inputs: [...], outputs: [...]}} (with "
             f"fn_name, a text, for a function), or a list of assert statements; found {reprlib.repr(label)}"
         )
-    return found
-
-
-def _tests(said: object) -> list[tuple[dict[str, Any], Any]]:
-    """Raises ValueError, TypeError or RecursionError for what is no JSON."""
-    if isinstance(said, dict) and _are_pairs(said.get("inputs"), said.get("outputs")):
-        pairs, name = list(zip(said["inputs"], said["outputs"], strict=True)), said.get("fn_name")
-        if not name:
-            return [({"stdin": _text(given)}, _text(wanted)) for given, wanted in pairs]
-        if isinstance(name, str):
-            return [({"call": name, "arguments": _plain(_list(given))}, _plain(wanted)) for given, wanted in pairs]
-    elif isinstance(said, list) and all(isinstance(line, str) for line in said):
-        return [({"steps": each.steps}, each) for each in map(split, said)]
-    return []
+    return pairs
 
 
 def run(
     code: str, tests: Sequence[dict[str, Any]], expected: Sequence[object] = (), where: str = "auto"
 ) -> tuple[sandbox.Answers, bool]:
     """The answers of the tests that were reached, and whether the sandbox was ended before the last."""
-    sizes = [8 * len(repr(wanted)) for wanted in expected] or [0] * len(tests)
+    sizes = [8 * len(repr(target)) for target in expected] or [0] * len(tests)
     answers = sandbox.run(where, code, tests, sizes, SECONDS, SECONDS_PER_TEST)
     return answers, len(answers) < len(tests)
 
@@ -128,21 +129,7 @@ def right(answer: dict[str, Any], expected: object) -> bool:
         return False  # whatever the code has written in the place of an answer
 
 
-def _parsed(label: object) -> object:
-    if not isinstance(label, str):
-        return label
-    try:
-        found: object = json.loads(label)
-        return found
-    except (ValueError, RecursionError):
-        return [label] if "assert" in label else label
-
-
-def _are_pairs(inputs: object, outputs: object) -> bool:
-    return isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)
-
-
-def _list(given: object) -> list[Any]:
+def _arguments(given: object) -> list[Any]:
     """Arguments: a list of them, or one JSON value per line, as LiveCodeBench has them."""
     if isinstance(given, str):
         return [json.loads(line) for line in given.split("\n") if line.strip()]
@@ -150,10 +137,10 @@ def _list(given: object) -> list[Any]:
 
 
 def _plain(given: object) -> object:
-    found: object = json.loads(json.dumps(given))
-    if sandbox.is_deep(found):
+    value: object = json.loads(json.dumps(given))
+    if sandbox.is_deep(value):
         raise ValueError(f"a value has more than {sandbox.DEEPEST} levels")
-    return found
+    return value
 
 
 def _text(given: object) -> str:

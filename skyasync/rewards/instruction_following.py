@@ -20,23 +20,24 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 from skyasync.errors import UserError, unknown
 from skyasync.rewards.judge_prompts import without_thinking
-from skyasync.rewards.registry import REWARDS, checking
+from skyasync.rewards.registry import REWARDS, marking
 
 Instructions = list[tuple[str, dict[str, object]]]
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
-    "at least": lambda found, asked: found >= asked,
-    "less than": lambda found, asked: found < asked,
-    "at most": lambda found, asked: found <= asked,
-    "more than": lambda found, asked: found > asked,
-    "exactly": lambda found, asked: found == asked,
+    "at least": lambda count, target: count >= target,
+    "less than": lambda count, target: count < target,
+    "at most": lambda count, target: count <= target,
+    "more than": lambda count, target: count > target,
+    "exactly": lambda count, target: count == target,
 }
 _SHORTENED = re.compile(r"(?:\b(?i:mr|mrs|ms|dr|prof|vs|jr|sr|e\.g|i\.e|cf|approx)|\b[A-Z])\.$")
-_SENTENCE_ENDS = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
+_SENTENCE_STOPS = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*\n]|-).*$", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*")
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -48,7 +49,7 @@ def _check_row(known: Mapping[str, Any]) -> None:
 
 
 @REWARDS.register("instruction_following")
-@checking(_check_row)
+@marking(check=_check_row)
 def instruction_following(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
 ) -> dict[str, float]:
@@ -56,25 +57,25 @@ def instruction_following(
 
     Metrics: ``loose``, the same read loosely; ``share`` and ``loose_share``, the part of the instructions followed.
     """
-    return _judged(response, label, instruction_id_list, kwargs, "strict")
+    return _rewards(response, label, instruction_id_list, kwargs, "strict")
 
 
 @REWARDS.register("instruction_following_loose")
-@checking(_check_row)
+@marking(check=_check_row)
 def instruction_following_loose(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
 ) -> dict[str, float]:
     """1 if the response follows all instructions, read loosely."""
-    return _judged(response, label, instruction_id_list, kwargs, "loose")
+    return _rewards(response, label, instruction_id_list, kwargs, "loose")
 
 
 @REWARDS.register("instruction_following_share")
-@checking(_check_row)
+@marking(check=_check_row)
 def instruction_following_share(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
 ) -> dict[str, float]:
     """The part of the instructions that the response follows, strictly."""
-    return _judged(response, label, instruction_id_list, kwargs, "share")
+    return _rewards(response, label, instruction_id_list, kwargs, "share")
 
 
 def instructions_of(names: object, arguments: object, label: object) -> Instructions:
@@ -84,58 +85,54 @@ def instructions_of(names: object, arguments: object, label: object) -> Instruct
         UserError: for a row that names no instructions, or one that cannot be verified.
     """
     if names is None:
-        names, arguments = _of_label(label)
+        values = _parsed(label)
+        if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 1:
+            values = values[0]
+        if isinstance(values, Mapping):
+            names = values.get("instruction_id_list", values.get("instruction_id"))
+            arguments = values.get("kwargs")
+        if names is None:
+            raise _missing(label)
     names, arguments = _parsed(names), _parsed(arguments)
     names = [names] if isinstance(names, str) else names
     if arguments is None and isinstance(names, Sequence):
         arguments = [None] * len(names)
     arguments = [arguments] if isinstance(arguments, Mapping) else arguments
     if not isinstance(names, Sequence) or not names or not isinstance(arguments, Sequence):
-        raise UserError(_nothing(names))
+        raise _missing(names)
     if len(names) != len(arguments):
         raise UserError(f"instruction_id_list has {len(names)} entries and kwargs {len(arguments)}: one for each")
-    found = [(str(name), dict(given or {})) for name, given in zip(names, arguments, strict=True)]
-    for name, given in found:
+    instructions = [(str(name), dict(given or {})) for name, given in zip(names, arguments, strict=True)]
+    for name, given in instructions:
         check_instruction(name, given)
-    return found
+    return instructions
 
 
 def variants(response: str) -> list[str]:
-    """The response as it is, and as it is read loosely besides."""
+    """The response as it is, and in the other forms of a loose reading."""
     lines = response.split("\n")
     cuts = [lines, lines[1:], lines[:-1], lines[1:-1]]
     texts = ["\n".join(cut).strip() for cut in cuts]
     return list(dict.fromkeys([response, *texts, *(text.replace("*", "") for text in [response, *texts[1:]])]))
 
 
-def _judged(response: str, label: object, names: object, arguments: object, chosen: str) -> dict[str, float]:
-    asked, response = instructions_of(names, arguments, label), without_thinking(response).strip()
+def _rewards(response: str, label: object, names: object, arguments: object, chosen: str) -> dict[str, float]:
+    instructions, response = instructions_of(names, arguments, label), without_thinking(response).strip()
     texts = variants(response)
-    strict = [follows(response, name, given) for name, given in asked]
-    readings = zip(strict, asked, strict=True)
-    loose = [kept or any(follows(text, name, given) for text in texts) for kept, (name, given) in readings]
-    found = {
+    strict = [follows(response, name, given) for name, given in instructions]
+    loose = [
+        followed or any(follows(text, name, given) for text in texts)
+        for followed, (name, given) in zip(strict, instructions, strict=True)
+    ]
+    rewards = {
         "strict": float(all(strict)), "loose": float(all(loose)),
         "share": sum(strict) / len(strict), "loose_share": sum(loose) / len(loose),
     }  # fmt: skip
-    return {"reward": found.pop(chosen), **found}
-
-
-def _of_label(label: object) -> tuple[object, object]:
-    """Names and arguments of ``{instruction_id: [...], kwargs: [...]}``, or a list of one of these, or its text."""
-    said = _parsed(label)
-    if isinstance(said, Sequence) and not isinstance(said, str) and len(said) == 1:
-        said = said[0]
-    if not isinstance(said, Mapping):
-        raise UserError(_nothing(label))
-    names = said.get("instruction_id_list", said.get("instruction_id"))
-    if names is None:
-        raise UserError(_nothing(label))
-    return names, said.get("kwargs")
+    return {"reward": rewards.pop(chosen), **rewards}
 
 
 def _parsed(value: object) -> Any:  # noqa: ANN401
-    """Text that is JSON, or a Python literal, as what it says."""
+    """The value of text that is JSON or a Python literal."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -146,9 +143,9 @@ def _parsed(value: object) -> Any:  # noqa: ANN401
     return value
 
 
-def _nothing(found: object) -> str:
-    shown = repr(found) if len(repr(found)) <= 80 else f"{repr(found)[:77]}..."
-    return (
+def _missing(value: object) -> UserError:
+    shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+    return UserError(
         f"reward function instruction_following needs the row's instructions: columns instruction_id_list and kwargs, "
         f"or a label {{instruction_id: [...], kwargs: [...]}}; found {shown}"
     )
@@ -190,27 +187,17 @@ def follows(response: str, name: str, arguments: dict[str, object]) -> bool:
     return CONSTRAINTS[name](response, **{needed: arguments[needed] for needed in parameters(name)})
 
 
-def _matches(relation: str, found: int, asked: int) -> bool:
-    return RELATIONS[relation](found, int(asked))
-
-
-def _language(text: str, language: str) -> bool:
-    import py3langid
-
-    return str(py3langid.classify(text)[0]) == language.split("-")[0].lower()
+def _matches(relation: str, count: int, target: int) -> bool:
+    return RELATIONS[relation](count, int(target))
 
 
 def count_sentences(text: str) -> int:
     """By marks before a space or the end, abbreviations and initials aside; a line that ends without one counts too."""
     count = 0
     for line in filter(None, map(str.strip, text.splitlines())):
-        ends = [found for found in _SENTENCE_ENDS.finditer(line) if not _SHORTENED.search(line[: found.end()][-12:])]
-        count += len(ends) + (not ends or ends[-1].end() < len(line))
+        stops = [stop for stop in _SENTENCE_STOPS.finditer(line) if not _SHORTENED.search(line[: stop.end()][-12:])]
+        count += len(stops) + (not stops or stops[-1].end() < len(line))
     return count
-
-
-def _contains_word(text: str, word: object) -> bool:
-    return re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE) is not None
 
 
 def _between(text: str, divider: str) -> list[str]:
@@ -231,21 +218,13 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
     if len(paragraphs) != int(num_paragraphs) or not 1 <= int(nth_paragraph) <= len(paragraphs):
         return False
     word = paragraphs[int(nth_paragraph) - 1].split()[0].lstrip("\"'(*_")
-    found = re.match(r"[^\s.,?!'\"):;*]*", word)
-    return found is not None and found[0].lower() == first_word.lower()
+    start = re.match(r"[^\s.,?!'\"):;*]*", word)
+    return start is not None and start[0].lower() == first_word.lower()
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
     letters = [re.escape(part) for part in postscript_marker.lower().replace(" ", "").rstrip(".").split(".")]
     return re.search(r"^[ \t]*" + r"\.\s?".join(letters), text.lower(), re.MULTILINE) is not None
-
-
-def _highlights(text: str, num_highlights: int) -> bool:
-    return sum(bool((bold or plain).strip()) for bold, plain in _HIGHLIGHT.findall(text)) >= int(num_highlights)
-
-
-def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= int(num_sections)
 
 
 def _json(text: str) -> bool:
@@ -264,21 +243,13 @@ def _two_responses(text: str) -> bool:
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 
-def _quoted(text: str) -> bool:
-    text = text.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    words = re.findall(r"\w+(?:[-'’]\w+)*", text)
-    return _matches(capital_relation, sum(word.isupper() for word in words), capital_frequency)
-
-
 #: By their names; what follows the text are their arguments. ``startend:start_checker`` is not among IFEval's.
 CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "keywords:existence": lambda text, keywords: all(str(word).lower() in text.lower() for word in keywords),
     "keywords:forbidden_words": lambda text, forbidden_words: (
-        not any(_contains_word(text, word) for word in forbidden_words)
+        not any(
+            re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE) for word in forbidden_words
+        )
     ),
     "keywords:frequency": lambda text, keyword, frequency, relation: _matches(
         relation, text.lower().count(keyword.lower()), frequency
@@ -286,7 +257,9 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _matches(
         let_relation, text.lower().count(letter.lower()), let_frequency
     ),
-    "language:response_language": _language,
+    "language:response_language": lambda text, language: (
+        str(import_module("py3langid").classify(text)[0]) == language.split("-")[0].lower()
+    ),
     "length_constraints:number_words": lambda text, num_words, relation: _matches(
         relation, len(re.findall(r"\w+", text)), num_words
     ),
@@ -301,8 +274,12 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "detectable_content:postscript": _postscript,
     "detectable_format:number_bullet_lists": lambda text, num_bullets: len(_BULLET.findall(text)) == int(num_bullets),
     "detectable_format:constrained_response": lambda text: any(option in text for option in _OPTIONS),
-    "detectable_format:number_highlighted_sections": _highlights,
-    "detectable_format:multiple_sections": _sections,
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        sum(bool((bold or plain).strip()) for bold, plain in _HIGHLIGHT.findall(text)) >= int(num_highlights)
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= int(num_sections)
+    ),
     "detectable_format:json_format": _json,
     "detectable_format:title": lambda text: any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)),
     "combination:two_responses": _two_responses,
@@ -315,8 +292,10 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "startend:start_checker": lambda text, start_phrase: (
         text.strip().strip('"').lower().startswith(start_phrase.strip().lower())
     ),
-    "startend:quotation": _quoted,
-    "change_case:capital_word_frequency": _capital_words,
+    "startend:quotation": lambda text: (stripped := text.strip())[:1] == stripped[-1:] == '"' and len(stripped) > 1,
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _matches(
+        capital_relation, sum(word.isupper() for word in re.findall(r"\w+(?:[-'’]\w+)*", text)), capital_frequency
+    ),
     "change_case:english_capital": lambda text: text.isupper(),
     "change_case:english_lowercase": lambda text: text.islower(),
     "punctuation:no_comma": lambda text: "," not in text,

@@ -1,14 +1,14 @@
 """A language model that grades responses: one reward function, ``judge:NAME``.
 
-Invariant: a response has one verdict, or is counted as unjudged; a question that is being asked or was answered is not
-asked again. A judge that is gone, or never gives an answer that its parser reads, ends the run with one line; a single
-failure does not. A key is sent in the request's header, and is in no message, whatever the server answers.
+Invariant: a response has one grade, or is counted as one without a reward. A question that is in flight or was answered
+is not sent again. A judge that has failed, or never gives an answer that its parser reads, ends the run with one line;
+a single failure does not. A key is sent in the request's header, and is in no message, whatever the server answers.
 
-| who waits   | for what                | woken by                                                       |
-|-------------|-------------------------|----------------------------------------------------------------|
-| ``score``   | its question's task     | the task; a cancelled caller leaves it to the others           |
-| the task    | its turn, the answer    | another task's end; the server or engine, within its own limit |
-| the task    | a parser of the user's  | the subprocess that runs it, or ``READ_S``                     |
+| who waits   | for what                       | woken by                                                       |
+|-------------|--------------------------------|----------------------------------------------------------------|
+| ``score``   | its question's task            | the task; a cancelled caller leaves it to the others           |
+| the task    | its turn, the answer           | another task's end; the server or engine, within its own limit |
+| the task    | a parser in the user's module  | the subprocess that runs it, or ``READ_S``                     |
 
 A judge is the run's own engines, or a server in OpenAI's form:
 
@@ -26,14 +26,23 @@ import asyncio
 import json
 import logging
 import os
+import pickle
 import random
 from collections.abc import Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyasync.config.schema.judges import JudgeConfig
 from skyasync.errors import UserError
-from skyasync.rewards.judge_prompts import VerdictParser, adjusted, fill_prompt, known_to_judge, prompt_text
+from skyasync.rewards.judge_prompts import (
+    BUILTIN_PARSERS,
+    adjusted,
+    fill_prompt,
+    known_to_judge,
+    parse_grade,
+    prompt_text,
+)
 from skyasync.rewards.score import Score
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
@@ -46,8 +55,8 @@ Messages = list[dict[str, str]]
 
 READ_S = 5.0  # for a parser of the user's, on one answer
 PARSERS = 8  # subprocesses that run it
-ILLEGIBLE = 32  # answers, the first of all, without a verdict among them: the parser is wrong, or the prompt
-REMEMBERED = 100_000  # verdicts
+ILLEGIBLE = 32  # first answers without a grade among them: the parser is wrong, or the prompt
+REMEMBERED = 100_000  # grades
 LONGEST_PAUSE_S = 30.0
 MOST_BYTES = 16 << 20  # of a server's answer
 SHOWN = 300  # characters of it in a message
@@ -70,16 +79,16 @@ class LLMJudge:
 
     def __init__(self, name: str, judge: JudgeConfig, model: JudgeModel, *, remembers: bool = True) -> None:
         self._name, self._judge, self._model, self._remembers = name, judge, model, remembers
-        self._prompt, self._reader = prompt_text(name, judge), VerdictParser(judge.parser)
+        self._prompt = prompt_text(name, judge)
         self._turns = asyncio.Semaphore(judge.max_concurrent)
-        self._verdicts: dict[bytes, Score] = {}
+        self._scores: dict[bytes, Score] = {}
         self._asking: dict[bytes, asyncio.Task[Score]] = {}
         self._answers = self._legible = 0
         self._warned = False
         self._parsing = SubprocessPool(PARSERS)
 
     async def score(self, known: Mapping[str, Any]) -> Score:
-        """The verdict on a response.
+        """The grade of a response.
 
         Args:
             known: the row's columns, ``prompt``, ``messages``, ``response`` and ``label``.
@@ -90,10 +99,10 @@ class LLMJudge:
         """
         question = fill_prompt(self._name, self._prompt, known_to_judge(known))
         key = blake2b(question.encode(errors="surrogatepass"), digest_size=16).digest()
-        if key in self._verdicts:
-            return self._verdicts[key]
+        if key in self._scores:
+            return self._scores[key]
         if key not in self._asking:
-            task = self._asking[key] = asyncio.get_running_loop().create_task(self._verdict(key, question))
+            task = self._asking[key] = asyncio.get_running_loop().create_task(self._grade(key, question))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # raised to those who wait
         return await asyncio.shield(self._asking[key])
 
@@ -105,59 +114,57 @@ class LLMJudge:
         await self._model.close()
         await asyncio.to_thread(self._parsing.close)
 
-    async def _verdict(self, key: bytes, question: str) -> Score:
+    async def _grade(self, key: bytes, question: str) -> Score:
         try:
             async with self._turns:
                 score = await self._ask(question)
         finally:
             self._asking.pop(key, None)
-        if self._remembers and not score.unjudged:
-            self._verdicts[key] = score
-            if len(self._verdicts) > REMEMBERED:
-                del self._verdicts[next(iter(self._verdicts))]
+        if self._remembers and not score.no_reward:
+            self._scores[key] = score
+            if len(self._scores) > REMEMBERED:
+                del self._scores[next(iter(self._scores))]
         return score
 
     async def _ask(self, question: str) -> Score:
         system = [{"role": "system", "content": self._judge.system_prompt}] if self._judge.system_prompt else []
-        before = self._answers
+        parser, before = f"parser={self._judge.parser}", self._answers
         try:
             answer = await self._model.ask([*system, {"role": "user", "content": question}])
         except UnansweredError as problem:
             if problem.tried and self._answers == before:  # nor was any other question answered meanwhile
                 raise RuntimeError(f"judge {self._name} (environment.judges.{self._name}): {problem}") from problem
-            return self._unjudged(str(problem))
+            return self._no_reward(str(problem))
         self._answers += 1
-        found = await self._read(answer)
-        if found is None:
-            self._check_legible(answer)
-            return self._unjudged(f"parser={self._judge.parser} finds no verdict in {_excerpt(answer)}")
-        self._legible += 1
-        return adjusted(found, self._judge)
+        score = await self._parsed(answer)
+        if score is not None:
+            self._legible += 1
+            return adjusted(score, self._judge)
+        if not self._legible and self._answers >= ILLEGIBLE:
+            hint = "" if answer.strip() else f" (it is empty: max_tokens={self._judge.max_tokens} may end its thinking)"
+            raise UserError(
+                f"judge {self._name}: environment.judges.{self._name}.{parser} finds no grade in any of its first "
+                f"{self._answers} answers; the last one{hint}: {_excerpt(answer)}. Change the parser, or the prompt, "
+                f"which says how to answer"
+            )
+        return self._no_reward(f"{parser} finds no grade in {_excerpt(answer)}")
 
-    async def _read(self, answer: str) -> Score | None:
-        if self._reader.trusted:
-            return self._reader(answer)
-        name, arguments = f"judge:{self._name}", {"text": answer}
+    async def _parsed(self, answer: str) -> Score | None:
+        parser = self._judge.parser
+        if parser in BUILTIN_PARSERS:
+            return parse_grade(parser, answer)
+        name, portable = f"judge:{self._name}", pickle.dumps(partial(parse_grade, parser))
         try:
-            return await asyncio.to_thread(self._parsing.call, name, self._reader.portable, arguments, READ_S)
+            return await asyncio.to_thread(self._parsing.call, name, portable, {"text": answer}, READ_S)
         except NoAnswerError as problem:
             log.warning("the parser of judge %s: %s", self._name, problem)
             return None
 
-    def _unjudged(self, why: str) -> Score:
+    def _no_reward(self, reason: str) -> Score:
         if not self._warned:
             self._warned = True
-            log.warning("judge %s gave no verdict (others are counted, env/<judge>/unjudged): %s", self._name, why)
-        return Score(0.0, unjudged=True)
-
-    def _check_legible(self, answer: str) -> None:
-        if not self._legible and self._answers >= ILLEGIBLE:
-            hint = "" if answer.strip() else f" (it is empty: max_tokens={self._judge.max_tokens} may end its thinking)"
-            raise UserError(
-                f"judge {self._name}: environment.judges.{self._name}.parser={self._judge.parser} finds no verdict in "
-                f"any of its first {self._answers} answers; the last one{hint}: {_excerpt(answer)}. Change the parser, "
-                f"or the prompt, which says how to answer"
-            )
+            log.warning("judge %s gave no grade (others are counted, env/<judge>/no_reward): %s", self._name, reason)
+        return Score(0.0, no_reward=True)
 
 
 def _excerpt(answer: str) -> str:
@@ -189,13 +196,13 @@ def key_of(name: str, judge: JudgeConfig) -> str:
     """
     if not judge.api_key_env:
         return ""
-    found = os.environ.get(judge.api_key_env, "").strip()
+    value = os.environ.get(judge.api_key_env, "").strip()
     where = f"environment.judges.{name}.api_key_env={judge.api_key_env}: this environment variable"
-    if not found:
+    if not value:
         raise UserError(f"{where} is {'empty' if judge.api_key_env in os.environ else 'not set'}")
-    if not (found.isascii() and found.isprintable()):
+    if not (value.isascii() and value.isprintable()):
         raise UserError(f"{where} holds no key: it has characters that no header can have")
-    return found
+    return value
 
 
 class ChatServer:
@@ -215,7 +222,7 @@ class ChatServer:
 
         Raises:
             UnansweredError: for this question alone, or after the last try.
-            UserError: if the server refuses whoever asks.
+            UserError: if the server refuses every question.
         """
         judge, problem = self._judge, ""
         for number in range(judge.retries + 1):
@@ -231,7 +238,7 @@ class ChatServer:
         raise failure
 
     async def probe(self) -> None:
-        """Ask it something short, once: what would refuse every question is told before a run has begun.
+        """Ask it something short, once, so that a server that refuses every question is an error before the run.
 
         Raises:
             UserError: if it cannot be reached, refuses, or does not answer in OpenAI's form.
@@ -262,11 +269,30 @@ class ChatServer:
     async def _try(self, body: Mapping[str, Any], limit_s: float) -> str:
         import aiohttp
 
+        if self._session is None:  # made here: it belongs to the event loop that runs now
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            connector = aiohttp.TCPConnector(limit=self._judge.max_concurrent)
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
         try:
-            async with asyncio.timeout(limit_s) as timer, self._open().post(self._url, json=body) as response:
-                text = await self._text(response)
-                self._check_status(response.status, text, response.headers.get("Retry-After", ""))
-                return self._content(text)
+            async with asyncio.timeout(limit_s) as timer, self._session.post(self._url, json=body) as response:
+                content = bytearray()
+                async for chunk in response.content.iter_any():
+                    content += chunk
+                    if len(content) > MOST_BYTES:
+                        raise TemporaryServerError(f"its answer has more than {MOST_BYTES:,} bytes")
+                text, status = content.decode(errors="replace"), response.status
+                if status < 400:
+                    return self._content(text)
+                problem = f"status {status}: {self._shown(text)}"
+                if status in TRANSIENT or status >= 500:
+                    pause = response.headers.get("Retry-After", "")
+                    pause_s = float(pause) if pause.isdecimal() else 0.0
+                    raise TemporaryServerError(problem, pause_s, busy=status in BUSY)
+                if status in PERMANENT:
+                    where = f"environment.judges.{self._name}"
+                    hint = {404: f"{where}.base_url, {where}.model"}.get(status, f"{where}.api_key_env")
+                    raise UserError(f"judge {self._name}: {self._url} refuses ({hint}): {problem}")
+                raise UnansweredError(f"{self._url} refuses the question, {problem}")
         except TimeoutError as error:
             if not timer.expired():
                 raise TemporaryServerError(self._hidden(f"{error or 'timeout'}")) from None
@@ -275,36 +301,6 @@ class ChatServer:
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise TemporaryServerError(self._hidden(str(error) or type(error).__name__)) from None
-
-    async def _text(self, response: aiohttp.ClientResponse) -> str:
-        found = bytearray()
-        async for chunk in response.content.iter_any():
-            found += chunk
-            if len(found) > MOST_BYTES:
-                raise TemporaryServerError(f"its answer has more than {MOST_BYTES:,} bytes")
-        return found.decode(errors="replace")
-
-    def _open(self) -> aiohttp.ClientSession:
-        """Made where it is used: it belongs to the event loop that runs then."""
-        import aiohttp
-
-        if self._session is None:
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            connector = aiohttp.TCPConnector(limit=self._judge.max_concurrent)
-            self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
-        return self._session
-
-    def _check_status(self, status: int, text: str, after: str) -> None:
-        if status < 400:
-            return
-        problem = f"status {status}: {self._shown(text)}"
-        if status in TRANSIENT or status >= 500:
-            raise TemporaryServerError(problem, float(after) if after.isdecimal() else 0.0, busy=status in BUSY)
-        if status in PERMANENT:
-            where = f"environment.judges.{self._name}"
-            hint = {404: f"{where}.base_url, {where}.model"}.get(status, f"{where}.api_key_env")
-            raise UserError(f"judge {self._name}: {self._url} refuses ({hint}): {problem}")
-        raise UnansweredError(f"{self._url} refuses the question, {problem}")
 
     def _content(self, text: str) -> str:
         try:

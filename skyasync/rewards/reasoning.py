@@ -17,32 +17,33 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from skyasync.errors import MissingExtraError, UserError, unknown
-from skyasync.rewards.registry import REWARDS, loading
+from skyasync.rewards.registry import REWARDS, marking
 
-SIZE, HELD_OUT_SIZE = 500, 100
+SIZE, EVAL_SIZE = 500, 100
 OURS = ("size", "seed", "val_size", "val_seed")
 
 
-def rows(task: str, options: Mapping[str, Any], seed: int, *, held_out: bool) -> list[dict[str, Any]]:
+def rows(task: str, options: Mapping[str, Any], seed: int, *, evaluation: bool) -> list[dict[str, Any]]:
     """Questions of one task.
 
     Args:
         options: ``size``, ``seed``, ``val_size``, ``val_seed``, and the task's own.
-        seed: of the training questions where the options name none.
+        seed: of the training questions, unless the options name one.
+        evaluation: the held-out questions; else the training questions.
 
     Raises:
         UserError: for an unknown task or option, or seeds whose questions would overlap.
     """
-    sizes, own = {name: options[name] for name in OURS if name in options}, _without(options, OURS)
-    size, val_size = int(sizes.get("size", SIZE)), int(sizes.get("val_size", HELD_OUT_SIZE))
-    first = int(sizes.get("seed", seed))
-    val_first = int(sizes.get("val_seed", (first + 2**31) % 2**32))
+    own = {name: value for name, value in options.items() if name not in OURS}
+    size, val_size = int(options.get("size", SIZE)), int(options.get("val_size", EVAL_SIZE))
+    first = int(options.get("seed", seed))
+    val_first = int(options.get("val_seed", (first + 2**31) % 2**32))
     if first < val_first + val_size and val_first < first + size:
         raise UserError(
             f"data.reasoning_gym.{task}: {size} questions from seed {first} and {val_size} held-out ones from "
             f"val_seed {val_first} overlap: set val_seed to {first + size} or more"
         )
-    start, count = (val_first, val_size) if held_out else (first, size)
+    start, count = (val_first, val_size) if evaluation else (first, size)
     dataset = make(task, own, seed=start, size=count)
     return [
         {
@@ -93,7 +94,7 @@ def _library() -> ModuleType:
 
 
 @REWARDS.register("reasoning_gym", extra="reasoning-gym")
-@loading(_library)
+@marking(load=_library)
 def score(response: str, reasoning_gym: dict[str, Any]) -> float:
     """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the whole response.
 
@@ -112,7 +113,3 @@ def score(response: str, reasoning_gym: dict[str, Any]) -> float:
 @lru_cache(maxsize=256)
 def _task(name: str, options: str) -> Puzzles:
     return make(name, json.loads(options))
-
-
-def _without(mapping: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in mapping.items() if name not in names}

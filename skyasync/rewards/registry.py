@@ -41,31 +41,26 @@ def quick(function: F) -> F:
     return function
 
 
-def loading(load: Callable[[], Any]) -> Callable[[F], F]:
-    """Have ``load`` called where the decorated function is, before its first call and outside of its limit."""
+def marking(
+    load: Callable[[], Any] | None = None, check: Callable[[Mapping[str, Any]], None] | None = None
+) -> Callable[[F], F]:
+    """Mark a function with what is called besides it.
 
-    def mark(function: F) -> F:
-        function.__dict__["load"] = load
-        return function
-
-    return mark
-
-
-def checking(check: Callable[[Mapping[str, Any]], None]) -> Callable[[F], F]:
-    """Have ``check`` called with what is known of every row that the decorated function is to judge, before the run.
-
-    It raises ``UserError`` for a row that cannot be judged.
+    Args:
+        load: called in the process of the function, before its first call and outside of its limit.
+        check: called with what is known of every row of the function, before the run. It raises ``UserError`` for a row
+            that cannot be rewarded.
     """
 
     def mark(function: F) -> F:
-        function.__dict__["check"] = check
+        function.__dict__.update(load=load or (lambda: None), check=check)
         return function
 
     return mark
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name is the address of a server that judges, or several with commas."""
+    """Whether a name is the address of a reward server, or several with commas."""
     return name.startswith(("http://", "https://"))
 
 

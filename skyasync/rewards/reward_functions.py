@@ -21,7 +21,7 @@ from typing import Any
 from skyasync.errors import UserError, nearest
 from skyasync.rewards.registry import find
 from skyasync.rewards.score import Score, call, call_async
-from skyasync.rewards.signature import BY_NAME, Signature, parameter_names, signature_of, wrong_return
+from skyasync.rewards.signature import BY_NAME, Signature, signature_of, wrong_return
 from skyasync.utils.rpc import GRACE_S
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
@@ -32,17 +32,24 @@ REWARD_WORKERS = 8  # at most: a response that takes its whole limit must not ho
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward function, ready to be called. ``named``: its parameters; ``accepts``: the same, or None for all."""
+    """A reward function, ready to be called.
+
+    Args:
+        named: its parameters.
+        needs: those of them without a default.
+        takes_all: it has a parameter such as ``**extra``.
+        portable: for a reward worker, if it is called there.
+    """
 
     name: str
     function: Callable[..., Any]
-    accepts: frozenset[str] | None
+    named: frozenset[str]
     needs: frozenset[str]
+    takes_all: bool
     asynchronous: bool
     quick: bool
-    portable: bytes  # for a reward worker, if it is called there
-    named: frozenset[str] = frozenset()
-    signature: Signature = Signature()  # noqa: RUF009  (it has no state)
+    portable: bytes
+    signature: Signature
 
     @classmethod
     def of(cls, reference: str, function: Callable[..., Any] | None = None) -> RewardFunction:
@@ -51,41 +58,36 @@ class RewardFunction:
         Raises:
             UserError: if there is none, or it takes arguments without names.
         """
-        found = find(reference) if function is None else function
-        if not callable(found):
-            raise UserError(f"reward function {reference!r} cannot be called: it is {found!r}")
-        parameters = inspect.signature(found).parameters.values()
+        function = find(reference) if function is None else function
+        if not callable(function):
+            raise UserError(f"reward function {reference!r} cannot be called: it is {function!r}")
+        parameters = inspect.signature(function).parameters.values()
         unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unnamed:
             raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
-        if wrong := wrong_return(found):
+        if wrong := wrong_return(function):
             raise UserError(
                 f"reward function {reference!r} returns {wrong}: return a number, or a mapping with 'reward'"
             )
-        anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        asynchronous = inspect.iscoroutinefunction(found) or inspect.iscoroutinefunction(type(found).__call__)
-        quick = getattr(found, "quick", False)
+        asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        quick = getattr(function, "quick", False)
         return cls(
             reference,
-            found,
-            None if anything else frozenset(p.name for p in named),
+            function,
+            frozenset(p.name for p in named),
             frozenset(p.name for p in named if p.default is p.empty),
+            any(p.kind is p.VAR_KEYWORD for p in parameters),
             asynchronous,
             quick,
-            b"" if quick or asynchronous else portable(found, reference),
-            parameter_names(found),
-            signature_of(found),
+            b"" if quick or asynchronous else portable(function, reference),
+            signature_of(function),
         )
 
     @property
     def looks_at_tokens(self) -> bool:
         """It needs what the engine read and wrote, not only the response's text."""
         return self.signature.needs_tokens or bool({"prompt_ids", "completion_ids"} & self.named)
-
-    def check(self, known: Mapping[str, Any]) -> None:
-        """Raises ``UserError`` if a value that the function needs is not among those known."""
-        self._refuse_missing(self.signature.arguments(known), known)
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
         """The known values that the function takes.
@@ -94,17 +96,13 @@ class RewardFunction:
             UserError: if one that it needs is not known.
         """
         offered = self.signature.arguments(known)
-        self._refuse_missing(offered, known)
-        takes_all, named = self.accepts is None, self.named
-        shown = offered.keys() - BY_NAME | self.signature.shown
-        return {name: v for name, v in offered.items() if name in named or (takes_all and name in shown)}
-
-    def _refuse_missing(self, offered: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         for name in sorted(self.needs - offered.keys()):
             close = nearest(name, known, count=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             given = ", ".join(name for name in known if name not in BY_NAME)
             raise UserError(f"reward function {self.name} needs {name!r}: {hint}the row gives: {given}")
+        shown = offered.keys() - BY_NAME | self.signature.shown if self.takes_all else set()
+        return {name: value for name, value in offered.items() if name in self.named or name in shown}
 
 
 @lru_cache(maxsize=256)
@@ -135,31 +133,24 @@ def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any]
     scores = []
     for function, running in zip(functions, started, strict=True):
         try:
-            scores.append(_score(function, running, known, limit_s))
+            if running is not None:
+                scores.append(_result(running, limit_s))
+                continue
+            arguments = function.arguments(known)
+            if function.quick:
+                scores.append(call(function.name, function.function, arguments))
+            else:
+                name = f"reward function {function.name}"
+                scores.append(reward_workers().call(name, function.portable, arguments, limit_s))
         except NoAnswerError as problem:
-            log.warning("reward function %s gave no verdict: %s", function.name, problem)
-            scores.append(Score(0.0, unjudged=True))
+            log.warning("reward function %s gave no reward: %s", function.name, problem)
+            scores.append(Score(0.0, no_reward=True))
         except UserError:
             raise
         except Exception as error:
             error.add_note(f"raised by reward function {function.name}")
             raise
     return scores
-
-
-def _score(function: RewardFunction, running: Future[Score] | None, known: Mapping[str, Any], limit_s: float) -> Score:
-    if running is not None:
-        try:
-            return running.result(limit_s + GRACE_S)
-        except TimeoutError:
-            if running.done():
-                raise  # the function's own
-            raise NoAnswerError(f"it kept its event loop for more than {limit_s:g} s") from None
-    arguments = function.arguments(known)
-    if function.quick:
-        return call(function.name, function.function, arguments)
-    score: Score = reward_workers().call(f"reward function {function.name}", function.portable, arguments, limit_s)
-    return score
 
 
 def _start(function: RewardFunction, known: Mapping[str, Any], limit_s: float) -> Future[Score]:
@@ -173,6 +164,15 @@ def _start(function: RewardFunction, known: Mapping[str, Any], limit_s: float) -
             raise NoAnswerError(f"it did not return within {limit_s:g} s") from None
 
     return asyncio.run_coroutine_threadsafe(limited(), _loop())
+
+
+def _result(running: Future[Score], limit_s: float) -> Score:
+    try:
+        return running.result(limit_s + GRACE_S)
+    except TimeoutError:
+        if running.done():
+            raise  # the function's own
+        raise NoAnswerError(f"it kept its event loop for more than {limit_s:g} s") from None
 
 
 @cache
@@ -189,9 +189,6 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-# ---------------------------------------------------------------- on their way to a worker
-
-
 @dataclass(frozen=True)
 class _NamedFunction:
     """A function that returns a ``Score``; it is pickled by its name if other processes know that."""
@@ -199,28 +196,28 @@ class _NamedFunction:
     name: str
     function: Callable[..., Any]
 
+    @property
+    def known_everywhere(self) -> bool:
+        return ":" in self.name or getattr(self.function, "__module__", "").startswith("skyasync.rewards.")
+
     def __call__(self, **arguments: object) -> Score:
         return call(self.name, self.function, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_found, (self.name,)) if _known_everywhere(self) else (_NamedFunction, (self.name, self.function))
+        return (_loaded, (self.name,)) if self.known_everywhere else (_NamedFunction, (self.name, self.function))
 
 
 def portable(function: Callable[..., Any], name: str) -> bytes:
     """The function, pickled: by its name, or, for one that the program registered, with its code."""
     named = _NamedFunction(name, function)
-    if _known_everywhere(named):
+    if named.known_everywhere:
         return pickle.dumps(named)
     from ray import cloudpickle  # also for functions of the program's own file
 
     return cloudpickle.dumps(named)
 
 
-def _known_everywhere(named: _NamedFunction) -> bool:
-    return ":" in named.name or getattr(named.function, "__module__", "").startswith("skyasync.rewards.")
-
-
-def _found(name: str) -> _NamedFunction:
+def _loaded(name: str) -> _NamedFunction:
     function = find(name)
     getattr(function, "load", lambda: None)()
     return _NamedFunction(name, function)

@@ -105,7 +105,7 @@ def run(
 
     Args:
         where: ``environment.code_sandbox``.
-        tests: what is asked, without what is expected.
+        tests: what is run, without what is expected.
         sizes: bytes that a right answer to each takes at most. A longer one is not looked at.
 
     Raises:
@@ -155,17 +155,17 @@ def _answer(line: bytes, size: int) -> dict[str, Any]:
     if len(line) > size + SLACK:
         return {"error": f"an answer of {len(line)} bytes"}
     try:
-        found = json.loads(line)
+        answer = json.loads(line)
     except (ValueError, RecursionError) as error:
         return {"error": f"no answer: {error}"}
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         return {"error": "no answer"}
-    return {"error": "too deep an answer"} if is_deep(found) else found
+    return {"error": "too deep an answer"} if is_deep(answer) else answer
 
 
-def is_deep(found: object) -> bool:
+def is_deep(value: object) -> bool:
     """Whether it has more than ``DEEPEST`` levels of JSON's lists and objects."""
-    level = [found]
+    level = [value]
     for _ in range(DEEPEST):
         level = [
             item
@@ -245,24 +245,24 @@ def _threads(process: int) -> int:
 
 def _from_server(url: str, task: str, most: int, seconds: float) -> bytes:
     """What the program writes there: the task is its input, so that the server has the tests' inputs only."""
-    asked = {
+    body = {
         "code": PROGRAM.read_text(), "language": "python", "stdin": task, "compile_timeout": seconds,
         "run_timeout": seconds, "memory_limit_MB": MEMORY_MB,
     }  # fmt: skip
     request = urllib.request.Request(
         f"{url.rstrip('/').removesuffix('/run_code')}/run_code",
-        json.dumps(asked).encode(),
+        json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
     largest = 6 * most + SLACK  # as JSON in JSON
     try:
         with urllib.request.urlopen(request, timeout=seconds + 2.0) as response:
-            said = response.read(largest + 1)
-        if len(said) > largest:
+            content = response.read(largest + 1)
+        if len(content) > largest:
             return b"confined\n"  # of a program that wrote too much no answer is looked at
-        found = json.loads(said)
-        if found["status"] == "SandboxError":
-            raise ValueError(str(found.get("message"))[:200])
-        return str(found["run_result"]["stdout"]).encode("utf-8", "replace")[:most]
+        result = json.loads(content)
+        if result["status"] == "SandboxError":
+            raise ValueError(str(result.get("message"))[:200])
+        return str(result["run_result"]["stdout"]).encode("utf-8", "replace")[:most]
     except (OSError, HTTPException, ValueError, TypeError, KeyError, RecursionError) as error:
         raise TransientError(f"the code's sandbox {url}: {type(error).__name__}: {error}") from error

@@ -35,7 +35,7 @@ READ_FILE, READ_DIR = 1 << 2, 1 << 3
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many there are, by version; 16 from version 5 on
 TCP, SCOPES = 0b11, 0b11  # bind and connect; abstract Unix sockets and signals
 
-# Seccomp: instructions of the kernel's packet filter, its verdicts, and where it finds a call's data.
+# Seccomp: instructions of the kernel's packet filter, its results, and where it finds a call's data.
 LOAD, JUMP_EQUAL, JUMP_FROM, JUMP_ANY, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
@@ -150,9 +150,9 @@ def filter_calls() -> None:
     class Filter(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
-    kept = ctypes.create_string_buffer(program, len(program))
+    buffer = ctypes.create_string_buffer(program, len(program))
     library = ctypes.CDLL(None, use_errno=True)
-    given = Filter(len(program) // 8, ctypes.cast(kept, ctypes.c_void_p))
+    given = Filter(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p))
     if library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or library.prctl(
         PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0
     ):
@@ -171,10 +171,10 @@ def instructions(machine: str, own: int) -> Iterator[bytes]:
         yield say(JUMP_EQUAL, number, no=len(then))
         yield from then
 
-    def if_equal(number: int, *wanted: tuple[int, tuple[int, ...]]) -> Iterator[bytes]:
+    def if_equal(number: int, *targets: tuple[int, tuple[int, ...]]) -> Iterator[bytes]:
         """Allow the call if each of these words has one of these values."""
         then = []
-        for word, values in wanted:
+        for word, values in targets:
             then.append(say(LOAD, word))
             then += [say(JUMP_EQUAL, value, yes=len(values) - index) for index, value in enumerate(values)]
             then.append(say(RETURN, refusal))
@@ -204,7 +204,7 @@ def instructions(machine: str, own: int) -> Iterator[bytes]:
 
 
 def run(task: dict[str, Any]) -> Iterator[str]:
-    """What each test gives, as JSON: what was printed or returned, or the error. It is compared elsewhere."""
+    """What each test gives, as JSON: what was printed or returned, or the error. It is compared in another process."""
     try:
         code = compile(task["code"], "<response>", "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -242,10 +242,16 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             answer["error"] = f"{type(error).__name__}: {error}"[:500]
         if "call" in test:
             name = test["call"]
-            found = names[name] if name in names else getattr(names["Solution"](), name)
-            answer["returned"] = found(*test["arguments"])
+            function = names[name] if name in names else getattr(names["Solution"](), name)
+            answer["returned"] = function(*test["arguments"])
         elif "steps" in test:
-            answer["values"] = [plain(value) for value in values(test["steps"], names)]
+            answer["values"] = []
+            for kind, source in test["steps"]:
+                step = compile(source, "<test>", "eval" if kind == "value" else "exec")
+                if kind == "value":
+                    answer["values"].append(plain(eval(step, names)))
+                else:
+                    exec(step, names)
         elif "check" in test:
             names[VALUES] = [from_plain(value) for value in test["values"]]
             exec(compile(test["check"], "<test>", "exec"), names)
@@ -258,15 +264,6 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def values(steps: list[tuple[str, str]], names: dict[str, Any]) -> Iterator[object]:
-    """Those of the expressions among the steps of an ``assert`` test."""
-    for kind, source in steps:
-        if kind == "value":
-            yield eval(compile(source, "<test>", "eval"), names)
-        else:
-            exec(compile(source, "<test>", "exec"), names)
 
 
 def plain(value: object) -> object:
@@ -289,27 +286,27 @@ def plain(value: object) -> object:
     raise TypeError(f"a value of type {type(value).__name__} is no plain data")
 
 
-def from_plain(found: object) -> object:
+def from_plain(value: object) -> object:
     """The value that ``plain`` made this of, of built-in types alone.
 
     Raises:
         ValueError, TypeError: for anything else.
     """
-    if not isinstance(found, dict | list):
-        return found
-    if isinstance(found, list) or len(found) != 1:
+    if not isinstance(value, dict | list):
+        return value
+    if isinstance(value, list) or len(value) != 1:
         raise ValueError("no plain value")
-    ((kind, items),) = found.items()
+    ((kind, items),) = value.items()
     if kind == "bytes":
         return bytes.fromhex(items)
     if kind == "complex":
         return complex(*items)
     if kind == "dict":
         return {from_plain(key): from_plain(item) for key, item in items}
-    if kind not in ("list", "tuple", "set", "frozenset"):
+    types: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+    if kind not in types:
         raise ValueError("no plain value")
-    made: object = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(from_plain, items))
-    return made
+    return types[kind](map(from_plain, items))
 
 
 def late(*_: object) -> None:

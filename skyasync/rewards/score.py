@@ -1,7 +1,7 @@
 """What a reward function may return.
 
-Invariant: behind ``as_score`` a reward and its metrics are finite floats; anything else has been refused by the
-function's name.
+Invariant: after ``as_score`` a reward and its metrics are finite floats; anything else has raised an error
+with the function's name.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ REWARD_KEYS = ("reward", "score")
 
 @dataclass(frozen=True)
 class Score:
-    """One function's verdict, not yet weighted.
+    """The result of one function, not yet weighted.
 
     Args:
-        unjudged: it came to none, and counts as 0.
-        applies: the function judges this row; where it does not, it counts as 0 and is no metric.
+        no_reward: the function timed out or failed; its reward counts as 0.
+        applies: the function applies to this row; if not, its reward counts as 0 and is not a metric.
     """
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
-    unjudged: bool = False
+    no_reward: bool = False
     applies: bool = True
 
 
 def call(name: str, function: Callable[..., object], arguments: Mapping[str, Any]) -> Score:
-    """Call a function, and read its answer by the rules of its signature."""
+    """Call a function, and read its result by the rules of its signature."""
     arguments, logged = signature_of(function).with_logs(arguments)
     return _read(name, function, function(**arguments), logged)
 
@@ -47,10 +47,10 @@ async def call_async(name: str, function: Callable[..., Awaitable[object]], argu
 
 def _read(name: str, function: Callable[..., object], returned: object, logged: Mapping[str, Any]) -> Score:
     signature = signature_of(function)
-    found = signature.answer(returned)
-    if signature.may_abstain and found is None:
+    result = signature.answer(returned)
+    if signature.may_abstain and result is None:
         return Score(0.0, applies=False)
-    score = as_score(name, found)
+    score = as_score(name, result)
     numbers = {key: _number(f"{key!r}, logged by reward function {name},", value) for key, value in logged.items()}
     return replace(score, metrics=score.metrics | numbers)
 
@@ -80,10 +80,6 @@ def _number(what: str, value: object, alternative: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
         kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else UserError
-        raise kind(f"{what} is {_shown(value)}: {hint}")
+        text = repr(value)
+        raise kind(f"{what} is {text if len(text) <= 80 else f'{text[:77]}...'}: {hint}")
     return float(value)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -26,7 +26,7 @@ from skyasync.config.schema.judges import (
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards import sandbox
-from skyasync.rewards.judge_prompts import VerdictParser, check_placeholders, known_to_judge, prompt_text
+from skyasync.rewards.judge_prompts import check_placeholders, known_to_judge, parser_function, prompt_text
 from skyasync.rewards.registry import REWARDS, is_remote
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
 from skyasync.rewards.signature import CODE_SANDBOX, seen
@@ -41,7 +41,7 @@ class RewardSettings:
     funcs: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
     timeout_s: float = 10.0
-    unjudged: str = "zero"
+    on_timeout: str = "zero"
     code_sandbox: str = "auto"
     domains: Mapping[str, Domain] = field(default_factory=dict)
     registered: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class RewardSettings:
             tuple(environment.reward_funcs),
             tuple(environment.reward_weights),
             environment.reward_timeout_s,
-            environment.reward_unjudged,
+            environment.reward_on_timeout,
             environment.code_sandbox,
             domains_of(environment.domains),
             REWARDS.user_parts(),
@@ -83,8 +83,14 @@ class RewardSettings:
             funcs, weights = (own,) if isinstance(own, str) else tuple(own), ()
         else:
             funcs, weights = self.funcs, self.weights
+        if not funcs and name and self.domains and name not in self.domains:
+            message = unknown("domain", name, self.domains)
+            raise UserError(f"{message} (environment.domains), and environment.reward_funcs is empty")
         if not funcs:
-            raise UserError(_no_functions(name, self.domains))
+            raise UserError(
+                f"no reward function applies to {f'domain {name!r}' if name else 'a row without a domain'}: set "
+                f"environment.reward_funcs{f' or environment.domains.{name}.reward_funcs' if name else ''}"
+            )
         return [
             (func, weight * domain.scale) for func, weight in zip(funcs, weights or [1.0] * len(funcs), strict=True)
         ]
@@ -114,18 +120,14 @@ def settle_references(environment: EnvironmentConfig) -> None:
         chosen = sandbox.choose(environment.code_sandbox)
         print(f"code_tests runs the model's code under {chosen} (environment.code_sandbox)", file=sys.stderr)
     for name, judge in environment.judges.items():
-        _settle_judge(str(name), judge)
-
-
-def _settle_judge(name: str, judge: dict[str, Any]) -> None:
-    if judge.get("prompt") and not is_text(judge["prompt"]):
-        judge["prompt"] = str(Path(judge["prompt"]).expanduser().resolve())
-        text = prompt_text(name, JudgeConfig(**judge))
-        for problem in shows_response(text):
-            raise UserError(f"environment.judges.{name}{problem} ({judge['prompt']})")
-    if is_reference(judge.get("parser", "")):
-        judge["parser"] = absolute_reference(judge["parser"])
-        VerdictParser(judge["parser"]).check()
+        if judge.get("prompt") and not is_text(judge["prompt"]):
+            judge["prompt"] = str(Path(judge["prompt"]).expanduser().resolve())
+            text = prompt_text(str(name), JudgeConfig(**judge))
+            for problem in shows_response(text):
+                raise UserError(f"environment.judges.{name}{problem} ({judge['prompt']})")
+        if is_reference(judge.get("parser", "")):
+            judge["parser"] = absolute_reference(judge["parser"])
+            parser_function(judge["parser"])
 
 
 class RowChecks:
@@ -137,10 +139,10 @@ class RowChecks:
         self._prompts = {name: prompt_text(name, judge) for name, judge in judges_of(environment.judges).items()}
 
     def check(self, known: Mapping[str, Any]) -> None:
-        """Raises ``UserError`` for what is missing.
+        """Raise ``UserError`` for what is missing.
 
         Args:
-            known: as judges and functions are told, the response being empty.
+            known: what judges and functions get, with an empty response.
         """
         for func, _ in self._settings.weighted(known):
             if is_judge(func):
@@ -152,7 +154,7 @@ class RowChecks:
             function = reward_function(func, self._settings.registered.get(func))
             tokens = seen("", "", [], [], known.get("label")) if function.looks_at_tokens else {}
             shown = {**known, CODE_SANDBOX: self._settings.code_sandbox, **tokens}
-            function.check(shown)
+            function.arguments(shown)  # raises for one that is missing
             if check := getattr(function.function, "check", None):
                 check(shown)
 
@@ -173,12 +175,3 @@ def short_names(funcs: Sequence[str]) -> list[str]:
 def _with_function_name(func: str) -> str:
     """A file alone means its ``reward_func``."""
     return f"{func}:reward_func" if func.endswith(".py") and not is_remote(func) else func
-
-
-def _no_functions(domain: str, domains: Mapping[str, Domain]) -> str:
-    if domain and domains and domain not in domains:
-        return f"{unknown('domain', domain, domains)} (environment.domains), and environment.reward_funcs is empty"
-    return (
-        f"no reward function judges {f'domain {domain!r}' if domain else 'a row without a domain'}: set "
-        f"environment.reward_funcs{f' or environment.domains.{domain}.reward_funcs' if domain else ''}"
-    )

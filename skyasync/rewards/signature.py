@@ -1,4 +1,4 @@
-"""How a reward function is called, and how its answer is read: in this library's way, or in another framework's.
+"""How a reward function is called, and how its result is read: in this library's way, or in another framework's.
 
 A function's own signature decides. Those of other frameworks are in ``skyasync.interop``.
 
@@ -29,7 +29,7 @@ class Signature:
     needs_tokens = False
     #: What a function that takes everything is given although it is among ``BY_NAME``.
     shown: frozenset[str] = frozenset()
-    #: Whether it may answer None: it does not judge this row.
+    #: Whether it may return None: it gives no reward for this row.
     may_abstain = False
 
     def matches(self, parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -49,20 +49,11 @@ class Signature:
         return returned
 
 
-def parameter_names(function: Callable[..., object]) -> frozenset[str]:
-    """What it takes by name."""
-    return frozenset(_parameters(function))
-
-
-def _parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in kinds}
-
-
 @cache
 def signature_of(function: Callable[..., object]) -> Signature:
     """The signature that this function has."""
-    parameters = _parameters(function)
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in by_name}
     return next((s for s in other_frameworks().reward_signatures() if s.matches(parameters)), Signature())
 
 
@@ -70,8 +61,8 @@ def wrong_return(function: Callable[..., object]) -> str:
     """What every way out of it returns, if that is nothing (as the way past its last line does) or a tuple; else ""."""
     code = getattr(function, "__code__", None)
     steps = list(dis.get_instructions(code)) if code else []
-    ends = [place for place, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
-    values = [steps[end] if steps[end].opname == "RETURN_CONST" else steps[end - 1] for end in ends]
+    returns = [i for i, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
+    values = [steps[i] if steps[i].opname == "RETURN_CONST" else steps[i - 1] for i in returns]
     constants = [step.argval if step.opname.endswith("_CONST") else ... for step in values]
     if values and all(constant is None for constant in constants):
         return "nothing"
@@ -90,7 +81,5 @@ def single_value(value: object) -> object:
 
 def seen(read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int], label: object) -> dict[str, object]:
     """What is known of a turn whose tokens are."""
-    return {
-        "queries": [read + wrote], "prompts": [read], "labels": [label],
-        "prompt_ids": prompt_ids, "completion_ids": completion_ids,
-    }  # fmt: skip
+    texts = {"queries": [read + wrote], "prompts": [read], "labels": [label]}
+    return {**texts, "prompt_ids": prompt_ids, "completion_ids": completion_ids}

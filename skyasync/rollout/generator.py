@@ -104,7 +104,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         try:
             async with self._in_flight, self._time_limit(request.id):
                 response = await self._attempts(trajectory, request)
-            if weighted := self._environments.judged_by(prompt.env_class, request.extras):
+            if weighted := self._environments.graded_by(prompt.env_class, request.extras):
                 if self._judges is None:
                     raise UserError(NO_JUDGES)
                 await self._judges.add(trajectory, weighted, request.extras, prompt.messages, response)

@@ -69,7 +69,7 @@ class Judges:
 
     Args:
         judges: by their names.
-        unjudged: ``environment.reward_unjudged``.
+        unjudged: ``environment.reward_on_timeout``.
     """
 
     def __init__(self, judges: Mapping[str, LLMJudge], unjudged: str = "zero") -> None:
@@ -92,7 +92,7 @@ class Judges:
             else:
                 server = ChatServer(name, judge, keys[name] if name in keys else key_of(name, judge))
                 made[name] = LLMJudge(name, judge, server, remembers=judge.cache)
-        return cls(made, cfg.environment.reward_unjudged)
+        return cls(made, cfg.environment.reward_on_timeout)
 
     async def add(
         self, trajectory: Trajectory, weighted: Weighted, row: dict[str, Any], messages: Conversation, response: str
@@ -101,7 +101,7 @@ class Judges:
 
         Raises:
             UserError: for a judge that does not exist, or that cannot grade the row.
-            TimeoutError: for a response without a grade, if ``environment.reward_unjudged`` is raise.
+            TimeoutError: for a response without a grade, if ``environment.reward_on_timeout`` is raise.
         """
         judges = [(func, weight) for func, weight in weighted if func.startswith(PREFIX)]
         if not judges or not trajectory.actions:
@@ -109,9 +109,9 @@ class Judges:
         known = known_of(row, messages, response)
         scores = await asyncio.gather(*(self._judge(func).score(known) for func, _ in judges))
         for (func, _), score in zip(judges, scores, strict=True):
-            if score.unjudged and self._unjudged == "raise":
+            if score.no_reward and self._unjudged == "raise":
                 raise TimeoutError(
-                    f"reward function {func} gave no verdict; environment.reward_unjudged=zero counts it as 0"
+                    f"reward function {func} gave no verdict; environment.reward_on_timeout=zero counts it as 0"
                 )
         trajectory.actions[-1].reward += sum(w * score.reward for (_, w), score in zip(judges, scores, strict=True))
         funcs = [func for func, _ in weighted]

@@ -1,7 +1,7 @@
 """The adapters encoding: LoRA adapters alone, for engines that have the frozen weights.
 
 Invariant: ``with_added`` is the one formula by which trainer and engine merge an adapter, so that in one dtype both get
-the same bits. What is sent carries the digests of its tensors and identifies the frozen weights that it is for.
+identical weights. What is sent carries the digests of its tensors and identifies the frozen weights that it is for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from skyasync.weight_sync.delta import About, Encoded, content_of
-from skyasync.weight_sync.transfers.endpoints import ReceivedWeights
+from skyasync.weight_sync.delta import Encoded, ReceivedWeights, WeightsHeader, content_of
 from skyasync.weight_sync.transfers.file import read_file
 from skyasync.weight_sync.verify.digests import digest, digests_of, refuse
 
@@ -43,7 +42,9 @@ class Adapter(NamedTuple):
     def encode(self) -> Encoded:
         about = {"config": self.config, "scale": self.scale, "transposed": self.transposed, "base": self.base}
         size = sum(tensor.nbytes for tensor in self.weights.values())
-        return Encoded(self.weights, digests_of(self.weights), About(adapter=about), {"sync/bytes": float(size)})
+        return Encoded(
+            self.weights, digests_of(self.weights), WeightsHeader(adapter=about), {"sync/bytes": float(size)}
+        )
 
     @classmethod
     def decode(cls, received: ReceivedWeights) -> Adapter:
@@ -66,4 +67,5 @@ def with_added(weight: Tensor, halves: tuple[Tensor, Tensor], scale: float, *, t
 
 
 def base_mark(dtype: object, digests: Mapping[str, str]) -> str:
+    """Identifies frozen weights."""
     return f"{dtype} {content_of(digests)}"

@@ -44,7 +44,7 @@ class Policy(Source, Protocol):
     async def onload(self) -> None: ...
 
 
-class Engines(Destination, Protocol):
+class ColocatedClient(Destination, Protocol):
     """The inference client."""
 
     async def start(self) -> None: ...
@@ -53,34 +53,30 @@ class Engines(Destination, Protocol):
 
 
 class Colocation:
-    """Args: probe: the verification prompts that the policy will be asked to score."""
+    """Args: probe: the verification prompts that the policy will score."""
 
-    def __init__(self, policy: Policy, engines: Engines, probe: Sequences = ()) -> None:
-        self._policy, self._engines, self._probe = policy, engines, [list(sequence) for sequence in probe]
-        self._scores: list[list[float]] | None = None  # of the prompts, by the weights that are on the host
-        self._policy_is_here = True
-        self._awake, self._changing = asyncio.Event(), asyncio.Lock()
+    def __init__(self, policy: Policy, engines: ColocatedClient, probe: Sequences = ()) -> None:
+        self.policy, self.engines, self.probe = policy, engines, [list(sequence) for sequence in probe]
+        self.scores: list[list[float]] | None = None  # of the prompts, by the weights that are on the host
+        self.policy_is_here = True  # on the devices
+        self.awake, self._changing = asyncio.Event(), asyncio.Lock()
         self.source: Source = ColocatedPolicy(self)
         self.destination: Destination = ColocatedEngines(self)
 
     async def start(self, total_steps: int = 0) -> None:
         """Load the models, one side after the other; the engines come up awake."""
-        await self._policy.start(total_steps)
+        await self.policy.start(total_steps)
         await self.make_way_for_engines()
-        await self._engines.start()
-        self._awake.set()
-
-    @property
-    def policy(self) -> Policy:
-        return self._policy
+        await self.engines.start()
+        self.awake.set()
 
     @property
     def engines_are_awake(self) -> bool:
-        return self._awake.is_set()
+        return self.awake.is_set()
 
     async def engines_turn(self) -> None:
         """Wait for it; it may be over when this returns."""
-        await self._awake.wait()
+        await self.awake.wait()
 
     @asynccontextmanager
     async def for_engines(self) -> AsyncIterator[bool]:
@@ -91,76 +87,32 @@ class Colocation:
     async def make_way_for_policy(self) -> None:
         """Put the engines, which must be idle, to sleep, and bring the policy back; nothing if it is there."""
         async with self._changing:
-            await self._put_engines_to_sleep()
-            if not self._policy_is_here:
-                await self._policy.onload()
-                self._policy_is_here, self._scores = True, None
+            if self.engines_are_awake:
+                await self.engines.sleep()
+                self.awake.clear()
+            if not self.policy_is_here:
+                await self.policy.onload()
+                self.policy_is_here, self.scores = True, None
 
     async def policy_is_lost(self) -> None:
         """Its processes have ended: the engines, which must be idle, sleep while others load it."""
         async with self._changing:
-            await self._put_engines_to_sleep()
+            if self.engines_are_awake:
+                await self.engines.sleep()
+                self.awake.clear()
 
     def restart(self, policy: Policy) -> None:
         """Other processes have loaded the policy, and have it on the devices; the next sync wakes the engines."""
-        self._policy, self._policy_is_here, self._scores = policy, True, None
-
-    async def _put_engines_to_sleep(self) -> None:
-        if self.engines_are_awake:
-            await self._engines.sleep()
-            self._awake.clear()
+        self.policy, self.policy_is_here, self.scores = policy, True, None
 
     async def make_way_for_engines(self) -> None:
-        self._scores = await self._policy.score(self._probe) if self._probe else []
-        await self._policy.offload()
-        self._policy_is_here = False
-
-    async def load_engines(self, update: WeightUpdate) -> Sequence[str] | None:
-        await self._engines.wake("weights")
-        if update.backend == CUDA_IPC:
-            unproven = await self._load_in_parts(update)
-            await self.make_way_for_engines()
-        else:
-            unproven = await self._engines.update_weights(update)
-        await self._engines.wake("cache")
-        self._awake.set()
-        return unproven
-
-    async def _load_in_parts(self, update: WeightUpdate) -> Sequence[str] | None:
-        unproven: Sequence[str] | None = None
-        try:
-            parts = self._policy.transfer.parts(update)
-            async with afterwards(parts.aclose):
-                async for part in parts:
-                    unproven = await self._engines.update_weights(part)
-        except BaseException as error:
-            try:
-                async with asyncio.timeout(GRACE_S):
-                    await self._engines.update_weights(replace(update, info=BROKEN_OFF))
-                    await self._engines.sleep()
-            except Exception as another:
-                error.add_note(f"and then, while the engines were put to sleep: {another!r}")
-            raise
-        return unproven
-
-    async def score_by_policy(self, sequences: Sequences) -> list[list[float]]:
-        """Of other prompts the policy comes back for it, next to engines that are awake if there is room."""
-        if self._policy_is_here:
-            return await self._policy.score(sequences)
-        if self._scores is not None and [list(sequence) for sequence in sequences] == self._probe:
-            return self._scores
-        await self._policy.onload()
-        try:
-            return await self._policy.score(sequences)
-        finally:
-            await self._policy.offload()
-
-    async def score_by_engines(self, sequences: Sequences) -> list[list[list[float]]]:
-        return await self._engines.score(sequences)
+        self.scores = await self.policy.score(self.probe) if self.probe else []
+        await self.policy.offload()
+        self.policy_is_here = False
 
 
 class ColocatedPolicy(WeightTransfer):
-    """The policy's transfer, in its turn. Parts are taken in the engines' turn."""
+    """The policy's transfer, in its turn. Parts are loaded in the engines' turn."""
 
     def __init__(self, turns: Colocation) -> None:
         self._turns = turns
@@ -172,7 +124,17 @@ class ColocatedPolicy(WeightTransfer):
         return self
 
     async def score(self, sequences: Sequences) -> list[list[float]]:
-        return await self._turns.score_by_policy(sequences)
+        """For other prompts the policy comes back, next to engines that are awake if there is enough memory."""
+        turns = self._turns
+        if turns.policy_is_here:
+            return await turns.policy.score(sequences)
+        if turns.scores is not None and [list(sequence) for sequence in sequences] == turns.probe:
+            return turns.scores
+        await turns.policy.onload()
+        try:
+            return await turns.policy.score(sequences)
+        finally:
+            await turns.policy.offload()
 
     async def publish(self, version: int) -> WeightUpdate:
         await self._turns.make_way_for_policy()
@@ -211,9 +173,33 @@ class ColocatedPolicy(WeightTransfer):
 class ColocatedEngines:
     def __init__(self, turns: Colocation) -> None:
         self._turns = turns
+        self.score = turns.engines.score
+
+    @property
+    def proves_weights(self) -> bool:
+        return self._turns.engines.proves_weights
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
-        return await self._turns.load_engines(update)
-
-    async def score(self, sequences: Sequences) -> list[list[list[float]]]:
-        return await self._turns.score_by_engines(sequences)
+        turns, engines = self._turns, self._turns.engines
+        unproven: Sequence[str] | None = None
+        await engines.wake("weights")
+        if update.backend == CUDA_IPC:
+            try:
+                parts = turns.policy.transfer.parts(update)
+                async with afterwards(parts.aclose):
+                    async for part in parts:
+                        unproven = await engines.update_weights(part)
+            except BaseException as error:
+                try:
+                    async with asyncio.timeout(GRACE_S):
+                        await engines.update_weights(replace(update, info=BROKEN_OFF))
+                        await engines.sleep()
+                except Exception as another:
+                    error.add_note(f"and then, while the engines were put to sleep: {another!r}")
+                raise
+            await turns.make_way_for_engines()
+        else:
+            unproven = await engines.update_weights(update)
+        await engines.wake("cache")
+        turns.awake.set()
+        return unproven

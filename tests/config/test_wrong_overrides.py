@@ -60,6 +60,7 @@ WRONG = [
     ("generator.sampling_params.top_p=0", "must be greater than 0 and at most 1"),
     ("trainer.policy.optimizer_config.adam_betas=[0.9,1.0]", "must be at least 0 and less than 1"),
     ("generator.backend=vlm", "unknown backend 'vlm': did you mean 'vllm'? allowed: auto, sglang_server"),
+    ("environment.reward_unjudged=raise", "it is called environment.reward_on_timeout now"),
     ("generator.async_engine=false", "it needs no setting here, requests are always asynchronous: remove it"),
     ("trainer.parallel.expert=2", "experts are divided among the ranks of trainer.parallel.tensor: remove it"),
     ("trainer.policy.model.dtype=float16", "did you mean 'bfloat16' or 'float32'? allowed: auto, bfloat16, float32"),

@@ -83,10 +83,10 @@ def test_judges_score_training_and_evaluation_and_no_key_is_written(
     plan = ["trainer.plan=fully_async", "trainer.max_training_steps=1", "trainer.train_batch_size=16"]
     run = train(*settings(server, tmp_path), *plan)
     (last,) = run.metrics
-    assert last["env/far"] == pytest.approx(0.1 * last["env/far/raw"]) and last["env/far/unjudged"] == 0.0
+    assert last["env/far"] == pytest.approx(0.1 * last["env/far/raw"]) and last["env/far/no_reward"] == 0.0
     assert last["reward/mean/far"] == pytest.approx(last["env/far"] + last["env/instruction_following"])
     assert last["reward/mean/self"] == pytest.approx(last["env/self"], abs=1e-6)
-    assert last["reward/mixed_groups/far"] > 0 and 0.0 <= last["env/self/unjudged"] <= 1.0
+    assert last["reward/mixed_groups/far"] > 0 and 0.0 <= last["env/self/no_reward"] <= 1.0
     assert last["eval/one/score"] == pytest.approx(
         last["eval/one/env_far"] + last["eval/one/env_instruction_following"]
     )

@@ -32,7 +32,7 @@ def test_weighted_rewards_are_summed_and_each_is_logged_unweighted():
         "7", f"reward_funcs=[exact_match,{HERE}:length]", "reward_weights=[2,-0.5]", label="7", domain=""
     )
     assert reward == 2 * 1.0 - 0.5 * 0.1
-    assert metrics == {"exact_match": 1.0, "length": 0.1, "length/unjudged": 0.0}
+    assert metrics == {"exact_match": 1.0, "length": 0.1, "length/no_reward": 0.0}
 
 
 def test_without_weights_all_weigh_one():
@@ -101,9 +101,9 @@ def test_nobody_to_judge_a_row_is_an_error():
 
 def test_no_verdict_in_time_is_counted_or_ends_the_run():
     short = (f"reward_funcs={HERE}:hangs", "reward_timeout_s=0.5")
-    assert judged("hang", *short) == (0.0, {"hangs": 0.0, "hangs/unjudged": 1.0})
-    with pytest.raises(TimeoutError, match=r"functions:hangs gave no verdict within 0.5 s \(environment.reward_timeo"):
-        judged("hang", *short, "reward_unjudged=raise")
+    assert judged("hang", *short) == (0.0, {"hangs": 0.0, "hangs/no_reward": 1.0})
+    with pytest.raises(TimeoutError, match=r"functions:hangs gave no reward within 0.5 s \(environment.reward_timeo"):
+        judged("hang", *short, "reward_on_timeout=raise")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ async def test_a_function_that_the_program_registers_is_the_environments_too():
         del REWARDS["of_a_test"]  # as in another process, where nobody registers it
     await pool.init("e", "reward", {}, [{"role": "user", "content": "q"}])
     step = await pool.step("e", "mine")
-    assert (step["reward"], step["metrics"]) == (1.0, {"of_a_test": 1.0, "of_a_test/unjudged": 0.0})
+    assert (step["reward"], step["metrics"]) == (1.0, {"of_a_test": 1.0, "of_a_test/no_reward": 0.0})
 
 
 @pytest.mark.parametrize(("funcs", "instant"), [("[exact_match]", True), (f"[exact_match,{HERE}:length]", False)])
@@ -182,5 +182,5 @@ def test_judges_are_left_to_those_who_play_the_episode():
     assert judged("7", *overrides, label="7") == (1.0, {"exact_match": 1.0})
     config = env_settings(settings(*overrides))
     assert env_factory("reward").instant(config, {"label": "7"})
-    assert env_factory("reward").judged_by(config, {"label": "7"}) == [("exact_match", 1.0), ("judge:j", 2.0)]
-    assert env_factory("reward").judged_by(config, {"reward_funcs": ["gsm8k"]}) == []
+    assert env_factory("reward").graded_by(config, {"label": "7"}) == [("exact_match", 1.0), ("judge:j", 2.0)]
+    assert env_factory("reward").graded_by(config, {"reward_funcs": ["gsm8k"]}) == []

@@ -20,7 +20,7 @@ SEEN = TurnTokens("<user>2+2=<eos>", "four<eos>", [1, 2, 3], [4, 5])
 
 
 def judged(func, **extras):
-    env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, unjudged="raise")}, extras)
+    env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, on_timeout="raise")}, extras)
     assert env.sees_tokens(env.env_config, extras)
     env.init([{"role": "user", "content": "2+2="}])
     env.seen = SEEN
@@ -81,7 +81,7 @@ def test_a_function_that_looks_at_no_tokens_is_shown_none():
 
 
 def scored(func, **extras):
-    env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, unjudged="raise")}, extras)
+    env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, on_timeout="raise")}, extras)
     if env.sees_tokens(env.env_config, extras):
         env.seen = SEEN
     env.init([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}])

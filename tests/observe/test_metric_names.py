@@ -29,7 +29,7 @@ def test_the_written_page_is_current() -> None:
         ("eval/aime/maj@4", "eval/<set>/maj@<n>"),
         ("eval/aime/response_truncated", "eval/<set>/response_truncated"),
         ("eval/score/sums", "eval/score/<domain>"),
-        ("env/quality/unjudged", "env/<function>/unjudged"),
+        ("env/quality/no_reward", "env/<function>/no_reward"),
         ("policy/loss", "policy/loss"),
         ("critic/explained_variance", "critic/explained_variance"),
     ],

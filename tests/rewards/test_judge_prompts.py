@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skyasync.config.schema.judges import PROMPT
 from skyasync.errors import UserError
-from skyasync.rewards.judge_prompts import VerdictParser, check_placeholders, fill_prompt, known_to_judge
+from skyasync.rewards.judge_prompts import check_placeholders, fill_prompt, known_to_judge, parse_grade
 
 ROW: dict[str, Any] = {
     "prompt": "2 + 2?", "messages": [{"role": "user", "content": "2 + 2?"}], "response": "4", "label": "4",
@@ -23,7 +23,7 @@ def asked(prompt: str, **row: Any) -> str:
 
 
 def read(parser: str, text: str) -> float | None:
-    found = VerdictParser(parser)(text)
+    found = parse_grade(parser, text)
     return None if found is None else found.reward
 
 

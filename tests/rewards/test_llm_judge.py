@@ -131,13 +131,13 @@ async def test_a_question_that_fails_alone_is_counted_and_ends_nothing() -> None
 
     async with judging(reply, retries=1) as (judge, _):
         bad, *good = await asyncio.gather(*(judge.score(known(r)) for r in ("bad", "a", "b")))
-    assert bad.unjudged and bad.reward == 0.0
+    assert bad.no_reward and bad.reward == 0.0
     assert [score.reward for score in good] == [1.0, 1.0]
 
 
 async def test_a_question_that_is_refused_is_counted_at_once() -> None:
     async with judging(400, "yes") as (judge, server):
-        assert (await judge.score(known("long"))).unjudged
+        assert (await judge.score(known("long"))).no_reward
         assert (await judge.score(known("long"))).reward == 1.0  # what was not judged is not remembered
     assert len(server.seen) == 2
 
@@ -157,15 +157,15 @@ async def test_a_server_that_refuses_whoever_asks_ends_the_run_and_no_key_is_tol
 async def test_prose_is_no_verdict_and_nothing_but_prose_ends_the_run() -> None:
     async with judging("I like it.") as (judge, _):
         scores = [await judge.score(known(str(n))) for n in range(ILLEGIBLE - 1)]
-        assert all(score.unjudged and score.reward == 0.0 for score in scores)
-        with pytest.raises(UserError, match=r"parser=yes_no finds no verdict in any of its first 32.*'I like it.'"):
+        assert all(score.no_reward and score.reward == 0.0 for score in scores)
+        with pytest.raises(UserError, match=r"parser=yes_no finds no grade in any of its first 32.*'I like it.'"):
             await judge.score(known("one more"))
 
 
 async def test_prose_now_and_then_is_counted() -> None:
     async with judging("yes", "Hm.") as (judge, _):
         found = [await judge.score(known(str(n))) for n in range(ILLEGIBLE + 8)]
-    assert [score.unjudged for score in found] == [False] + [True] * (ILLEGIBLE + 7)
+    assert [score.no_reward for score in found] == [False] + [True] * (ILLEGIBLE + 7)
 
 
 async def test_an_answer_that_was_all_thinking_is_explained() -> None:
@@ -187,8 +187,8 @@ async def test_a_parser_of_the_users_own_in_a_process_of_its_own() -> None:
         assert (await judge.score(known("a"))).metrics == {"length": 4.0, "raw": 1.0}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("skyasync.rewards.llm_judge.READ_S", 0.5)
-            assert (await judge.score(known("b"))).unjudged
-        assert (await judge.score(known("c"))).unjudged  # it returned None
+            assert (await judge.score(known("b"))).no_reward
+        assert (await judge.score(known("c"))).no_reward  # it returned None
 
 
 async def test_a_pattern_of_the_users_own() -> None:

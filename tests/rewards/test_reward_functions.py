@@ -61,7 +61,7 @@ async def test_it_works_where_an_event_loop_runs():
 def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
     ended, begun = [], tmp_path / "begun"
     slow = threading.Thread(
-        target=lambda: ended.append(scores("says_so_and_hangs", response=begun, limit_s=4.0)[0].unjudged)
+        target=lambda: ended.append(scores("says_so_and_hangs", response=begun, limit_s=4.0)[0].no_reward)
     )
     slow.start()
     while not begun.exists():
@@ -76,14 +76,14 @@ def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
 @pytest.mark.parametrize("name", ["hangs", "holds_the_interpreter", "hangs_politely", "leaves"])
 def test_a_function_without_a_verdict_counts_as_nothing_and_the_next_call_works(name):
     lost, other = scores(name, "length", response="hang, leave", limit_s=0.5)
-    assert (lost.reward, lost.unjudged) == (0.0, True)
+    assert (lost.reward, lost.no_reward) == (0.0, True)
     assert other.reward > 0
     if name != "hangs_politely":
         assert scores(name)[0].reward == 1.0
 
 
 def test_a_function_that_calls_exit_gives_no_verdict():
-    assert scores("leaves", response="exit")[0].unjudged
+    assert scores("leaves", response="exit")[0].no_reward
 
 
 @pytest.mark.parametrize("value", ["nan", "text", "none", "true", "empty", "rewrd", "metric", "list"])

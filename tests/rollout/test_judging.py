@@ -57,8 +57,8 @@ async def test_the_runs_own_engine_judges_between_its_other_requests() -> None:
     (trajectory,) = await played(generator, {"label": "7", "domain": "sums"})
     assert trajectory.reward == pytest.approx(1.3)
     assert trajectory.metrics == {
-        "exact_match": 1.0, "sums/exact_match": 1.0, "self": 3.0, "self/raw": 3.0, "self/unjudged": 0.0,
-        "sums/self": 3.0, "sums/self/raw": 3.0, "sums/self/unjudged": 0.0,
+        "exact_match": 1.0, "sums/exact_match": 1.0, "self": 3.0, "self/raw": 3.0, "self/no_reward": 0.0,
+        "sums/self": 3.0, "sums/self/raw": 3.0, "sums/self/no_reward": 0.0,
     }  # fmt: skip
     assert [len(segment.tokens) for segment in trajectory.segments][1] == 2  # its answer, and not the judge's
     (asked,) = [each for each in engine.requests if each.request_id.startswith("judge-self")]
@@ -122,22 +122,22 @@ async def test_a_server_that_is_gone_is_the_runs_error_and_names_the_episode() -
 @pytest.mark.parametrize("unjudged", ["zero", "raise"])
 async def test_a_response_without_a_verdict_is_zero_and_counted_or_ends_the_run(unjudged: str) -> None:
     async with serving("Well.") as server:
-        judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", f"reward_unjudged={unjudged}"]
+        judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", f"reward_on_timeout={unjudged}"]
         generator, _ = playing(*judge, "reward_funcs=[judge:far, exact_match]")
         if unjudged == "raise":
-            with pytest.raises(TimeoutError, match=r"judge:far gave no verdict; environment.reward_unjudged=zero"):
+            with pytest.raises(TimeoutError, match=r"judge:far gave no verdict; environment.reward_on_timeout=zero"):
                 await played(generator, {"label": "7"})
             return
         (trajectory,) = await played(generator, {"label": "7"})
     assert trajectory.reward == 1.0
-    assert (trajectory.metrics["far"], trajectory.metrics["far/unjudged"]) == (0.0, 1.0)
+    assert (trajectory.metrics["far"], trajectory.metrics["far/no_reward"]) == (0.0, 1.0)
 
 
 async def test_a_question_that_leaves_the_engine_no_room_is_counted() -> None:
     generator, _ = playing("judges.self.engine=policy", "judges.self.parser=score", "reward_funcs=[judge:self]",
                            f"judges.self.prompt='{{response}} {'long ' * 300}'")  # fmt: skip
     (trajectory,) = await played(generator, {"label": "7"})
-    assert trajectory.metrics["self/unjudged"] == 1.0
+    assert trajectory.metrics["self/no_reward"] == 1.0
 
 
 async def test_a_row_that_asks_for_nobody() -> None:

@@ -16,10 +16,9 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync.tensors import bytes_of, chunks_of, specs_of, sum_of
 from skyasync.weight_sync.transfers import cuda_ipc
 from skyasync.weight_sync.transfers.cuda_ipc import (
+    CudaIPCSender,
     CudaIPCTransfer,
-    ForEngine,
     Packed,
-    Packer,
     message,
     own_part,
 )
@@ -38,6 +37,16 @@ def weights() -> dict[str, torch.Tensor]:
     return {"odd": odd, "wide": torch.randn(9, generator=generator), "one": torch.tensor(3), "none": torch.zeros(0, 2)}
 
 
+class Tensors:
+    """As ``FullTensors``, of several dtypes."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.specs, self._weights = specs_of(weights), weights
+
+    def __iter__(self):
+        return iter(self._weights.items())
+
+
 def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at() -> None:
     specs = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
     assert chunks_of(specs, 64) == [["0", "1"], ["2"], ["3"], ["4"]]
@@ -54,23 +63,24 @@ def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_for_each_engin
     monkeypatch.setattr(cuda_ipc, "PART_BYTES", 32)
     monkeypatch.setattr(cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"})
     sent = weights()
-    packer = Packer(specs_of(sent), iter(sent.items()), torch.device("cpu"), engines)
+    sender = CudaIPCSender(lambda: Tensors(sent), 0, torch.device("cpu"))  # type: ignore[arg-type,return-value]
+    sender.begin([engines])
     found: dict[str, torch.Tensor] = {}
     last = False
     while not last:
-        packed = packer.pack()
+        packed = sender.pack()
         last, end = packed.last, 0
-        assert [said.handle["gpu"] for said in packed.engines.values()] == [str(i + 1) for i in range(len(engines))]
+        assert [own["handle"]["gpu"] for own in packed.engines.values()] == [str(i + 1) for i in range(len(engines))]
         for name, dtype, shape, size in zip(packed.names, packed.dtype_names, packed.shapes, packed.sizes, strict=True):
             if exports:
                 piece = exports[0][end : end + size].clone()
                 found[name] = piece.view(getattr(torch, dtype)).view(shape)
                 end += size
-        for said in packed.engines.values():
-            assert said.sums == [int(sum_of(found[name])) for name in packed.names]
+        for own in packed.engines.values():
+            assert own["sums"] == [int(sum_of(found[name])) for name in packed.names]
     assert len(exports) == len(engines)
     assert not engines or all(torch.equal(found[name], sent[name]) for name in sent)
-    packer.close()
+    sender.end()
 
 
 def test_a_sum_shows_every_element_and_its_place() -> None:
@@ -83,7 +93,9 @@ def test_a_sum_shows_every_element_and_its_place() -> None:
 
 
 def test_an_engine_is_told_of_its_own_handle_alone_and_one_without_a_rank_beside_it_is_refused() -> None:
-    ranks = [Packed(0, True, ["a"], ["float32"], [[1]], [4], {e: ForEngine({"gpu": str(e)}, [e])}) for e in (0, 1)]
+    ranks = [
+        Packed(0, True, ["a"], ["float32"], [[1]], [4], {e: {"handle": {"gpu": str(e)}, "sums": [e]}}) for e in (0, 1)
+    ]
     info = message(ranks)
     assert own_part(info, 1) == {"part": 0, "last": True, "names": ["a"], "dtype_names": ["float32"],
                                  "shapes": [[1]], "sizes": [4], "handle": {"gpu": "1"}, "sums": [1]}  # fmt: skip
@@ -104,7 +116,7 @@ def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) ->
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     buffer = torch.arange(4, dtype=torch.uint8)
     handle = cpu_ipc.share(buffer)
-    packed = Packed(0, True, ["a"], ["float32"], [[1]], [4], {0: ForEngine(handle, [-(2**62)])})
+    packed = Packed(0, True, ["a"], ["float32"], [[1]], [4], {0: {"handle": handle, "sums": [-(2**62)]}})
     sent = own_part(message([packed]), 0)
     came = MsgpackDecoder().decode(MsgpackEncoder().encode({"update_info": sent}))["update_info"]
     assert came == sent
@@ -204,7 +216,7 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
 
         parts = transfer.parts(await transfer.publish(5))
         part = await anext(parts)
-        part.info["engines"][0].sums[0] += 1
+        part.info["engines"][0]["sums"][0] += 1
         with pytest.raises(Exception, match="received other weights than the trainer sent in "):
             await engine.update_weights(part)
         await parts.aclose()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.weight_sync.delta import DeltaDecoder
+from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
 from skyasync.weight_sync.tensors import specs_of
 from skyasync.weight_sync.transfers.base import WeightTransfer
-from skyasync.weight_sync.transfers.endpoints import ReceivedWeights, WeightReader, WeightSender
+from skyasync.weight_sync.transfers.endpoints import WeightReader, WeightSender
 from skyasync.weight_sync.transfers.file import FileTransfer
 from skyasync.weight_sync.transfers.remote import RemoteEngines
 from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer

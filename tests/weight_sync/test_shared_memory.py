@@ -1,166 +1,120 @@
-"""Weights as files in shared memory: complete before they have a name, and never left behind."""
+"""Weights in shared memory, on which others compute."""
 
+import faulthandler
 import os
-import stat
-import subprocess
-import sys
-from pathlib import Path
-from types import SimpleNamespace
+import signal
 
 import pytest
 import torch
 
-from skyasync.errors import UserError
-from skyasync.weight_sync.tensors import specs_of
-from skyasync.weight_sync.transfers import file as shared_memory
-from skyasync.weight_sync.transfers.file import (
-    FileSender,
-    read_digests,
-    read_weights,
-    remove_weights,
-    sweep,
-    write_one_by_one,
-    write_weights,
-)
+from skyasync.weight_sync.transfers.shared_memory import BufferReader, BufferWriter
+from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.verify.digests import digests_of
 
-WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
+
+def many(seed):
+    draw = torch.Generator().manual_seed(seed)
+    large = torch.randn(700, 500, generator=draw)  # of more than one piece, and no whole number of them
+    return {"l": large, "h": torch.randn(33, generator=draw).bfloat16(), "one": torch.tensor(float(seed)),
+            "n": torch.arange(seed, seed + 5), "none": torch.zeros(0, 3)}  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "directories", lambda: (tmp_path,))
-    return tmp_path
+def specs(weights, **other):
+    return {name: (other.get(name, tensor.dtype), tuple(tensor.shape)) for name, tensor in weights.items()}
 
 
-def dead_process():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    return process.pid
+def published(writer, weights, **other):
+    info = writer.write(specs(weights, **other), weights.items())
+    writer.prove()
+    writer.release(info["path"])
+    return info
 
 
-def left_by(path, pid):
-    """The file's name as another process of this machine would have made it."""
-    name = Path(path).name.replace(f"-{os.getpid()}-", f"-{pid}-")
-    assert name != Path(path).name
-    return Path(path).with_name(name)
+def same(found, weights):
+    return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-def test_what_is_written_is_read_and_removed(folder):
-    path = write_weights(WEIGHTS)
-    found = read_weights(path)
-    assert found.keys() == WEIGHTS.keys()
-    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
-    assert found["b"].dtype == torch.bfloat16
-    remove_weights(path)
-    remove_weights(path)
-    assert not list(folder.iterdir())
+def test_what_was_read_stays_as_it_is_until_two_more_have_been_written():
+    writer, reader, infos = BufferWriter(), BufferReader(), []
+    for seed in range(6):
+        before = reader.read(infos[-1]) if infos else {}
+        infos.append(published(writer, many(seed)))
+        assert not before or same(before, many(seed - 1))
+        found = reader.read(infos[-1])
+        assert same(found, many(seed)) and infos[-1]["digests"] == digests_of(many(seed))
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())
+    assert len({info["path"] for info in infos}) == 2
+    assert same(BufferReader().read(infos[-1]), many(5)), "one that comes late"
 
 
-def test_the_file_carries_the_digests_of_what_was_written(folder):
-    assert read_digests(write_weights(WEIGHTS)) == digests_of(WEIGHTS)
+def test_what_nobody_took_is_written_over():
+    writer = BufferWriter()
+    published(writer, many(0))
+    lost, sent = (writer.write(specs(many(seed)), many(seed).items()) for seed in (1, 2))
+    assert lost["path"] == sent["path"]
+    assert same(BufferReader().read(sent), many(2))
 
 
-def test_every_write_has_a_name_of_its_own(folder):
-    assert len({write_weights(WEIGHTS) for _ in range(3)}) == 3
+def test_dtypes_are_converted_on_the_way():
+    weights, writer = many(3), BufferWriter()
+    found = BufferReader().read(published(writer, weights, l=torch.bfloat16))
+    assert same(found, {**weights, "l": weights["l"].bfloat16()})
 
 
-def test_the_next_writer_sweeps_what_dead_processes_left_finished_or_not(folder):
-    mine, pid = write_weights(WEIGHTS), dead_process()
-    finished = left_by(mine, pid)
-    finished.touch()
-    finished.with_suffix(".writing").touch()
-    another = write_weights(WEIGHTS)
-    assert sorted(folder.iterdir()) == sorted(map(Path, (mine, another)))
+def test_other_shapes_get_other_memory_and_what_was_read_stays():
+    writer, reader = BufferWriter(), BufferReader()
+    first = reader.read(published(writer, many(0)))
+    for seed in range(3):
+        other = {"x": torch.full((2, 3), float(seed))}
+        assert same(reader.read(published(writer, other)), other)
+        assert same(first, many(0))
 
 
-def test_files_of_living_processes_and_of_other_programs_stay(folder):
-    mine = write_weights(WEIGHTS)
-    others = [left_by(mine, os.getppid()), folder / "skyasync-weights-what-ever", folder / "something-else"]
-    for path in others:
-        path.touch()
-    sweep()
-    assert all(path.exists() for path in (Path(mine), *others))
-
-
-def test_files_of_another_containers_processes_stay(folder, monkeypatch):
-    """It may share the memory; its processes are not to be seen, and not dead for that."""
-    mine, pid = write_weights(WEIGHTS), dead_process()
-    theirs = left_by(mine, pid)
-    theirs.touch()
-    monkeypatch.setattr(shared_memory, "_namespace", lambda: "another")
-    sweep()
-    assert theirs.exists()
-
-
-def test_files_that_may_not_be_removed_stop_nobody(folder, monkeypatch):
-    """Another user's, in a folder where each may remove only their own."""
-    mine = write_weights(WEIGHTS)
-    left_by(mine, dead_process()).touch()
-
-    def forbidden(path, **options):
-        raise PermissionError(path)
-
-    monkeypatch.setattr(Path, "unlink", forbidden)
-    sweep()
-
-
-def test_a_failed_write_leaves_nothing(folder):
-    def some():
-        yield next(iter(WEIGHTS.items()))
-        assert list(folder.iterdir()), "half of a file"
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-        write_one_by_one(specs_of(WEIGHTS), some())
-    assert not list(folder.iterdir())
-
-
-def test_weights_that_are_on_another_machine_are_an_error_that_names_the_key(folder):
+def test_it_outlives_its_writer_and_is_gone_for_others():
+    writer, reader = BufferWriter(), BufferReader()
+    info = published(writer, many(0))
+    found = reader.read(info)
+    del writer
+    assert same(found, many(0))
     with pytest.raises(FileNotFoundError, match=r"generator\.weight_sync_backend=nccl"):
-        read_weights(str(folder / "skyasync-weights-7-1-a.safetensors"))
+        BufferReader().read(info)
 
 
-def test_shared_memory_too_small_for_the_weights_is_passed_over(folder, monkeypatch):
-    """A container's is often 64 MB."""
-    small = folder / "small"
-    small.mkdir()
-    free = {small: 8, folder: 1 << 20}
-    monkeypatch.setattr(shared_memory, "directories", lambda: tuple(free))
-    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
-    assert Path(write_weights(WEIGHTS)).parent == folder
-    free[folder] = 8
-    with pytest.raises(UserError, match="the weights take 0 MiB"):
-        write_weights(WEIGHTS)
-
-
-def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_its_keeper_ends(folder):
-    kept = FileSender(list, list, 0)
-    path = kept.keep(write_weights(WEIGHTS))
-    assert not list(folder.iterdir())
-    command = f"import os; print(os.stat({path!r}).st_size > 0)"
-    assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "True\n"
-    found = read_weights(path)
-    assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
-    assert read_digests(path) == digests_of(WEIGHTS)
-    other = kept.keep(write_weights({"c": torch.zeros(2)}))
-    assert set(read_weights(other)) == {"c"}
-    kept.remove(other)
-    kept.remove(other)
+def test_a_path_that_leads_to_something_else_by_now_is_refused(tmp_path):
+    info = published(writer := BufferWriter(), many(0))
+    assert writer
+    (tmp_path / "other").touch()
     with pytest.raises(FileNotFoundError):
-        read_weights(other)
+        BufferReader().read({**info, "path": str(tmp_path / "other")})
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_weights_are_readable_by_their_owner_alone_also_where_several_machines_see_them(tmp_path, named):
-    (tmp_path / "seen").mkdir(mode=0o755)
-    before = os.umask(0)
-    try:
-        path = Path(write_weights(WEIGHTS, str(tmp_path / "seen") if named else ""))
-    finally:
-        os.umask(before)
-    assert path.parent == (tmp_path / "seen" if named else tmp_path)
-    assert [stat.S_IMODE(each.stat().st_mode) for each in path.parent.glob("skyasync*")] == [0o600]
-    kept = FileSender(list, list, 0, str(tmp_path) if named else "")
-    assert stat.S_IMODE(os.stat(kept.keep(str(path))).st_mode) == 0o600
-    kept.remove(kept._kept[0])
+def test_another_process_finds_it_and_cannot_write_to_it():
+    writer = BufferWriter()
+    info = published(writer, {"a": torch.ones(4)})
+    if (child := os.fork()) == 0:
+        faulthandler.disable()
+        found = BufferReader().read(info)["a"]
+        if found.tolist() == [1.0] * 4:
+            found[0] = 0.0
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV, "a stray write must not reach the other engines"
+    assert same(BufferReader().read(info), {"a": torch.ones(4)})
+
+
+@pytest.mark.parametrize("fault", ["bit", "swap", "old"])
+def test_what_does_not_lie_there_as_it_was_sent_is_named(fault):
+    writer = BufferWriter()
+    for seed in range(3):
+        info = writer.write(specs(many(seed)), many(seed).items())
+        tensors = writer._back.tensors
+        if seed == 2:
+            match fault:
+                case "bit":
+                    tensors["l"].view(torch.int32)[699, 499] ^= 1
+                case "swap":
+                    tensors["l"][[0, 1]] = tensors["l"][[1, 0]]
+                case "old":
+                    tensors["l"].copy_(many(0)["l"])
+            with pytest.raises(WeightSyncError, match=r"shared memory holds other weights than the trainer sent in l$"):
+                writer.prove()
+        writer.release(info["path"])

@@ -44,6 +44,8 @@ class Trainer(WeightTransfer):
 
 
 class Engines:
+    proves_weights = True
+
     def __init__(self, *scores, seconds=0.0, fault=None, unproven=None):
         self.scores, self.updates, self.unproven = [[list(s) for s in e] for e in scores], [], unproven
         self.seconds, self.fault = seconds, fault

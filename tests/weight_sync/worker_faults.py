@@ -120,7 +120,7 @@ def _loses_a_bit(engine: Any, lost: str) -> Callable[[tuple[str, Any]], tuple[st
         name, tensor = named
         if name == lost:
             tensor = tensor.clone()
-            module, _ = engine._check._place(name, {})
+            module, _ = engine.layer_check._place(name, {})
             part = own_part(module, name, tensor)
             part[(-1,) * part.dim()].view(torch.int32).bitwise_xor_(1)
         return name, tensor

@@ -11,7 +11,7 @@ from skyasync.config.schema import Config
 from skyasync.models.fsdp import checkpoint
 from skyasync.weight_sync import full_tensors as file_names
 from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
-from skyasync.weight_sync.transfers.file import read_digests, read_weights, remove_weights
+from skyasync.weight_sync.transfers.file import read_metadata, read_weights, remove_weights
 from skyasync.workers.policy import PolicyWorker
 from tests.planning.models import configuration
 
@@ -33,7 +33,7 @@ def published(path, backend, rank=0):
     for encoding in ("full", "delta"):
         file, *_ = worker.transfer_weights("file", "write", encoding)
         weights = {name: tensor.clone() for name, tensor in read_weights(file).items()}
-        assert read_digests(file).keys() == weights.keys()
+        assert read_metadata(file)[0].keys() == weights.keys()
         remove_weights(file)
         yield weights
 

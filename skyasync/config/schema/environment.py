@@ -80,10 +80,10 @@ class EnvironmentConfig:
     )
     reward_weights: list[float] = key([], "Factors of the functions' rewards in their sum; an empty list weighs all 1.")
     reward_timeout_s: float = key(10.0, "Seconds a reward function may take for one response.", above=0.0)
-    reward_unjudged: str = key(
+    reward_on_timeout: str = key(
         "zero",
-        "A response whose reward function takes longer, or crashes its process, earns 0 from it and is counted, or "
-        "ends the run.",
+        "What a response gets from a reward function that times out or crashes its process, or a judge without a "
+        "result: 0, and the metric no_reward counts it (zero), or the run ends (raise).",
         choices=("zero", "raise"),
     )
     code_sandbox: str = key(

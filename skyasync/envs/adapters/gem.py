@@ -36,15 +36,16 @@ class GemEnv(GameEnv):
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         make = self.made_from or _named(self.settings)
-        self._env = make(**_taken(make, self.settings))
+        parameters = inspect.signature(make).parameters
+        self._env = make(**{name: self.settings[name] for name in parameters if name in self.settings})
         self._observation: Foreign = ""
         self._info: Mapping[str, Any] = {}
         self._metrics: dict[str, list[float]] = {}
         self._modes: dict[str, str] = {}
 
     def start(self) -> str:
-        begun = self._env.reset(seed=self.seed)
-        self._observation, self._info = begun if isinstance(begun, tuple) and len(begun) == 2 else (begun, {})
+        first = self._env.reset(seed=self.seed)
+        self._observation, self._info = first if isinstance(first, tuple) and len(first) == 2 else (first, {})
         return "\n".join(part for part in (self._info.get("env_instruction"), self.observe()) if part)
 
     def play(self, action: str) -> tuple[float, bool]:
@@ -69,7 +70,19 @@ class GemEnv(GameEnv):
         return f"{observation}{self._info.get('suffix', '')}"
 
     def get_metrics(self) -> dict[str, float]:
-        metrics = {name: _aggregated(values, self._modes.get(name, "last")) for name, values in self._metrics.items()}
+        metrics = {}
+        for name, values in self._metrics.items():
+            match self._modes.get(name, "last"):
+                case "last":
+                    metrics[name] = values[-1]
+                case "max":
+                    metrics[name] = max(values)
+                case "min":
+                    metrics[name] = min(values)
+                case "sum":
+                    metrics[name] = sum(values)
+                case _:
+                    metrics[name] = sum(values) / len(values)
         return {**metrics, "steps": float(self.turns)}
 
     def close(self) -> None:
@@ -82,7 +95,7 @@ class GemEnv(GameEnv):
         if count is None:
             return text
         first = int(getattr(space, "start", 0))
-        numbers = [int(found) for found in re.findall(r"\d+", text)]
+        numbers = [int(digits) for digits in re.findall(r"\d+", text)]
         return next((n for n in reversed(numbers) if first <= n < first + int(count)), first)
 
 
@@ -96,8 +109,8 @@ def _named(settings: Mapping[str, Any]) -> Callable[..., Foreign]:
     if not name:
         raise UserError("gem needs gem_env, as a column of the row or in environment.env_config: module:Class or an id")
     if ".py:" in name or (":" in name and "-v" not in name):
-        found: Callable[..., Foreign] = resolve_reference(name, kind="gem_env")
-        return found
+        env_class: Callable[..., Foreign] = resolve_reference(name, kind="gem_env")
+        return env_class
     try:
         import gem
     except ModuleNotFoundError:
@@ -107,14 +120,3 @@ def _named(settings: Mapping[str, Any]) -> Callable[..., Foreign]:
         return gem.make(name, **settings)
 
     return make
-
-
-def _taken(make: Callable[..., Foreign], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that it has parameters for, by name."""
-    return {name: settings[name] for name in inspect.signature(make).parameters if name in settings}
-
-
-def _aggregated(values: list[float], mode: str) -> float:
-    if mode in ("last", "max", "min"):
-        return values[-1] if mode == "last" else (max if mode == "max" else min)(values)
-    return sum(values) / (1 if mode == "sum" else len(values))

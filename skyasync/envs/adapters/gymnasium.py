@@ -48,10 +48,19 @@ class GymnasiumEnv(GameEnv):
             raise UserError("gymnasium needs gym_id, as a column of the row or in environment.env_config.gymnasium")
         self._step_reward = float(settings.get("step_reward", 0.0))
         self._invalid_reward = float(settings.get("invalid_reward", 0.0))
-        self._view = _view(settings.get("view", "board"))
+        self._view = settings.get("view", "board")
+        if self._view not in ("board", "near"):
+            raise UserError(unknown("view", self._view, ("board", "near")))
         self._is_lake = str(settings["gym_id"]).startswith("FrozenLake")
         self._game = _make(settings["gym_id"], dict(settings.get("gym_args") or {}), self.seed)
-        self.actions = _action_names(self._game, settings["gym_id"])
+        count = getattr(self._game.action_space, "n", None)
+        if count is None:
+            space = self._game.action_space
+            raise UserError(
+                f"gym_id {settings['gym_id']!r} has the action space {space}: only discrete actions have names"
+            )
+        names = ACTIONS.get(settings["gym_id"].partition("-")[0], ())
+        self.actions = names if len(names) == count else tuple(str(number) for number in range(count))
         self._observation: Any = None
         self._earned, self._unparsable, self._hint = 0.0, 0, ""
 
@@ -87,23 +96,16 @@ class GymnasiumEnv(GameEnv):
         self._game.close()
 
     def observe(self) -> str:
-        return self._hint + self._picture()
-
-    def _picture(self) -> str:
         game: Any = self._game.unwrapped
         if self._is_lake:
             rows = ["".join(cell.decode() for cell in row) for row in game.desc]
             at = divmod(int(game.s), game.ncol)
-            return near_view(rows, at) if self._view == "near" else board_view(rows, at)
-        if self._game.render_mode == "ansi":
-            return COLOURED.sub(r"[\1]", str(self._game.render())).strip("\n")
-        return str(self._observation)
-
-
-def _view(name: str) -> str:
-    if name not in ("board", "near"):
-        raise UserError(unknown("view", name, ("board", "near")))
-    return name
+            picture = near_view(rows, at) if self._view == "near" else board_view(rows, at)
+        elif self._game.render_mode == "ansi":
+            picture = COLOURED.sub(r"[\1]", str(self._game.render())).strip("\n")
+        else:
+            picture = str(self._observation)
+        return self._hint + picture
 
 
 def board_view(rows: Sequence[str], at: tuple[int, int]) -> str:
@@ -138,11 +140,3 @@ def _make(gym_id: str, args: dict[str, Any], seed: int) -> gymnasium.Env[Any, An
         return gymnasium.make(gym_id, render_mode="ansi" if as_text else None, **args)
     except gymnasium.error.Error as error:
         raise UserError(f"gym_id {gym_id!r}: {error}") from error
-
-
-def _action_names(game: gymnasium.Env[Any, Any], gym_id: str) -> tuple[str, ...]:
-    count = getattr(game.action_space, "n", None)
-    if count is None:
-        raise UserError(f"gym_id {gym_id!r} has the action space {game.action_space}: only discrete actions have names")
-    names = ACTIONS.get(gym_id.partition("-")[0], ())
-    return names if len(names) == count else tuple(str(number) for number in range(count))

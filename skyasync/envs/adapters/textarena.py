@@ -55,9 +55,9 @@ class TextArenaEnv(GameEnv):
 
     def observe(self) -> str:
         """What the game has written since the last call, the answer that it repeats included."""
-        _, said = self._game.get_observation()
-        news, self._shown = said.removeprefix(self._shown), said
-        return str(news).strip("\n")
+        _, text = self._game.get_observation()
+        added, self._shown = text.removeprefix(self._shown), text
+        return str(added).strip("\n")
 
     def get_metrics(self) -> dict[str, float]:
         return self._metrics

@@ -58,34 +58,29 @@ POLL_S = 0.005
 
 
 class TensorGroup:
-    """Rank 0 sends, the others receive. Any error of the group closes it and is a ``TransferInterruptedError``."""
+    """Rank 0 sends, the others receive. Any error of the group closes it and is a ``TransferInterruptedError``.
+
+    Args:
+        rendezvous: how the other members find the sender, as it travels in a message.
+    """
 
     def __init__(self, store: TCPStore, rendezvous: Mapping[str, Any], device: torch.device) -> None:
-        self._store, self._device = store, device
-        self._rendezvous = rendezvous
+        self._store, self.rendezvous, self._device = store, dict(rendezvous), device
         self._number = int(store.add("joined", 1)) - 1  # the sender comes first
         self._group: Any = None
 
     @classmethod
     def listen(cls, host: str, members: int, timeout_s: float, device: torch.device) -> TensorGroup:
-        """The sender's; the others join by its ``rendezvous``."""
+        """The sender's group; the others join by its ``rendezvous``."""
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         address = {"host": host, "port": store.port, "size": 1 + members, "timeout_s": timeout_s}
         return cls(store, address | {"chunk_bytes": PART_BYTES}, device)
-
-    @classmethod
-    def connect(cls, rendezvous: Mapping[str, Any], device: torch.device) -> TensorGroup:
-        return cls(_store(rendezvous, rendezvous["timeout_s"]), rendezvous, device)
-
-    @property
-    def rendezvous(self) -> dict[str, Any]:
-        return dict(self._rendezvous)
 
     def join(self) -> None:
         """Wait for all members, once."""
         if self._group is not None:
             return
-        size, timeout_s = self._rendezvous["size"], self._rendezvous["timeout_s"]
+        size, timeout_s = self.rendezvous["size"], self.rendezvous["timeout_s"]
         try:
             until = time.monotonic() + timeout_s
             while int(self._store.add("joined", 0)) < size:
@@ -94,52 +89,47 @@ class TensorGroup:
                 if time.monotonic() > until:
                     raise TimeoutError(f"not all members of the group joined within {timeout_s:g} s")
                 time.sleep(POLL_S)
-            self._group = self._process_group(PrefixStore("weights", self._store), size, timedelta(seconds=timeout_s))
-        except Exception as error:
-            why = headline(error)
-        else:
-            return
-        self._fail(why)
+            store, timeout = PrefixStore("weights", self._store), timedelta(seconds=timeout_s)
+            if self._device.type == "cuda":
+                from torch.distributed import ProcessGroupNCCL
 
-    def _process_group(self, store: PrefixStore, size: int, timeout: timedelta) -> Any:  # noqa: ANN401
-        if self._device.type == "cuda":
-            from torch.distributed import ProcessGroupNCCL
+                torch.cuda.set_device(self._device)
+                options: Any = ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                self._group = ProcessGroupNCCL(store, self._number, size, options)
+                return
+            from torch.distributed import ProcessGroupGloo
 
-            torch.cuda.set_device(self._device)
-            options: Any = ProcessGroupNCCL.Options()
+            gloo: Any = ProcessGroupGloo  # its stub lacks the options
+            options = gloo._Options()
             options._timeout = timeout
-            return ProcessGroupNCCL(store, self._number, size, options)
-        from torch.distributed import ProcessGroupGloo
-
-        gloo: Any = ProcessGroupGloo  # its stub lacks the options
-        options = gloo._Options()
-        options._timeout = timeout
-        named = os.environ.get("GLOO_SOCKET_IFNAME")
-        interface = {"interface": named} if named else {"hostname": self._own_address()}
-        options._devices = [gloo.create_device(**interface)]
-        return gloo(store, self._number, size, options)
-
-    def _own_address(self) -> str:
-        """Of this machine, as the sender's machine sees it."""
-        if self._number == 0:
-            return str(self._rendezvous["host"])
-        with socket.create_connection((self._rendezvous["host"], self._rendezvous["port"]), timeout=10) as connection:
-            return str(connection.getsockname()[0])
+            if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+                options._devices = [gloo.create_device(interface=interface)]
+            else:
+                own_address = self.rendezvous["host"]
+                if self._number:  # this machine's address, as the sender's machine sees it
+                    with socket.create_connection((own_address, self.rendezvous["port"]), timeout=10) as connection:
+                        own_address = connection.getsockname()[0]
+                options._devices = [gloo.create_device(hostname=str(own_address))]
+            self._group = gloo(store, self._number, size, options)
+            return
+        except Exception as error:
+            reason = headline(error)
+        self._fail(reason)
 
     def broadcast(self, tensor: Tensor) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
         try:
             self._group.broadcast([tensor], options).wait()
-        except Exception as error:  # whose traceback would keep the group, and by that the connections
-            why = headline(error)
-        else:
             return
-        self._fail(why)
+        except Exception as error:  # whose traceback would keep the group, and by that the connections
+            reason = headline(error)
+        self._fail(reason)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         self.close()
-        raise TransferInterruptedError(f"the broadcast of weights was interrupted: {why}")
+        raise TransferInterruptedError(f"the broadcast of weights was interrupted: {reason}")
 
     def close(self) -> None:
         """Close the connections, by which the others know. Safe to call twice."""
@@ -148,7 +138,7 @@ class TensorGroup:
             group.abort()
 
 
-def _store(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
+def _connect(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
     """Raises OSError at once if the sender has left: ``TCPStore`` itself would try again until its limit."""
     host, port = rendezvous["host"], rendezvous["port"]
     socket.create_connection((host, port), timeout=timeout_s).close()
@@ -157,15 +147,11 @@ def _store(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
 
 def interrupt(rendezvous: Mapping[str, Any]) -> None:
     """Let members that wait for others to join stop waiting. For any process."""
-    _store(rendezvous, 10.0).set("interrupted", "")
+    _connect(rendezvous, 10.0).set("interrupted", "")
 
 
 class BroadcastSender:
-    """On each policy rank; all ranks iterate, and rank 0 sends.
-
-    Args:
-        weights: see ``WeightSender``.
-    """
+    """On each policy rank; all ranks iterate, and rank 0 sends."""
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
         self._weights, self._rank, self._device = weights, rank, device
@@ -175,7 +161,7 @@ class BroadcastSender:
         """Leave the former group and listen for the members of a new one; how they find it. Of rank 0."""
         self.close()
         self._group = TensorGroup.listen(host, members, timeout_s, self._device)
-        return self._group.rendezvous
+        return dict(self._group.rendezvous)
 
     def specs(self) -> dict[str, Any]:
         """Of what ``send`` sends. No communication."""
@@ -187,32 +173,36 @@ class BroadcastSender:
         if self._rank != 0:
             weights.only_gather()
             return ""
-        following = iter(weights)
-        why = self.send_tensors(following, weights.specs)
-        for _ in following:  # the other ranks gather all
+        remaining = iter(weights)
+        reason = self.send_tensors(remaining, weights.specs)
+        for _ in remaining:  # the other ranks gather all
             pass
-        return why
+        return reason
 
     def send_tensors(self, tensors: Iterable[tuple[str, Tensor]], specs: TensorSpecs, *, sums: bool = True) -> str:
-        """Args: sums: the members check what they received by them, not by digests."""
+        """Send the tensors to all members, in chunks; why it was interrupted, or "".
+
+        Args:
+            sums: the members check what they received by sums, not by digests.
+        """
         assert self._group is not None
-        group, following = self._group, iter(tensors)
+        group, remaining = self._group, iter(tensors)
         try:
             group.join()
-            found: list[Tensor] = []
+            checksums: list[Tensor] = []
             for names in chunks_of(specs, group.rendezvous["chunk_bytes"]):
-                buffer = torch.empty(_bytes(names, specs), dtype=torch.uint8, device=self._device)
-                end = 0
+                size = sum(bytes_of(specs[name]) for name in names)
+                buffer, end = torch.empty(size, dtype=torch.uint8, device=self._device), 0
                 for name in names:
-                    sent, tensor = next(following)
+                    sent, tensor = next(remaining)
                     assert sent == name, f"{sent} is sent, and {name} was announced"
                     pack(tensor, specs[name], buffer[end:])
                     end += bytes_of(specs[name])
                 if sums:
-                    found += [sum_of(tensor) for tensor in unpack(buffer, names, specs).values()]
+                    checksums += [sum_of(tensor) for tensor in unpack(buffer, names, specs).values()]
                 group.broadcast(buffer)
-            if found:
-                group.broadcast(torch.stack(found))
+            if checksums:
+                group.broadcast(torch.stack(checksums))
         except TransferInterruptedError as error:
             return str(error)
         return ""
@@ -241,11 +231,20 @@ class BroadcastReader:
 
     def chunks(self, info: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         """The same, in chunks as they arrive; the check follows the last one."""
-        specs, group = from_message(info["specs"]), self._member(info["rendezvous"])
+        specs, rendezvous = from_message(info["specs"]), info["rendezvous"]
+        if self._group is None or self._group.rendezvous != rendezvous:
+            self.close()
+            try:
+                store = _connect(rendezvous, rendezvous["timeout_s"])
+                self._group = TensorGroup(store, rendezvous, self._device)
+            except Exception as error:  # the sender has left it
+                raise TransferInterruptedError(f"the sender of weights is not there: {headline(error)}") from None
+        group = self._group
         group.join()
         sums: list[Tensor] = []
-        for names in chunks_of(specs, info["rendezvous"]["chunk_bytes"]):
-            buffer = torch.empty(_bytes(names, specs), dtype=torch.uint8, device=self._device)
+        for names in chunks_of(specs, rendezvous["chunk_bytes"]):
+            size = sum(bytes_of(specs[name]) for name in names)
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             group.broadcast(buffer)
             chunk = unpack(buffer, names, specs)
             if "digests" not in info:
@@ -256,23 +255,10 @@ class BroadcastReader:
             right = (torch.stack(sums) == sent).tolist()
             refuse([name for name, same in zip(specs, right, strict=True) if not same], "the engine received")
 
-    def _member(self, rendezvous: Mapping[str, Any]) -> TensorGroup:
-        if self._group is None or self._group.rendezvous != rendezvous:
-            self.close()
-            try:
-                self._group = TensorGroup.connect(rendezvous, self._device)
-            except Exception as error:  # the sender has left it
-                raise TransferInterruptedError(f"the sender of weights is not there: {headline(error)}") from None
-        return self._group
-
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-
-def _bytes(names: Sequence[str], specs: TensorSpecs) -> int:
-    return sum(bytes_of(specs[name]) for name in names)
 
 
 class Ranks(PolicyRanks, Protocol):
@@ -284,7 +270,7 @@ class BroadcastTransfer(WeightTransfer):
 
     Args:
         workers: of an engine, each with a part of the model.
-        living: the engines that take part in the next sync, by their places.
+        engines: those that take part in the next sync, by their indices.
         timeout_s: for a member to join, and by gloo for a chunk.
         recovers: a member that fails inside leaves the others (gloo).
     """
@@ -295,15 +281,15 @@ class BroadcastTransfer(WeightTransfer):
         self,
         policy: Ranks,
         workers: int,
-        living: Callable[[], Sequence[int]],
+        engines: Callable[[], Sequence[int]],
         *,
         timeout_s: float = 60.0,
         recovers: bool = False,
     ) -> None:
         super().__init__(policy)
-        self._ranks_to_end, self._workers, self._living = policy, workers, living
+        self._ranks_to_end, self._workers, self._engines = policy, workers, engines
         self._timeout_s, self._recovers = timeout_s, recovers
-        self._members: list[int] | None = None  # of the current group; None: there is none, or a late engine's
+        self._members: list[int] | None = None  # of the current group; None: there is no group, or a late engine's
         self._rendezvous: dict[str, Any] = {}
         self._moved = False  # the weights are not those that were sent last
         self._resting = asyncio.Lock()  # while nothing may change them
@@ -311,12 +297,12 @@ class BroadcastTransfer(WeightTransfer):
 
     async def publish(self, version: int) -> WeightUpdate:
         """Nothing is sent yet."""
-        members = list(self._living())
+        members = list(self._engines())
         if members != self._members:
             await self._open(len(members))
             self._members = members
         self._moved = False
-        return await self._announced(version, members)
+        return await self._update(version, members)
 
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
         """For the engines that are left, in a new group."""
@@ -325,10 +311,10 @@ class BroadcastTransfer(WeightTransfer):
 
     async def send(self, update: WeightUpdate) -> None:
         """Ends when every engine has the weights, or a member of a group that recovers has failed."""
-        if self._members and (why := (await self._ranks("send"))[0]):
+        if self._members and (reason := (await self._ranks("send"))[0]):
             self._members = None
             if not self._recovers:
-                raise TransferInterruptedError(why)
+                raise TransferInterruptedError(reason)
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
@@ -344,7 +330,7 @@ class BroadcastTransfer(WeightTransfer):
                 raise WeightsMovedError("the weights are not those that the other engines have any more")
             self._members = None
             await self._open(1)
-            update = await self._announced(version, None)
+            update = await self._update(version, None)
         except BaseException:
             self._resting.release()
             raise
@@ -362,15 +348,15 @@ class BroadcastTransfer(WeightTransfer):
                 self._give_up("an engine that came late has not met them in its weight sync")
             elif error := sending.exception():
                 self._give_up("the weights could not be sent to an engine that came late", error)
-            elif (why := sending.result()[0]) and not self._recovers:
-                self._give_up(f"the weights could not be sent to an engine that came late: {why}")
+            elif (reason := sending.result()[0]) and not self._recovers:
+                self._give_up(f"the weights could not be sent to an engine that came late: {reason}")
         finally:
             sending.cancel()
             self._resting.release()
 
     def engine_failed(self, cause: BaseException) -> bool:
         if not self._recovers:
-            self._give_up("an engine has died in a weight sync by NCCL, in which they wait for it", cause)
+            self._give_up("an engine has failed in a weight sync by NCCL, in which they wait for it", cause)
         return not self._recovers
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
@@ -381,14 +367,14 @@ class BroadcastTransfer(WeightTransfer):
         _, host = cast(tuple[str, str], await self._policy.call_first("node"))
         self._rendezvous = await self._rank_0("open", host, engines * self._workers, self._timeout_s)
 
-    async def _announced(self, version: int, members: list[int] | None) -> WeightUpdate:
+    async def _update(self, version: int, members: list[int] | None) -> WeightUpdate:
         info = {"rendezvous": self._rendezvous, "specs": await self._rank_0("specs")}
         if not self._recovers:
             info["members"] = members
-        return WeightUpdate(version, BACKEND, info, remote=_Interrupting())
+        return WeightUpdate(version, BACKEND, info, remote=_InterruptingUpdate())
 
 
-class _Interrupting:
+class _InterruptingUpdate:
     """An engine that fails before it joins does not keep the others waiting."""
 
     @asynccontextmanager

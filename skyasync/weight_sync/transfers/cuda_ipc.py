@@ -1,7 +1,7 @@
 """Weights from GPU to the same GPU, by CUDA IPC: policy ranks and vLLM engines that share devices (``colocate_all``).
 
 Invariant: a part of the weights lies in one buffer on each rank's device, whose memory the engines on that device have
-mapped. It is written to only while no engine reads it: when the part before has been answered for, by all of them.
+mapped. It is written to only while no engine reads it: when all of them have answered for the part before.
 
     ranks        gather, pack part 1          gather, pack part 2          free
     controller                      ─handles─▶           ◀─done, handles─▶
@@ -9,24 +9,23 @@ mapped. It is written to only while no engine reads it: when the part before has
 
 | who waits                        | for what                               | woken by                             |
 |----------------------------------|----------------------------------------|--------------------------------------|
-| ``Packer.pack`` on each rank     | the other ranks, in gathering          | NCCL; the end of a rank ends all     |
+| ``pack`` on each rank            | the other ranks, in gathering          | NCCL; the end of a rank ends all     |
 | the controller, for ``pack``     | the slowest rank                       | the ranks; their heartbeat           |
-| the controller, for the engines  | ``update_weights`` of one part by each | an engine; its death                 |
+| the controller, for the engines  | ``update_weights`` of one part by each | an engine; its failure               |
 | an engine, in ``update_weights`` | its own device alone                   |                                      |
 
-So nobody waits inside a collective for the other side, and who dies leaves nobody behind: engines that have a part of
-the weights are told that no more comes (``BROKEN_OFF``), and an engine's failure ends no other process
-(``weight_sync.colocation``).
+So neither side waits inside a collective for the other. Engines that have a part of the weights are told that no more
+comes (``BROKEN_OFF``), and an engine's failure ends no other process (``weight_sync.colocation``).
 
 What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 
-1. ``Packer`` makes the buffer with torch's own allocator. ``reduce_tensor`` exports it: ``_share_cuda_`` gives the
-   handle of the allocation that the buffer lies in, its place in that, a slot of a counter in shared memory, and an
-   event that is recorded once, there. What is copied into the buffer later is not behind that event: ``pack`` therefore
-   synchronizes its stream before it answers. There is one export for each engine on the device: a slot pairs with one
-   reader that lets go once (vLLM's ``PackedBufferImporter`` says why two cannot share it). A rank without engines
-   exports nothing: what is exported and never let go of is never given back by torch.
-2. The handle goes as words and numbers (``Handle``) by Ray to the engine's actor and by vLLM's msgpack to its worker.
+1. ``begin`` makes the buffer with torch's own allocator. ``reduce_tensor`` exports it: ``_share_cuda_`` gives the
+   handle of the allocation, the buffer's offset in it, a slot of a counter in shared memory, and an event. The event is
+   recorded once, there, so a later copy into the buffer is not ordered by it: ``pack`` therefore synchronizes its
+   stream before it answers. There is one export for each engine on the device: a slot pairs with one reader that lets
+   go once (vLLM's ``PackedBufferImporter`` says why two cannot share it). A rank without engines exports nothing: torch
+   never frees an export that no reader lets go of.
+2. The handle goes as text and numbers (``Handle``) by Ray to the engine's actor and by vLLM's msgpack to its worker.
    vLLM's own sender puts torch's classes into the message, which its msgpack takes only as a pickle, behind
    ``VLLM_ALLOW_INSECURE_SERIALIZATION``. That is not set here, and nothing is unpickled: the classes are always the
    same, and are put in where the memory is opened (``vllm_worker``).
@@ -34,15 +33,15 @@ What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
    ``rebuild_cuda_tensor`` opens it under the worker's own device number (once: the importer keeps it for the parts that
    follow), and each tensor is cloned out of it. ``WeightTransferEngine.update_weights`` synchronizes the device before
    it answers, so an answer means that the buffer has been read.
-4. After the last part ``finish_weight_update`` lets go of the mapping, which counts the slot down; then ``close`` drops
-   the buffer, and ``ipc_collect`` gives back what no slot holds. The buffer must live until then, not longer. An engine
-   that dies with the mapping never counts down: torch keeps the buffer (``PART_BYTES``, or the largest parameter)
+4. After the last part ``finish_weight_update`` lets go of the mapping, which counts the slot down; then ``end`` drops
+   the buffer, and ``ipc_collect`` frees what no slot holds. The buffer must live until then, not longer. An engine
+   that fails with the mapping never counts down: torch keeps the buffer (``PART_BYTES``, or the largest parameter)
    until the rank ends.
 
 Not traced: torch's ``expandable_segments``, whose handles are of another kind.
 
-That the bytes arrived is proven part by part: both ends add up every tensor on the device (``sum_of``). What the layers
-compute with is not read back, so the probe runs after every sync.
+That the bytes arrived is proven part by part: both sides add up every tensor on the device (``sum_of``). What the
+layers compute with is not read back, so the verification prompts are scored after every sync.
 
 Which engine shares which GPU follows from the placement (``colocated_rank``); the engines compare the GPUs' own names.
 A late engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
@@ -52,7 +51,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -67,31 +66,31 @@ if TYPE_CHECKING:
     from skyasync.weight_sync.full_tensors import FullTensors
 
 Handle = dict[str, Any]
-"""What torch's ``_share_cuda_`` says of a buffer, as text and numbers, and the GPU's UUID."""
+"""What torch's ``_share_cuda_`` returns for a buffer, as text and numbers, and the GPU's UUID."""
 
 
 class CudaIPCTransfer(WeightTransfer):
     """Args:
-    ranks: of the policy.
-    living: the engines that take part in the next sync, by their places.
+    ranks: how many the policy has.
+    engines: those that take part in the next sync, by their indices.
     """
 
     sender = "cuda_ipc"
 
-    def __init__(self, policy: PolicyRanks, ranks: int, living: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, policy: PolicyRanks, ranks: int, engines: Callable[[], Sequence[int]]) -> None:
         super().__init__(policy)
-        self._count, self._living = ranks, living
+        self._count, self._engines = ranks, engines
 
     async def publish(self, version: int) -> WeightUpdate:
         """Nothing is packed yet."""
         return WeightUpdate(version, CUDA_IPC, {"in_parts": True})
 
     async def parts(self, update: WeightUpdate) -> AsyncGenerator[WeightUpdate]:
-        """Each is packed when every living engine has loaded the one before; closing the iterator frees the last."""
-        living = self._living()
-        beside = [[e for e in living if e % self._count == rank] for rank in range(self._count)]
+        """Each is packed when every engine has loaded the one before; closing the iterator frees the last."""
+        engines = self._engines()
+        by_rank = [[e for e in engines if e % self._count == rank] for rank in range(self._count)]
         async with afterwards(self._ranks, "end"):
-            await self._ranks("begin", beside)
+            await self._ranks("begin", by_rank)
             last = False
             while not last:
                 part = message(await self._ranks("pack"))
@@ -109,16 +108,9 @@ class CudaIPCTransfer(WeightTransfer):
         return WeightUpdate(version, "shared_memory", info | {"late": True})
 
 
-class ForEngine(NamedTuple):
-    """What one engine needs of a part besides the names of its contents."""
-
-    handle: Handle
-    sums: list[int]
-
-
 @dataclass(frozen=True)
 class Packed:
-    """A part of the weights, of one rank; ``engines`` are those on its device, by their places."""
+    """A part of one rank; ``engines``: by index, the ``handle`` and ``sums`` for each engine on its device."""
 
     part: int
     last: bool
@@ -126,64 +118,39 @@ class Packed:
     dtype_names: list[str]
     shapes: list[list[int]]
     sizes: list[int]
-    engines: dict[int, ForEngine]
+    engines: dict[int, dict[str, Any]]
 
 
 class CudaIPCSender:
-    """On each policy rank; all ranks call it alike."""
+    """On each policy rank: gathers parameter by parameter into one buffer, part after part. All ranks call it alike."""
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
         self._weights, self._rank, self._device = weights, rank, device
-        self._packer: Packer | None = None
-
-    def begin(self, beside: Sequence[Sequence[int]]) -> None:
-        """Args: beside: for each rank, the places of the engines that share its device."""
-        tensors = self._weights()
-        self._packer = Packer(tensors.specs, iter(tensors), self._device, beside[self._rank])
-
-    def pack(self) -> Packed:
-        """The next part, when the engines have loaded the one before."""
-        assert self._packer is not None
-        return self._packer.pack()
-
-    def end(self) -> None:
-        """No engine reads a part any more: free it."""
-        if self._packer is not None:
-            self._packer.close()
-            self._packer = None
-
-
-class Packer:
-    """Gathers parameter by parameter into one buffer, part after part.
-
-    Args:
-        specs: of all weights, as the engines get them.
-        weights: full tensors, one after the other, in the order of ``specs``.
-        engines: on this device, by their places.
-    """
-
-    def __init__(
-        self,
-        specs: TensorSpecs,
-        weights: Iterator[tuple[str, Tensor]],
-        device: torch.device,
-        engines: Sequence[int],
-    ) -> None:
-        self._specs, self._weights, self._device = specs, weights, device
-        self._parts, self._number = chunks_of(specs, PART_BYTES), 0
+        self._specs: TensorSpecs = {}
+        self._parts: list[list[str]] = []
+        self._number = 0  # of the next part
+        self._remaining: Iterator[tuple[str, Tensor]] = iter(())
         self._buffer: Tensor | None = None
-        self._handles: dict[int, Handle] = {}
-        if engines:
-            size = max(sum(bytes_of(specs[name]) for name in part) for part in self._parts)
-            self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
-            self._handles = {engine: handle_of(self._buffer) for engine in engines}
+        self._handles: dict[int, Handle] | None = None  # by engine; None: no update has begun
+
+    def begin(self, engines: Sequence[Sequence[int]]) -> None:
+        """Args: engines: for each rank, the indices of the engines that share its device."""
+        tensors = self._weights()
+        self._specs, self._remaining = tensors.specs, iter(tensors)
+        self._parts, self._number = chunks_of(self._specs, PART_BYTES), 0
+        self._buffer, self._handles = None, {}
+        if own := engines[self._rank]:
+            size = max(sum(bytes_of(self._specs[name]) for name in part) for part in self._parts)
+            self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
+            self._handles = {engine: handle_of(self._buffer) for engine in own}
 
     def pack(self) -> Packed:
         """Gather the next part into the buffer, which no engine reads; it is complete when this returns."""
+        assert self._handles is not None
         number, names, end = self._number, self._parts[self._number], 0
         specs = {name: self._specs[name] for name in names}
         for name in names:
-            gathered, whole = next(self._weights)
+            gathered, whole = next(self._remaining)
             assert gathered == name, f"{gathered} was gathered, and {name} was announced"
             if self._buffer is not None:
                 pack(whole, specs[name], self._buffer[end:])
@@ -200,25 +167,27 @@ class Packer:
             [str(dtype).removeprefix("torch.") for dtype, _ in specs.values()],
             [list(shape) for _, shape in specs.values()],
             [bytes_of(spec) for spec in specs.values()],
-            {engine: ForEngine(handle, sums) for engine, handle in self._handles.items()},
+            {engine: {"handle": handle, "sums": sums} for engine, handle in self._handles.items()},
         )
 
-    def close(self) -> None:
-        """Give the buffer back; no engine has it mapped."""
-        self._buffer, self._handles = None, {}
+    def end(self) -> None:
+        """No engine reads a part or has the buffer mapped any more: free it."""
+        if self._handles is None:
+            return
+        self._buffer, self._handles = None, None
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()  # for the engines' caches
+        self._remaining = iter(())
 
 
 def message(ranks: Sequence[Packed]) -> dict[str, Any]:
-    """What all ranks have said of a part, for the engines: its contents once, and what each of them needs."""
-    first = ranks[0]
-    return vars(first) | {"engines": {place: said for rank in ranks for place, said in rank.engines.items()}}
+    """A part for the engines, as all ranks have packed it: its contents once, and what each engine needs."""
+    return vars(ranks[0]) | {"engines": {engine: own for rank in ranks for engine, own in rank.engines.items()}}
 
 
 def own_part(info: dict[str, Any], engine: int) -> dict[str, Any]:
-    """A part as one engine is told it, in words and numbers.
+    """A part as one engine gets it, in text and numbers.
 
     Raises:
         RuntimeError: if no rank has its device.
@@ -230,9 +199,8 @@ def own_part(info: dict[str, Any], engine: int) -> dict[str, Any]:
             f"no rank of the policy shares its GPU with engine {engine}: set "
             f"generator.weight_sync_backend=shared_memory"
         )
-    own = info["engines"][engine]
     contents = {name: value for name, value in info.items() if name != "engines"}
-    return contents | {"handle": own.handle, "sums": own.sums}
+    return {**contents, **info["engines"][engine]}
 
 
 def handle_of(buffer: Tensor) -> Handle:

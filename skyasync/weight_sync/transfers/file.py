@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
+import psutil
 import torch
 import xxhash
 from safetensors import safe_open
@@ -29,7 +28,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyasync.errors import UserError
-from skyasync.weight_sync.delta import About, DeltaEncoder, Encoded
+from skyasync.weight_sync.delta import DeltaEncoder, Encoded, WeightsHeader
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, specs_of
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.update import WeightUpdate
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
 OWNER_ALONE = 0o600
-ABOUT = ":about"  # the key of ``About`` among the digests; no tensor's name begins so
+ABOUT = ":about"  # the key of ``WeightsHeader`` among the digests; no tensor's name begins so
 PIECE = 1 << 18  # elements that are converted and written at a time
 NOT_YET = "0" * 16  # instead of a digest
 _NAMES = {
@@ -111,8 +110,10 @@ def _update(version: int, written: Written) -> WeightUpdate:
 
 
 class FileSender:
-    """Args:
-    folder: of several machines; empty is memory of this one.
+    """On each policy rank.
+
+    Args:
+        folder: of several machines; empty is memory of this one.
     """
 
     def __init__(
@@ -120,10 +121,10 @@ class FileSender:
     ) -> None:
         self._weights, self._adapter, self._rank, self._folder = weights, adapter, rank, folder
         self._delta = DeltaEncoder()
-        self._kept: tuple[str, int | None] = ("", None)  # path and descriptor
+        self._retained: tuple[str, int | None] = ("", None)  # path and descriptor
 
     def write(self, encoding: str = "full") -> Written | None:
-        """Write a file on rank 0; all ranks call it. The kept file is removed first: there is room for one."""
+        """Write a file on rank 0; all ranks call it. The retained file is removed first: there is space for one."""
         if self._rank == 0:
             self._drop()
         if encoding == "adapter":
@@ -151,35 +152,37 @@ class FileSender:
         """
         self._drop()
         if self._folder:
-            self._kept = path, None
+            self._retained = path, None
         else:
             descriptor = os.open(path, os.O_RDWR)
             remove_weights(path)
-            self._kept = f"/proc/{os.getpid()}/fd/{descriptor}", descriptor
-        return self._kept[0]
+            self._retained = f"/proc/{os.getpid()}/fd/{descriptor}", descriptor
+        return self._retained[0]
 
     def remove(self, path: str) -> None:
-        if path == self._kept[0]:
+        if path == self._retained[0]:
             self._drop()
         else:
             remove_weights(path)
 
     def _drop(self) -> None:
-        (path, descriptor), self._kept = self._kept, ("", None)
+        (path, descriptor), self._retained = self._retained, ("", None)
         if descriptor is not None:
             os.close(descriptor)
         elif path:
             remove_weights(path)
 
 
-def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], About]:
-    """Tensors, digests, and what the file says of itself."""
-    return read_weights(path), read_digests(path), read_about(path)
+def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], WeightsHeader]:
+    """Tensors, digests, and what the file contains besides all weights."""
+    return (read_weights(path), *read_metadata(path))
 
 
-def read_about(path: str) -> About:
+def read_metadata(path: str) -> tuple[dict[str, str], WeightsHeader]:
+    """The digest of each tensor before it was written, by name, and what the file contains besides all weights."""
     with safe_open(path, framework="pt") as file:
-        return About(**json.loads((file.metadata() or {}).get(ABOUT, "{}")))
+        digests = dict(file.metadata() or {})
+    return digests, WeightsHeader(**json.loads(digests.pop(ABOUT, "{}")))
 
 
 def write_encoded(encoded: Encoded, folder: str = "") -> str:
@@ -191,20 +194,6 @@ def directories() -> tuple[Path, ...]:
     """Shared memory where the system has it, then the folder for temporary files."""
     shm, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
     return (shm, temporary) if os.access(shm, os.W_OK) else (temporary,)
-
-
-def directory_for(size: int) -> Path:
-    """The first of ``directories()`` with room for ``size`` bytes: a container's shared memory may be 64 MB.
-
-    Raises:
-        UserError: if none has.
-    """
-    free = {folder: shutil.disk_usage(folder).free for folder in directories()}
-    for folder, room in free.items():
-        if room > size:
-            return folder
-    found = ", ".join(f"{folder} has {room >> 20} MiB" for folder, room in free.items())
-    raise UserError(f"the weights take {size >> 20} MiB on their way to the engines; free: {found}")
 
 
 def write_weights(weights: Mapping[str, Tensor], folder: str = "", metadata: Mapping[str, str] | None = None) -> str:
@@ -225,11 +214,18 @@ def write_one_by_one(
         metadata: text stored with them; by default their digests.
 
     Raises:
-        UserError: if there is no room for them.
+        UserError: if there is no space for them.
     """
     sweep(folder)
-    where = Path(folder) if folder else directory_for(sum(map(bytes_of, specs.values())))
-    path = where / f"{PREFIX}{os.getpid()}-{_numbers(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
+    target = Path(folder)
+    if not folder:  # the first with enough space: a container's shared memory may be 64 MB
+        size = sum(map(bytes_of, specs.values()))
+        free = {path: shutil.disk_usage(path).free for path in directories()}
+        if not any(space > size for space in free.values()):
+            spaces = ", ".join(f"{path} has {space >> 20} MiB" for path, space in free.items())
+            raise UserError(f"the weights take {size >> 20} MiB on their way to the engines; free: {spaces}")
+        target = next(path for path, space in free.items() if space > size)
+    path = target / f"{PREFIX}{os.getpid()}-{_namespace(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
     try:
         unfinished.touch(OWNER_ALONE)
@@ -254,7 +250,7 @@ def read_weights(path: str) -> dict[str, Tensor]:
 
 
 def not_here(path: str) -> FileNotFoundError:
-    """What to say of weights that this machine does not have."""
+    """The error for weights that this machine does not have."""
     if path.startswith("/proc/") and not Path(path).parent.exists():  # memory of a process
         return FileNotFoundError(f"{path} is gone: the process that had these weights in its memory has ended")
     return FileNotFoundError(
@@ -264,53 +260,33 @@ def not_here(path: str) -> FileNotFoundError:
     )
 
 
-def read_digests(path: str) -> dict[str, str]:
-    """By name, the digest of each tensor before it was written; see ``skyasync.weight_sync.verify.digests``."""
-    with safe_open(path, framework="pt") as file:
-        return {name: digest for name, digest in file.metadata().items() if name != ABOUT}
-
-
 def remove_weights(path: str) -> None:
     Path(path).unlink(missing_ok=True)
 
 
 def sweep(folder: str = "") -> None:
-    """Remove files whose writer no longer lives, as far as this process can know and may remove them.
+    """Remove files whose writer has ended, as far as this process can know and may remove them.
 
     Containers may share the memory but not the numbers of processes, so those of other namespaces are left alone.
     """
-    pattern = f"{PREFIX}*-{_numbers(folder)}-*"
-    for path in (path for place in ([Path(folder)] if folder else directories()) for path in place.glob(pattern)):
-        writer = path.name.removeprefix(PREFIX).split("-")[0]
-        if writer.isdigit() and not _alive(int(writer)):
-            with contextlib.suppress(OSError):  # another user's, or swept by somebody else just now
-                path.unlink()
+    for directory in [Path(folder)] if folder else directories():
+        for path in directory.glob(f"{PREFIX}*-{_namespace(folder)}-*"):
+            writer = path.name.removeprefix(PREFIX).split("-")[0]
+            if writer.isdigit() and not psutil.pid_exists(int(writer)):
+                with contextlib.suppress(OSError):  # another user's, or removed by another process just now
+                    path.unlink()
 
 
-def _numbers(folder: str) -> str:
-    """What a process's number is one of: this machine's, in a folder that others write to as well."""
-    return f"{_namespace()}@{socket.gethostname().replace('-', '_')}" if folder else _namespace()
-
-
-def _namespace() -> str:
-    """Which numbering of processes this one lives in; empty where the system has only one."""
+def _namespace(folder: str = "") -> str:
+    """Where a process's number is unique: in this machine's namespace; a folder may have writers of other machines."""
+    namespace = ""  # of a system that has only one
     with contextlib.suppress(OSError):
-        return os.readlink("/proc/self/ns/pid").strip("pid:[]")
-    return ""
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+    return f"{namespace}@{socket.gethostname().replace('-', '_')}" if folder else namespace
 
 
 class TensorFile:
-    """One that is being written.
+    """A safetensors file that is being written.
 
     Args:
         specs: of all tensors that will be put, in any order.
@@ -329,11 +305,12 @@ class TensorFile:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(shape)}")
         self._file.seek(self._offsets[name])
-        hashed = xxhash.xxh3_64()
-        for piece in _pieces(tensor, dtype):
-            self._file.write(piece.data)
+        hashed, elements = xxhash.xxh3_64(), tensor.detach().cpu().reshape(-1)
+        for first in range(0, len(elements), PIECE):
+            piece = elements[first : first + PIECE].to(dtype).view(torch.uint8).numpy().data
+            self._file.write(piece)
             if self._with_digests:
-                hashed.update(piece.data)
+                hashed.update(piece)
         if self._with_digests:
             self._metadata[name] = hashed.hexdigest()
         self._missing.discard(name)
@@ -346,17 +323,17 @@ class TensorFile:
             self._write_header()
 
     def _write_header(self) -> dict[str, int]:
-        """Where each tensor begins: aligned ones first, as the format wants it."""
+        """Returns where each tensor begins: the largest elements first, so that all are aligned."""
         entries: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
-        ends, end = {}, 0
+        offsets, end = {}, 0
         for name in sorted(self._specs, key=lambda name: (-self._specs[name][0].itemsize, name)):
             dtype, shape = self._specs[name]
-            ends[name], end = end, end + bytes_of(self._specs[name])
-            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [ends[name], end]}
+            offsets[name], end = end, end + bytes_of(self._specs[name])
+            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._file.write(len(text).to_bytes(8, "little") + text)
-        return {name: 8 + len(text) + first for name, first in ends.items()}
+        return {name: 8 + len(text) + first for name, first in offsets.items()}
 
 
 @contextmanager
@@ -366,9 +343,3 @@ def writing(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None =
         tensors = TensorFile(file, specs, metadata)
         yield tensors
         tensors.finish()
-
-
-def _pieces(tensor: Tensor, dtype: torch.dtype) -> Iterator[npt.NDArray[np.uint8]]:
-    elements = tensor.detach().cpu().reshape(-1)
-    for first in range(0, len(elements), PIECE):
-        yield elements[first : first + PIECE].to(dtype).view(torch.uint8).numpy()

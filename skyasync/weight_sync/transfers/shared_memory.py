@@ -1,18 +1,18 @@
 """Weights in shared memory that the engines of this machine compute on where it is: an update is a pointer.
 
 Invariant: what engines compute on is never written to. There are two buffers, ``_front`` that engines compute on and
-``_back`` that is written next; they change places when a weight sync ends. The memory has no name, so the kernel frees
-it with the last process that has it mapped, and an engine's outlives the trainer that wrote it.
+``_back`` that is written next; they change roles when a weight sync ends. The memory has no name, so the kernel frees
+it with the last process that has it mapped, and an engine's mapping outlives the trainer that wrote it.
 
-Engines whose kernels need weights in another layout copy from it into weights of their own; for them there is one
-buffer, which nobody reads after a weight sync.
+Engines whose kernels need weights in another layout copy from it into weights of their own. For them there is one
+buffer, which no engine reads after a weight sync.
 
     trainer    write B    write A    write B              a weight sync writes the weights once for all engines,
     engines    ...A ──▶ B ──────▶ A ──────▶ B             and no engine has a copy of its own
 
 That an engine has, or reads, what was sent is proven in two halves. The bytes: the buffer is read again and compared
-with the digests of what was sent, once for all engines (``BufferWriter.prove``). The place: a reader cannot write to
-its mapping, so a tensor that is at its own place in it is that tensor (``BufferReader.lies_there``); another one is
+with the digests of what was sent, once for all engines (``BufferWriter.prove``). The address: a reader cannot write to
+its mapping, so a tensor that is at its own address in it is that tensor (``BufferReader.lies_there``); another one is
 compared itself. A late engine compares all tensors.
 """
 
@@ -21,19 +21,18 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 from torch import Tensor
 
-from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, from_message
+from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, bytes_of, from_message
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.transfers.file import not_here
 from skyasync.weight_sync.update import WeightUpdate
@@ -44,11 +43,9 @@ if TYPE_CHECKING:
     from skyasync.weight_sync.transfers.remote import RemoteEngines
 
 ALIGNED = 64  # bytes, a line of the processor's cache: what matrix products want
-PIECE = 1 << 18  # bytes that are copied and digested while they are in the processor's cache
+PIECE = 1 << 18  # bytes that are copied and hashed while they are in the processor's cache
 CONVERTED = 1 << 15  # elements at a time that are converted, for which the library takes one thread
 THREADS = 4  # at most: memory is no faster for more
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class SharedMemoryTransfer(WeightTransfer):
@@ -69,11 +66,8 @@ class SharedMemoryTransfer(WeightTransfer):
         self._info = (await self._ranks("write"))[0]
         if self._computed_on:
             await self._rank_0("prove")
-        return await self._update(version, self._info)
-
-    async def _update(self, version: int, info: dict[str, Any], *, late: bool = False) -> WeightUpdate:
-        update = WeightUpdate(version, "shared_memory", info)
-        return update if self._remote is None else await self._remote.announce(update, late=late)
+        update = WeightUpdate(version, "shared_memory", self._info)
+        return update if self._remote is None else await self._remote.announce(update)
 
     async def send(self, update: WeightUpdate) -> None:
         if not self._computed_on:
@@ -89,7 +83,8 @@ class SharedMemoryTransfer(WeightTransfer):
         await self._rank_0("release", update.info["path"])
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
-        return await self._update(version, {**self._info, "late": True}, late=True)
+        update = WeightUpdate(version, "shared_memory", {**self._info, "late": True})
+        return update if self._remote is None else await self._remote.announce(update, late=True)
 
 
 class SharedMemorySender:
@@ -100,7 +95,7 @@ class SharedMemorySender:
         self.writer = BufferWriter(two_buffers=two_buffers)
 
     def write(self) -> dict[str, Any] | None:
-        """Write all weights on rank 0; all ranks call it. What engines need to find them."""
+        """Write all weights on rank 0; all ranks call it. Returns what engines need to find them."""
         tensors = self._weights()
         if self._rank != 0:
             tensors.only_gather()
@@ -129,7 +124,7 @@ class BufferWriter:
         self._pool = ThreadPoolExecutor(self._threads, "weights")
 
     def write(self, specs: TensorSpecs, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Write these into the buffer that nobody reads; what ``BufferReader.read`` needs.
+        """Write these into the buffer that no engine reads; returns what ``BufferReader.read`` needs.
 
         Args:
             specs: of all weights, as they will be read: they are converted on the way.
@@ -140,7 +135,9 @@ class BufferWriter:
         buffer, copies = self._back, dict[str, Future[str]]()
         for name, tensor in weights:
             copies[name] = self._pool.submit(_copy, buffer.tensors[name], tensor)
-            _wait_for_all_but(self._threads, copies)
+            unfinished = [copy for copy in list(copies.values())[-self._threads - 1 :] if not copy.done()]
+            if len(unfinished) > self._threads:  # as many tensors as threads are in memory, and no more
+                unfinished[0].result()
         buffer.digests = {name: copy.result() for name, copy in copies.items()}
         return buffer.info
 
@@ -148,8 +145,8 @@ class BufferWriter:
         """Raises WeightSyncError unless the buffer has what was written last."""
         buffer = self._back
         assert buffer is not None
-        found = self._pool.map(digest, buffer.tensors.values())
-        wrong = [name for name, there in zip(buffer.tensors, found, strict=True) if buffer.digests[name] != there]
+        current = self._pool.map(digest, buffer.tensors.values())
+        wrong = [name for name, own in zip(buffer.tensors, current, strict=True) if buffer.digests[name] != own]
         refuse(wrong, "the shared memory holds")
 
     def release(self, path: str) -> None:
@@ -164,10 +161,9 @@ class _Buffer:
 
     def __init__(self, specs: TensorSpecs) -> None:
         self.specs = dict(specs)
-        offsets, size = _offsets(specs)
         self._file = FileIO(os.memfd_create("skyasync-weights"), "r+")  # closed with this; engines keep what they map
-        self._file.truncate(max(size, 1))
-        self.tensors = dict(_tensors(mmap.mmap(self._file.fileno(), 0), specs, offsets))
+        self._file.truncate(max(sum(map(_aligned_bytes, specs.values())), 1))
+        self.tensors = _tensors(mmap.mmap(self._file.fileno(), 0), specs)
         self.digests: dict[str, str] = {}
 
     @property
@@ -178,13 +174,13 @@ class _Buffer:
 
 
 class BufferReader:
-    """An engine's end: the buffers that it has mapped, each once."""
+    """In an engine: the buffers that it has mapped, each once."""
 
     def __init__(self) -> None:
         self._mapped: dict[tuple[int, int], dict[str, Tensor]] = {}  # the one that was read last comes last
 
     def read(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors where they lie. They cannot be written to, and stay until two more have been read.
+        """The tensors, mapped. They cannot be written to, and stay until two more buffers have been read.
 
         Raises:
             FileNotFoundError: if they are not there; most likely their writer runs on another machine.
@@ -192,7 +188,12 @@ class BufferReader:
         file = tuple(info["file"])
         if not os.path.exists(info["path"]) or _identity(info["path"]) != file:
             raise not_here(info["path"])
-        tensors = self._mapped.pop(file, None) or _mapped(info["path"], from_message(info["specs"]))
+        tensors = self._mapped.pop(file, None)
+        if tensors is None:
+            with open(info["path"], "rb") as buffer, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*not writable.*")  # as it should be
+                memory = mmap.mmap(buffer.fileno(), 0, access=mmap.ACCESS_READ)
+                tensors = _tensors(memory, from_message(info["specs"]))
         self._mapped = dict([*self._mapped.items()][-1:])
         self._mapped[file] = tensors
         return dict(tensors)
@@ -203,58 +204,35 @@ class BufferReader:
         return name in last and tensor.is_set_to(last[name])
 
 
-def _mapped(path: str, specs: TensorSpecs) -> dict[str, Tensor]:
-    with open(path, "rb") as file, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*not writable.*")  # as it should be
-        return dict(_tensors(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), specs, _offsets(specs)[0]))
-
-
 def _identity(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
-def _offsets(specs: TensorSpecs) -> tuple[dict[str, int], int]:
-    """Where each tensor begins, and where all end."""
-    offsets, end = {}, 0
-    for name, spec in specs.items():
-        offsets[name] = end
-        end += -(-bytes_of(spec) // ALIGNED) * ALIGNED
-    return offsets, end
+def _aligned_bytes(spec: TensorSpec) -> int:
+    return -(-bytes_of(spec) // ALIGNED) * ALIGNED
 
 
-def _tensors(memory: mmap.mmap, specs: TensorSpecs, offsets: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(memory: mmap.mmap, specs: TensorSpecs) -> dict[str, Tensor]:
+    """The tensors of a buffer, one after the other, each at an aligned offset."""
+    tensors, offset = {}, 0
     for name, (dtype, shape) in specs.items():
         if count := prod(shape):
-            yield name, torch.frombuffer(memory, dtype=dtype, count=count, offset=offsets[name]).view(shape)
+            tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
         else:
-            yield name, torch.empty(shape, dtype=dtype)
-
-
-def _wait_for_all_but(most: int, copies: Mapping[str, Future[str]]) -> None:
-    """Until no more than so many of them are still made."""
-    waiting = [copy for copy in list(copies.values())[-most - 1 :] if not copy.done()]
-    if len(waiting) > most:
-        waiting[0].result()
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        offset += _aligned_bytes((dtype, shape))
+    return tensors
 
 
 def _copy(into: Tensor, sent: Tensor) -> str:
     """Copy a tensor, converted if need be; the digest of what was to arrive, as ``digests.digest`` computes it."""
     source, target = sent.detach().cpu().reshape(-1), into.view(-1)
-    hashed = xxhash.xxh3_64()
-    for piece, there in _as_they_are(source, target) if source.dtype == into.dtype else _converted(source, target):
-        np.copyto(there, piece)
+    hashed, size = xxhash.xxh3_64(), CONVERTED
+    if source.dtype == into.dtype:
+        source, target, size = source.view(torch.uint8), target.view(torch.uint8), PIECE
+    for first in range(0, len(target), size):
+        piece = source[first : first + size].to(target.dtype).view(torch.uint8).numpy()
+        np.copyto(target[first : first + size].view(torch.uint8).numpy(), piece)
         hashed.update(piece.data)
     return hashed.hexdigest()
-
-
-def _as_they_are(source: Tensor, target: Tensor) -> Iterator[tuple[Bytes, Bytes]]:
-    sent, there = (tensor.view(torch.uint8).numpy() for tensor in (source, target))
-    for first in range(0, len(sent), PIECE):
-        yield sent[first : first + PIECE], there[first : first + PIECE]
-
-
-def _converted(source: Tensor, target: Tensor) -> Iterator[tuple[Bytes, Bytes]]:
-    for first in range(0, len(target), CONVERTED):
-        piece = source[first : first + CONVERTED].to(target.dtype)
-        yield piece.view(torch.uint8).numpy(), target[first : first + CONVERTED].view(torch.uint8).numpy()

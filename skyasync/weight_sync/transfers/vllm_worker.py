@@ -1,11 +1,11 @@
-"""The end of all ways in a vLLM worker, as one transfer engine of vLLM's own weight-transfer API.
+"""A vLLM worker's reader of all weight transfers, as one transfer engine of vLLM's own weight-transfer API.
 
-Invariant: after an update every layer computes with the weights that were sent, in the layout that its kernels need
-(vLLM packs weights after loading them on a CPU), and tied embeddings are still tied. What arrived is what the trainer
-sent (digests or sums), and what the layers compute with is asked of them (``verify.vllm_layers``), if all weights come
-at once. Nothing that came by a message is unpickled or looked up by name: of a handle only bytes and numbers are taken,
-and torch's classes are put in here. Between two messages the model either is complete, or has loaded a part of an
-update and the next message is the next part, or says that there is none (``BROKEN_OFF``).
+Invariant: after an update every layer computes with the weights that were sent, and tied embeddings are still tied.
+Weights have the layout that their kernels need (vLLM packs weights after loading them on a CPU). What arrived is
+compared with digests or sums of the trainer. If all weights come at once, ``verify.vllm_layers`` checks what the layers
+compute with. Nothing that came by a message is unpickled or looked up by name: of a handle only bytes and numbers are
+taken, and torch's classes are put in here. Between two messages the model is either complete, or has loaded a part of
+an update. Then the next message is the next part, or says that none will come (``BROKEN_OFF``).
 
 vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its ``worker_extension_cls``;
 the import registers the engine.
@@ -34,17 +34,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from skyasync.weight_sync.adapters import read_adapter
-from skyasync.weight_sync.delta import DeltaDecoder
+from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
 from skyasync.weight_sync.tensors import sum_of
-from skyasync.weight_sync.transfers.endpoints import ReceivedWeights, WeightReader
+from skyasync.weight_sync.transfers.endpoints import WeightReader
 from skyasync.weight_sync.update import ADAPTER_ID, CUDA_IPC, TransferInterruptedError, WeightSyncError
 from skyasync.weight_sync.verify.digests import digest, refuse
 from skyasync.weight_sync.verify.vllm_layers import LayerCheck
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig, WeightTransferConfig
-
-    from skyasync.weight_sync.transfers.cuda_ipc import Handle
 
 BACKEND = "shared_memory"
 BROADCAST = "broadcast"  # for weight_sync_backend=nccl: vLLM has an engine ``nccl`` of its own
@@ -73,17 +71,18 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._tied = tied_heads(model)
+        layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+        heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
+        embeddings = [layer for layer in layers if not isinstance(layer, ParallelLMHead)]
+        #: Output layers whose weight is the very parameter of an input embedding.
+        self._tied = [
+            (head, embedding) for head in heads for embedding in embeddings if head.weight is embedding.weight
+        ]
         names = {id(module): f"{path}.weight" for path, module in model.named_modules()}
         self._decoder, self._reader = DeltaDecoder(), WeightReader(device)
-        self._check = LayerCheck(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
+        self.layer_check = LayerCheck(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
         self._parts = PartLoader(self) if config.backend == CUDA_IPC else None
         self.interrupted = ""  # why the last update did not arrive
-
-    @property
-    def unproven(self) -> list[str]:
-        """See ``LayerCheck``."""
-        return self._check.unproven
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
         return UpdateInfo(update_dict)
@@ -100,19 +99,18 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         elif "rendezvous" in info and self.device.type != "cpu" and "digests" not in info:
             self._load(tensor for chunk in self._reader.broadcast.chunks(info) for tensor in chunk.items())
         else:
-            self._load_checked(info)
-
-    def _load_checked(self, info: dict[str, Any]) -> None:
-        self.interrupted = ""
-        try:
-            received = self._reader.read(info)
-        except TransferInterruptedError as error:
-            self.interrupted = str(error)
-            return
-        weights = self._decoder.decode(received.weights, received.digests, received.about)
-        whole = received._replace(weights=weights)
-        self._load(as_sent(whole) if received.digests else weights.items())
-        self._check.check(weights, received.digests or {name: digest(tensor) for name, tensor in weights.items()})
+            self.interrupted = ""
+            try:
+                received = self._reader.read(info)
+            except TransferInterruptedError as error:
+                self.interrupted = str(error)
+                return
+            weights = self._decoder.decode(received.weights, received.digests, received.about)
+            whole = received._replace(weights=weights)
+            self._load(checked(whole) if received.digests else weights.items())
+            self.layer_check.check(
+                weights, received.digests or {name: digest(tensor) for name, tensor in weights.items()}
+            )
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self.device.type == "cpu":
@@ -130,12 +128,12 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None: ...
 
     def shutdown(self) -> None:
-        self._reader.close()
+        self._reader.broadcast.close()
         if self._parts is not None:
-            self._parts.close()
+            self._parts.ipc.shutdown()
 
 
-def as_sent(received: ReceivedWeights) -> Iterator[tuple[str, Tensor]]:
+def checked(received: ReceivedWeights) -> Iterator[tuple[str, Tensor]]:
     """The tensors by name, each compared with its digest as it passes, unless its writer has proven it in place.
 
     Raises:
@@ -155,37 +153,39 @@ class PartLoader:
 
     def __init__(self, engine: SkyasyncTransferEngine) -> None:
         self._engine, self._loaded = engine, 0  # parts of an update that is not complete yet
-        self._ipc = IPCWeightTransferEngine(engine.config, engine.vllm_config, engine.device, engine.model)
-        self._ipc.init_transfer_engine(IPCWeightTransferInitInfo(packed=True))
+        self.ipc = IPCWeightTransferEngine(engine.config, engine.vllm_config, engine.device, engine.model)
+        self.ipc.init_transfer_engine(IPCWeightTransferInitInfo(packed=True))
 
     def load(self, part: dict[str, Any]) -> None:
         if "broken_off" in part:
-            if self._loaded:  # the layers are put together as far as they came: the next update brings all of them
+            if self._loaded:  # finish the layers as far as they came: the next update brings all of them
                 self._loaded = 0
-                self._ipc.finish_weight_update()
+                self.ipc.finish_weight_update()
             return
         if part["part"] != self._loaded:
             raise WeightSyncError(f"weight sync: received part {part['part']}, expected part {self._loaded}")
         message = as_vllms(part)
-        check_gpu(part["handle"], self._engine.device)
+        own_gpu = str(torch.cuda.get_device_properties(self._engine.device.index).uuid)
+        if part["handle"]["gpu"] != own_gpu:
+            raise WeightSyncError(
+                f"the vLLM engine computes on GPU {own_gpu}, and the weights lie on GPU {part['handle']['gpu']}: "
+                f"generator.weight_sync_backend=cuda_ipc needs both on one, use shared_memory"
+            )
         if part["part"] == 0:
-            self._ipc.start_weight_update()
+            self.ipc.start_weight_update()
         self._loaded += 1
-        checked: Any = SumCheck(self._engine.model, part["names"], part["sums"])
-        self._ipc.model = checked
+        summed: Any = SumCheck(self._engine.model, part["names"], part["sums"])
+        self.ipc.model = summed
         try:
-            self._ipc.receive_weights(message)
+            self.ipc.receive_weights(message)
         finally:
-            self._ipc.model = self._engine.model
+            self.ipc.model = self._engine.model
         if part["last"]:
             self._loaded = 0
-            self._ipc.finish_weight_update()
+            self.ipc.finish_weight_update()
             self._engine.retie()
             if self._engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # for the cache, which has no memory yet
-
-    def close(self) -> None:
-        self._ipc.shutdown()
 
 
 class SumCheck:
@@ -196,8 +196,8 @@ class SumCheck:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
         weights = list(weights)
-        found = torch.stack([sum_of(tensor) for _, tensor in weights]).tolist()
-        wrong = [name for (name, _), there in zip(weights, found, strict=True) if self._sums[name] != there]
+        sums = torch.stack([sum_of(tensor) for _, tensor in weights]).tolist()
+        wrong = [name for (name, _), own in zip(weights, sums, strict=True) if self._sums[name] != own]
         refuse(wrong, "the vLLM engine received")
         model: Any = self._model
         return model.load_weights(weights)
@@ -221,29 +221,11 @@ def as_vllms(part: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
     )
 
 
-def check_gpu(handle: Handle, device: torch.device) -> None:
-    """Raises WeightSyncError if the memory is another GPU's; nothing has been changed then."""
-    own = str(torch.cuda.get_device_properties(device.index).uuid)
-    if handle["gpu"] != own:
-        raise WeightSyncError(
-            f"the vLLM engine computes on GPU {own}, and the weights lie on GPU {handle['gpu']}: "
-            f"generator.weight_sync_backend=cuda_ipc needs both on one, use shared_memory"
-        )
-
-
-def tied_heads(model: torch.nn.Module) -> list[tuple[ParallelLMHead, VocabParallelEmbedding]]:
-    """Output layers whose weight is the very parameter of an input embedding."""
-    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-    heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
-    embeddings = [layer for layer in layers if not isinstance(layer, ParallelLMHead)]
-    return [(head, embedding) for head in heads for embedding in embeddings if head.weight is embedding.weight]
-
-
 def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
     """Give the output layer the reloaded embedding.
 
-    A checkpoint of a tied model has no tensor for the output layer, so vLLM's reload passes it by, and the
-    copy that a CPU kernel had packed from the former weights would go on being used.
+    A checkpoint of a tied model has no tensor for the output layer, so vLLM's reload skips it. The layer would go on
+    using the copy that a CPU kernel had packed from the former weights.
     """
     head.weight = embedding.weight
     method: Any = head.quant_method
@@ -251,7 +233,7 @@ def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
 
 
 def have_experts_packed(model: torch.nn.Module) -> None:
-    """Let the next load set the kernels of experts up anew.
+    """Let the next load set up the kernels of experts again.
 
     vLLM packs experts for its CPU kernels where it makes such a kernel, and makes it once: weights that came later
     would be put unpacked where packed ones are read.
@@ -268,7 +250,7 @@ class WorkerExtension:
     def unproven(self) -> list[str]:
         """Tensors of the last update that no check could ever compare with what was sent."""
         worker: Any = self
-        names: list[str] = worker.weight_transfer_engine.unproven
+        names: list[str] = worker.weight_transfer_engine.layer_check.unproven
         return names
 
     def interrupted(self) -> str:
@@ -284,7 +266,7 @@ class WorkerExtension:
 
 
 def adapter_differences(manager: Any, path: str) -> list[str]:  # noqa: ANN401  (vLLM's LoRAModelManager)
-    """Layers of a file whose halves are not, bit for bit, in the buffers that the kernels read.
+    """Layers of a file whose halves are not exactly those in the buffers that the kernels read.
 
     Only if one worker has the whole layer. vLLM multiplies B by alpha / rank when it loads it, in the dtype that it
     computes in; so does this.

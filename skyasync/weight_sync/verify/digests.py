@@ -1,4 +1,4 @@
-"""Digests of tensors: whether an engine holds what was sent, bit for bit, without sending it twice.
+"""Digests of tensors: whether an engine holds exactly the bytes that were sent, without sending them twice.
 
 Invariant: a digest depends on a tensor's bytes in row-major order and on nothing else, so it is the same on every
 device and in every process. A digest has 64 bits: two tensors that differ have the same one by chance never.
@@ -28,13 +28,13 @@ def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: digest(tensor) for name, tensor in weights.items()}
 
 
-def holds(held: Tensor, sent: Tensor, sent_digest: str) -> bool:
-    """Whether ``held`` is ``sent`` in the holder's own dtype; ``sent_digest`` is what its sender computed."""
-    if held.shape != sent.shape:
+def holds(current: Tensor, sent: Tensor, sent_digest: str) -> bool:
+    """Whether ``current`` is ``sent`` in the holder's own dtype; ``sent_digest`` is what its sender computed."""
+    if current.shape != sent.shape:
         return False
-    if held.dtype == sent.dtype:
-        return digest(held) == sent_digest
-    return digest(sent) == sent_digest and torch.equal(held.cpu(), sent.cpu().to(held.dtype))
+    if current.dtype == sent.dtype:
+        return digest(current) == sent_digest
+    return digest(sent) == sent_digest and torch.equal(current.cpu(), sent.cpu().to(current.dtype))
 
 
 def refuse(wrong: list[str], where: str) -> None:

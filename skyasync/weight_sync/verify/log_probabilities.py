@@ -1,11 +1,12 @@
 """How far an engine's log-probabilities are from the trainer's, and how far rounding alone may bring them.
 
-Invariant: anything missing or not a number is the largest gap there is, so a broken engine never passes.
+Invariant: anything missing or not a number is an infinite difference, so a broken engine never passes.
 
 Two programs that compute the same model round differently. How much depends on the model, the kernels and the dtype
-and is measured: the *floor* is the mean absolute gap per token of the probe at start-up, when both have the weights of
-one file. It moves little in a run, and a limit of ``TIMES`` the floor is never reached by rounding; the largest gap of
-a token, in contrast, is one of a heavy tail. What other weights do is more: see ``skyasync.weight_sync.sync``.
+and is measured: the *floor* is the mean absolute difference per token of the verification prompts at start-up, when
+both have the weights of one file. It moves little in a run, and a limit of ``TIMES`` the floor is never reached by
+rounding; the largest difference of a token, in contrast, is from a heavy tail. What other weights do is more: see
+``skyasync.weight_sync.sync``.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ class Rounding:
     """What rounding can do to a log-probability, in nats.
 
     Args:
-        least: a mean gap that is always allowed: a floor may be zero by luck, where both run the same kernels.
-        most: a floor above it is no rounding: the engine computes another model from the same file.
+        least: a mean difference that is always allowed: a floor may be zero by luck, if both run the same kernels.
+        most: a floor above it is not rounding: the engine computes another model from the same file.
     """
 
     least: float
     most: float
 
     def limit(self, floor: float) -> float:
-        """The largest mean gap that it explains where so much was measured at start-up."""
+        """The largest mean difference that rounding explains if ``floor`` was measured at start-up."""
         return min(max(TIMES * floor, self.least), self.most)
 
 
@@ -44,17 +45,17 @@ BFLOAT16 = Rounding(least=2e-2, most=0.5)
 
 @dataclass(frozen=True)
 class Gap:
-    """Of one engine's probe, in nats: the mean and the largest absolute difference of a token's log-probabilities."""
+    """The mean and the largest absolute difference of a token's log-probabilities, of one engine, in nats."""
 
     mean: float
     largest: float
 
 
-def gap(expected: Scores, found: Scores) -> Gap:
-    """Infinite where anything is NaN, infinite or missing."""
-    if [len(e) for e in expected] != [len(f) for f in found]:
+def gap(expected: Scores, actual: Scores) -> Gap:
+    """Infinite if anything is NaN, infinite or missing."""
+    if [len(e) for e in expected] != [len(a) for a in actual]:
         return Gap(math.inf, math.inf)
-    gaps = [abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True)]
+    gaps = [abs(x - y) for e, a in zip(expected, actual, strict=True) for x, y in zip(e, a, strict=True)]
     if not all(map(math.isfinite, gaps)):
         return Gap(math.inf, math.inf)
     return Gap(math.fsum(gaps) / max(len(gaps), 1), max(gaps, default=0.0))
@@ -71,35 +72,34 @@ def choose_probe(prompts: Iterable[list[int]], tokens: int) -> list[list[int]]:
     return chosen
 
 
-class ByTokens:
-    """A weight sync verified by the tokens that were sampled after it, which cost nothing.
+class TokenVerifier:
+    """Verifies a weight sync by the tokens that were sampled after it, which cost nothing.
 
     Invariant: tokens count only once they have been as close as the verification prompts after the same sync. If they
-    are not, something is done to them that the prompts do not show (a sampling of the environment's own), and they
-    never count.
+    are not, they are sampled in a way that the prompts do not show (by the environment), and they never count.
 
     Attributes:
-        shown: the last sync that tokens have verified.
+        last_verified: the last sync that tokens have verified.
     """
 
     def __init__(self) -> None:
-        self.shown = -1
+        self.last_verified = -1
         self._comparable: bool | None = None  # not known yet
 
-    def judge(
-        self, version: int, gap: float, *, floor: float, limit: float, sync: int, engines: int, probed: bool
+    def verify(
+        self, version: int, gap: float, floor: float, limit: float, *, sync: int, engines: int, scored: bool
     ) -> None:
-        """Note what they say.
+        """Note the difference of the tokens that were sampled after a sync.
 
         Args:
-            gap: mean over the tokens of all engines; where one of them is off, its share alone counts.
-            probed: the probe has found nothing after this sync.
+            gap: mean over the tokens of all engines; if one of them is off, only its share counts.
+            scored: the verification prompts were within the limit after this sync.
 
         Raises:
-            WeightSyncError: for a gap beyond the limit, where tokens have been within it before.
+            WeightSyncError: for a difference beyond the limit, if tokens have been within it before.
         """
         within = gap <= limit / engines
-        if probed:
+        if scored:
             self._comparable = within and self._comparable is not False
         if not self._comparable:
             return
@@ -110,4 +110,4 @@ class ByTokens:
                 f"allowed is {limit:.3g} (generator.weight_sync_tolerance)"
             )
         if within:
-            self.shown = sync
+            self.last_verified = sync

@@ -2,26 +2,25 @@
 
 Invariant: a check that has held once for a tensor must hold at every later update, or the update is an error. A
 tensor for which it has never held is in another layout (quantised, a layer of experts, transposed) and named by
-``unproven``: the probe is then due after every sync.
+``unproven``: the verification prompts are then scored after every sync.
 
-A packed linear layer cannot be read, but it can be asked: its product with rows of the identity is columns of its
-weight, exactly, because 1 * w + 0 + ... is w in every dtype. Each update asks every layer once for the next ``COLUMNS``
-of its columns, all parts of a fused one together, which costs about as much as decoding one token for as many requests:
-each weight is read once. Of several ranks
-each is asked for the part that vLLM's own loaders give it, if that is one piece of the tensor; another layer is
-``unproven``.
+A packed linear layer cannot be read, but its product with rows of the identity is columns of its weight, exactly:
+1 * w + 0 + ... is w in every dtype. Each update computes the next ``COLUMNS`` columns of every layer once, for all
+parts of a fused one together. That costs about as much as decoding one token for as many requests: each weight is read
+once. Of several ranks each is compared with the part that vLLM's own loaders give it, if that is one slice of the
+tensor; another layer is ``unproven``.
 
 Of a tensor that is checked:
 
 | fault                                         | is found                                                          |
 |-----------------------------------------------|-------------------------------------------------------------------|
-| it is not what was sent (stale, swapped)      | at this update, if a column asked for differs; certainly by the   |
-|                                               | update that comes round to one that does (input size / 8 updates) |
+| it is not what was sent (stale, swapped)      | at this update, if a computed column differs; certainly by the    |
+|                                               | update that comes to one that does (input size / 8 updates)       |
 | an output layer's packed copy left behind     | the same                                                          |
-| norms, biases and embeddings, which are whole | at this update, down to the bit                                   |
+| norms, biases and embeddings, which are whole | at this update, byte by byte                                      |
 
 An optimizer's step changes nearly every element in float32, and in bfloat16 about one in a hundred: a stale layer has
-thousands of elements among those asked for.
+thousands of elements among the computed columns.
 """
 
 from __future__ import annotations
@@ -60,23 +59,23 @@ class LayerCheck:
         self._modules = dict(model.named_modules())
         self._parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._heads = heads
-        self._checked: set[str] = set()  # tensors that have been found right
-        self._asked: dict[nn.Module, Columns | None] = {}  # in this update
+        self._checked: set[str] = set()  # tensors for which a check has held
+        self._columns: dict[nn.Module, Columns | None] = {}  # of this update
         self._updates = 0
-        self.unproven: list[str] = []  # tensors of the last update that have never been found right
+        self.unproven: list[str] = []  # tensors of the last update for which no check has ever held
 
     def check(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError naming the tensors that are not what was sent."""
         try:
-            found = dict(self._answers(weights, digests))
+            results = dict(self._results(weights, digests))
         finally:
-            self._asked.clear()
-        refuse([name for name in found if name in self._checked and not found[name]], "the vLLM engine holds")
-        self._checked.update(name for name, right in found.items() if right)
-        self.unproven = [name for name in {**weights, **found} if name not in self._checked]
+            self._columns.clear()
+        refuse([name for name in results if name in self._checked and not results[name]], "the vLLM engine holds")
+        self._checked.update(name for name, right in results.items() if right)
+        self.unproven = [name for name in {**weights, **results} if name not in self._checked]
         self._updates += 1
 
-    def _answers(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    def _results(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
         """By name, whether what was sent is there; nothing for what cannot be looked up."""
         for name, whole in weights.items():
             module, first = self._place(name, weights)
@@ -86,10 +85,10 @@ class LayerCheck:
             if isinstance(module, LinearBase | ParallelLMHead) and name.endswith(".weight"):
                 yield name, self._columns_are(module, first, sent)
             else:
-                held = getattr(module, name.rpartition(".")[2], None)
-                if isinstance(held, Tensor):
-                    there = held[first : first + len(sent)]
-                    yield name, holds(there, sent, digests[name] if sent is whole else digest(sent))
+                current = getattr(module, name.rpartition(".")[2], None)
+                if isinstance(current, Tensor):
+                    own = current[first : first + len(sent)]
+                    yield name, holds(own, sent, digests[name] if sent is whole else digest(sent))
         for head, name in self._heads:
             sent = own_part(head, name, weights[name])
             yield f"the output layer tied to {name}", sent is not None and self._columns_are(head, 0, sent)
@@ -112,28 +111,33 @@ class LayerCheck:
         """Whether a linear layer has the next columns of ``sent``, ``[out, in]``, at its outputs from ``first`` on."""
         if sent.dim() != 2:
             return False
-        if module not in self._asked:
-            self._asked[module] = self._ask(module, sent.shape[1])
-        asked = self._asked[module]
-        if asked is None or sent.shape[1] != asked.inputs:
+        if module not in self._columns:
+            self._columns[module] = self._next_columns(module, sent.shape[1])
+        columns = self._columns[module]
+        if columns is None or sent.shape[1] != columns.inputs:
             return False
-        columns = sent[:, asked.start : asked.stop].T.to(asked.values.dtype)
-        return torch.equal(asked.values[:, first : first + len(sent)], columns)
+        expected = sent[:, columns.start : columns.stop].T.to(columns.values.dtype)
+        return torch.equal(columns.values[:, first : first + len(sent)], expected)
 
     @torch.no_grad()
-    def _ask(self, module: nn.Module, inputs: int) -> Columns | None:
+    def _next_columns(self, module: nn.Module, inputs: int) -> Columns | None:
         """The next columns of a linear layer, of all its outputs; None of one that computes otherwise.
 
         Args:
             inputs: how many it has, by what was sent.
         """
         layer: Any = module
+        if isinstance(module, ParallelLMHead):
+            own_inputs = layer.embedding_dim
+        else:
+            own_inputs = getattr(layer, "input_size_per_partition", layer.input_size)
         known = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
-        if not known or inputs != inputs_of(layer):
+        if not known or inputs != own_inputs:
             return None
         start = self._updates * COLUMNS % inputs
         stop = min(start + COLUMNS, inputs)
-        rows = _unit_rows(start, stop, inputs, like=layer.weight)
+        rows = torch.zeros(stop - start, inputs, dtype=layer.weight.dtype, device=layer.weight.device)
+        rows[torch.arange(stop - start), torch.arange(start, stop)] = 1.0  # of the identity
         return Columns(inputs, start, stop, layer.quant_method.apply(layer, rows).cpu())
 
 
@@ -144,13 +148,6 @@ class Columns(NamedTuple):
     start: int
     stop: int
     values: Tensor
-
-
-def _unit_rows(start: int, stop: int, size: int, *, like: Tensor) -> Tensor:
-    """Rows ``start`` to ``stop`` of the identity, ``[stop - start, size]``; ``like``: of this dtype and device."""
-    rows = torch.zeros(stop - start, size, dtype=like.dtype, device=like.device)
-    rows[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
-    return rows
 
 
 def own_part(module: nn.Module, name: str, whole: Tensor) -> Tensor | None:
@@ -166,24 +163,11 @@ def own_part(module: nn.Module, name: str, whole: Tensor) -> Tensor | None:
     if isinstance(module, RowParallelLinear) and name.endswith(".weight"):
         return _slice(whole, 1, layer.tp_rank, layer.tp_size)
     if isinstance(module, ColumnParallelLinear):
-        return _slice(whole, 0, *_place_among_ranks(layer, name))
+        copies = 1  # ranks that have the same keys and values
+        if isinstance(module, QKVParallelLinear) and name.rpartition(".")[0].rpartition(".")[2] in ("k_proj", "v_proj"):
+            copies = layer.num_kv_head_replicas
+        return _slice(whole, 0, layer.tp_rank // copies, layer.tp_size // copies)
     return whole
-
-
-def inputs_of(layer: LinearBase | ParallelLMHead) -> int:
-    """How many inputs this rank's part of a linear layer has."""
-    module: Any = layer
-    if isinstance(layer, ParallelLMHead):
-        return int(module.embedding_dim)
-    return int(getattr(module, "input_size_per_partition", module.input_size))
-
-
-def _place_among_ranks(layer: Any, name: str) -> tuple[int, int]:  # noqa: ANN401  (vLLM's, whose attributes its types leave out)
-    """This rank's number, and of how many, where several ranks may have the same keys and values."""
-    copies = 1
-    if isinstance(layer, QKVParallelLinear) and name.rpartition(".")[0].rpartition(".")[2] in ("k_proj", "v_proj"):
-        copies = layer.num_kv_head_replicas
-    return layer.tp_rank // copies, layer.tp_size // copies
 
 
 def _slice(whole: Tensor, dim: int, rank: int, ranks: int) -> Tensor | None:

@@ -56,7 +56,7 @@ from skyasync.weight_sync.delta import Encoded
 from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.transfers.cuda_ipc import own_part
 from skyasync.weight_sync.transfers.endpoints import WeightReader
-from skyasync.weight_sync.transfers.file import read_about, remove_weights, write_encoded
+from skyasync.weight_sync.transfers.file import read_metadata, remove_weights, write_encoded
 from skyasync.weight_sync.update import (
     CUDA_IPC,
     CurrentContent,
@@ -414,7 +414,7 @@ class VLLMEngine(InferenceEngine):
 
         info = as_message(update.info)
         path = info.get("path", "")
-        if path and "specs" not in info and (await asyncio.to_thread(read_about, path)).adapter:
+        if path and "specs" not in info and (await asyncio.to_thread(read_metadata, path))[1].adapter:
             await self._load_adapter(path, update.version)
             return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
         if info.get("about", {}).get("adapter"):

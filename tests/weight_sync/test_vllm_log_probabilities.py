@@ -1,4 +1,4 @@
-"""As ``test_gaps_after_updates``, with vLLM: a model whose layers are stored the other way round, and have biases."""
+"""As ``test_log_probabilities_after_updates``, with vLLM: layers that are stored the other way round, with biases."""
 
 import pytest
 

@@ -73,6 +73,8 @@ class Policy(Device, WeightTransfer):
 
 
 class Engines:
+    proves_weights = True
+
     def __init__(self, device: Policy) -> None:
         self.device = device
 
