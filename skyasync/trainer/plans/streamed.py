@@ -185,4 +185,4 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         """What of the batch has been taken so far."""
         done, last = self._arrivals, self._last
         metrics = merge(done.metrics)
-        return self.assemble(done.kept, metrics, last.position, last.ahead, done.rejected, postprocessed=True)
+        return self.assemble(done.kept, metrics, last.position, last.trained_early, done.rejected, postprocessed=True)
