@@ -83,11 +83,8 @@ class Calls:
         self.client, self.chat, self.parser, self.max_model_len = client, chat, parser, max_model_len
         self.poller = StreamPoller(client)
         self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # only one: long conversations take memory
-
-    @property
-    def most_bytes(self) -> int:
-        """Of a request: far more than the model can read."""
-        return min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * self.max_model_len)
+        #: Most bytes of a request: far more than the model can read.
+        self.most_bytes = min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * max_model_len)
 
     async def prompt(self, session: Session, request: ModelRequest, size: int) -> Ints:
         """The tokens that the model is to continue.

@@ -11,7 +11,7 @@ connections is accepted bit by bit, and what is no HTTP leaves no line in the lo
 | who waits           | for what              | woken by                                 |
 |---------------------|-----------------------|------------------------------------------|
 | an idle connection  | a request's head      | the request; ``HEAD_S``, ``IDLE_S``      |
-| ``read_body``       | a request's body      | the body; ``BODY_S``                     |
+| ``read_json``       | a request's body      | the body; ``BODY_S``                     |
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from skyasync.agents.api.types import RequestError
+from skyasync.agents.api.types import Body, RequestError, from_json
 from skyasync.inference.origin_check import foreign_origin, is_loopback
 
 HEAD_S = 20.0
@@ -178,11 +178,12 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-async def read_body(request: web.Request) -> bytes:
+async def read_json(request: web.Request) -> Body:
     """The body of a request.
 
     Raises:
-        RequestError: if it is compressed or too long, before it is read; if it does not come in time.
+        RequestError: if it is compressed or too long, before it is read; if it does not come in time, or is no JSON
+            object.
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
@@ -192,6 +193,13 @@ async def read_body(request: web.Request) -> bytes:
         raise RequestError(f"the body has {request.content_length} bytes; it may have {most}", status=413)
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            text = await request.read()
     except TimeoutError:
         raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None
+    try:
+        body = from_json(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the request's body must be a JSON object")
+    return body

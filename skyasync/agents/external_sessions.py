@@ -39,8 +39,9 @@ from aiohttp import web
 
 from skyasync.agents.api.types import Body, RequestError
 from skyasync.agents.api.validation import given, number
+from skyasync.agents.connection_limits import read_json
 from skyasync.agents.programs import AgentError, AgentScore, check_score
-from skyasync.agents.server import Endpoint, json_body, key_of, same_key
+from skyasync.agents.server import Endpoint, key_of, same_key
 from skyasync.agents.session import Session
 from skyasync.config.keys import Key
 from skyasync.errors import UserError
@@ -94,14 +95,7 @@ class SessionBroker:
         self._closed = False
 
     async def play(
-        self,
-        episode: str,
-        data: dict[str, Any],
-        base_url: str,
-        api_key: str,
-        *,
-        is_eval: bool = False,
-        timeout_s: float = 0.0,
+        self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool, timeout_s: float
     ) -> AgentScore:
         """The score of the session that takes this slot.
 
@@ -127,9 +121,10 @@ class SessionBroker:
         finally:
             self._free.pop(episode, None)
             self._playing.pop(api_key, None)
-            self._groups[slot.group].discard(episode)
-            if not self._groups[slot.group]:
-                del self._groups[slot.group]
+            episodes = self._groups.get(slot.group, set())
+            episodes.discard(episode)
+            if not episodes:
+                self._groups.pop(slot.group, None)
                 self._tasks.pop(slot.group, None)
 
     async def close(self) -> None:
@@ -280,7 +275,7 @@ def _check_answers(session: Session, names: Iterable[str]) -> None:
 
 
 async def _body(request: web.Request, known: set[str]) -> Body:
-    body = await json_body(request) if request.can_read_body else {}
+    body = await read_json(request) if request.can_read_body else {}
     for name in body:
         if name not in known:
             raise RequestError(f"unknown field {name}; known are {', '.join(sorted(known))}", name, "unknown_parameter")

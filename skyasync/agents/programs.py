@@ -233,14 +233,7 @@ class AgentPool:
         self.pool = RpcPool(start, count, "the agent program", HEARTBEAT_S + CLOSE_S)
 
     async def play(
-        self,
-        episode: str,
-        data: dict[str, Any],
-        base_url: str,
-        api_key: str,
-        *,
-        is_eval: bool = False,
-        timeout_s: float = 0.0,
+        self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool, timeout_s: float
     ) -> AgentScore:
         """Run the program on one row; ``timeout_s=0`` is no limit.
 

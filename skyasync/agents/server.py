@@ -33,9 +33,9 @@ from aiohttp.typedefs import Handler
 from skyasync.agents.api.chat import ChatApi, CompletionsApi
 from skyasync.agents.api.messages import CountTokensApi, MessagesApi
 from skyasync.agents.api.responses import ResponsesApi
-from skyasync.agents.api.types import Api, Body, RequestError, from_json
+from skyasync.agents.api.types import Api, RequestError
 from skyasync.agents.calls import LONG_REPLY, Calls, ModelCall
-from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_body
+from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_json
 from skyasync.agents.parsers import reasoning_parser, tool_parser
 from skyasync.agents.parsers.reply import ReplyParser
 from skyasync.agents.recorder import AgentChat
@@ -202,7 +202,7 @@ class Endpoint:
         api_class = APIS[request.path]
         with self.entered(request) as session:
             async with session.reads(request.content_length):
-                api = api_class(await json_body(request), session)
+                api = api_class(await read_json(request), session)
                 size = len(await request.read())
                 if api.counts_tokens:
                     prompt = await self._calls.prompt(session, api.request, size)
@@ -234,18 +234,6 @@ def same_key(key: str, other: str) -> bool:
 
 def _digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogateescape")).digest()
-
-
-async def json_body(request: web.Request) -> Body:
-    """Raises ``RequestError`` if the body is no JSON object."""
-    text = await read_body(request)
-    try:
-        body = from_json(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
-    if not isinstance(body, dict):
-        raise RequestError("the request's body must be a JSON object")
-    return body
 
 
 # ---------------------------------------------------------------- answers

@@ -62,6 +62,9 @@ class CountedPrompts(Sequence[Prompt]):
 class PromptStream:
     """Shuffled passes over a dataset, cut into batches.
 
+    Attributes:
+        rows: of the dataset, or of the first block of streamed data.
+
     Args:
         dataset: prompts whose ``id.row`` is their row; ``id.epoch`` is set here.
         total: prompts of the whole run, over all epochs.
@@ -84,6 +87,7 @@ class PromptStream:
         if not dataset:
             raise UserError("there are no training prompts (data.train_data)")
         self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
+        self.rows = len(dataset)
         self._parts = [np.arange(len(dataset))]  # rows of each domain with a share, then those of the others
         shares = [1.0]
         if proportions:
@@ -122,11 +126,6 @@ class PromptStream:
                 "the checkpoint was saved with data.streaming=true, which orders prompts differently: set "
                 "data.streaming=true, or start from scratch with trainer.resume_mode=none"
             )
-
-    @property
-    def rows(self) -> int:
-        """Of the dataset, or of the first block of streamed data."""
-        return len(self._dataset)
 
     def steps(self, position: int = 0, trained_early: Collection[int] = ()) -> int:
         """How many batches are left when all before ``position`` and those in ``trained_early`` are trained."""

@@ -112,6 +112,7 @@ class BlockStream(PromptStream):
             raise UserError("the first block of data.train_data has no prompt that is short enough: raise "
                             "data.shuffle_buffer or trainer.max_prompt_length")  # fmt: skip
         self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
+        self.rows = len(dataset)
         self._blocks = dataset
         self._most_blocks = BLOCKS_IN_MEMORY + -(-window // dataset.size)
         self._starts = [dataset.first]  # of blocks that follow each other

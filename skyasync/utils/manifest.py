@@ -41,12 +41,12 @@ class SummingFile(io.BufferedWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self._hash, self._size = xxhash.xxh3_64(), 0
+        self.size, self.digest = 0, xxhash.xxh3_64()
 
     def write(self, data: ReadableBuffer, /) -> int:
         written = super().write(data)
-        self._hash.update(data)
-        self._size += written
+        self.digest.update(data)
+        self.size += written
         return written
 
     def close(self) -> None:
@@ -57,23 +57,19 @@ class SummingFile(io.BufferedWriter):
             finally:
                 super().close()
 
-    @property
-    def sum(self) -> FileSum:
-        return FileSum(self._size, self._hash.hexdigest())
-
 
 @contextmanager
 def summed(path: Path, into: Sums, name: str) -> Iterator[SummingFile]:
     """Write ``path``; after the block it is on the disk and ``into[name]`` says what it must hold."""
     with SummingFile(path) as file:
         yield file
-    into[name] = file.sum
+    into[name] = FileSum(file.size, file.digest.hexdigest())
 
 
 def sum_of(path: Path) -> FileSum:
     """What a file holds now."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, xxhash.xxh3_64)  # type: ignore[arg-type]
+        digest = hashlib.file_digest(file, xxhash.xxh3_64)
         return FileSum(file.tell(), digest.hexdigest())
 
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -101,25 +101,6 @@ class Service(Protocol):
         """Forget what hangs; its caller has its answer."""
 
 
-class RpcTransport:
-    """A process, wherever it runs."""
-
-    async def load(self, *args: object) -> Exception | None:
-        """Have its service load something; the error that this raised there. Raises if the process is gone."""
-        raise NotImplementedError
-
-    async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
-        """Start these calls; answers to them or to earlier ones, and how many calls hang there."""
-        raise NotImplementedError
-
-    def end(self) -> None:
-        """Ask it to end; later calls are not answered."""
-        self.kill()
-
-    def kill(self) -> None:
-        raise NotImplementedError
-
-
 # ---------------------------------------------------------------- in the process
 
 
@@ -137,7 +118,9 @@ class RpcServer:
         self._threads: DaemonThreads[Call, Answer] = DaemonThreads(
             self._run_in_thread, self._answer, most=max_threads, limit_s=limit_s or float("inf")
         )
+        self._outgoing = AnswerBatches()
         self._hanging: set[int] = set()  # calls that await and did not end when they were cancelled
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the calls that await
 
     async def load(self, *args: object) -> Exception | None:
         return await self._loaded(lambda: self._service.load(*args))
@@ -151,8 +134,11 @@ class RpcServer:
             self._outgoing.expect(calls)
             awaiting = {call.number for call in calls if self._service.is_async(call)}
             loop = asyncio.get_running_loop()
+            if awaiting and self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="calls that await", daemon=True).start()
             for call in calls:  # without a task per call on this loop, which would cost as much again
-                if call.number not in awaiting:
+                if self._loop is None or call.number not in awaiting:
                     continue
                 limit_s = self._limit_s or (CLOSE_S if call.method == "close" else None)
                 timer = None if limit_s is None else loop.call_later(limit_s + GRACE_S, self._end, call)
@@ -164,7 +150,7 @@ class RpcServer:
 
     def close(self) -> None:
         self._threads.close()
-        if "_loop" not in self.__dict__:
+        if self._loop is None:
             return
 
         async def stop() -> None:
@@ -187,17 +173,6 @@ class RpcServer:
         except BaseException as error:  # what would end the event loop too
             return portable(error)
         return None
-
-    @cached_property
-    def _outgoing(self) -> AnswerBatches:
-        return AnswerBatches()
-
-    @cached_property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        """Of the calls that await."""
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="calls that await", daemon=True).start()
-        return loop
 
     def _answer(self, call: Call, answer: Answer | None) -> None:
         if answer is None:
@@ -240,7 +215,7 @@ class AnswerBatches:
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None  # on which answers are collected
         self._lock = threading.Lock()
         self._answers: list[Answer] = []
         self._open: set[int] = set()  # numbers of the calls that are not answered
@@ -251,6 +226,7 @@ class AnswerBatches:
 
     def expect(self, calls: Sequence[Call]) -> None:
         """These calls will be answered."""
+        self._loop = asyncio.get_running_loop()
         with self._lock:
             self._open.update(call.number for call in calls)
             if not self._opening:
@@ -264,6 +240,7 @@ class AnswerBatches:
             self._opening.discard(answer.number)
             last, arm = not self._open, not self._armed
             self._armed = True
+        assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
             if last:
                 self._loop.call_soon_threadsafe(self._deliver)
@@ -290,7 +267,7 @@ class AnswerBatches:
     def _deliver(self) -> None:
         with self._lock:
             if self._opening and time.monotonic() < self._opening_until:
-                self._loop.call_later(LINGER_S, self._deliver)
+                asyncio.get_running_loop().call_later(LINGER_S, self._deliver)
                 return
             self._opening, self._armed = set(), False
             ready = self._ready if self._answers else None
@@ -329,7 +306,7 @@ def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loa
 # ---------------------------------------------------------------- ways to a process
 
 
-class LocalTransport(RpcTransport):
+class LocalTransport:
     """A service on its caller's event loop, for runs in one process: no threads, and no clock but the event loop's.
 
     Quick calls are carried out at once, those that await as tasks.
@@ -340,6 +317,7 @@ class LocalTransport(RpcTransport):
         self._tasks: set[asyncio.Task[Answer]] = set()
 
     async def load(self, *args: object) -> Exception | None:
+        """Have the service load something; the error that this raised there. Raises if the process is gone."""
         try:
             self.service.load(*args)
         except Exception as error:
@@ -347,6 +325,7 @@ class LocalTransport(RpcTransport):
         return None
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
+        """Start these calls; answers to them or to earlier ones, and how many calls hang there."""
         answers = []
         for call in calls:
             if self.service.is_async(call):
@@ -358,6 +337,10 @@ class LocalTransport(RpcTransport):
         ended = {task for task in self._tasks if task.done()}
         self._tasks -= ended
         return answers + [task.result() for task in ended], 0
+
+    def end(self) -> None:
+        """Ask the process to end; later calls are not answered."""
+        self.kill()
 
     def kill(self) -> None:
         for task in self._tasks:
@@ -381,7 +364,7 @@ class RpcActor(RpcServer):
         return [tuple(answer) for answer in answers], hung
 
 
-class RayTransport(RpcTransport):
+class RayTransport:
     """A Ray actor, which ends with the process that made it.
 
     Args:
@@ -420,6 +403,9 @@ class RayTransport(RpcTransport):
         ray.kill(self._actor)
         if self._process is not None:
             self._process.end()
+
+
+RpcTransport = LocalTransport | RayTransport
 
 
 # ---------------------------------------------------------------- at the caller
@@ -474,16 +460,24 @@ class RpcClient:
         self._outbox.append(call)
         return future
 
-    def kill(self) -> None:
-        """End the process; what is unanswered fails."""
-        self._lose(RuntimeError("it was ended"))
+    def kill(self, error: Exception | None = None) -> None:
+        """End the process, if it is not lost yet; what is unanswered fails because of the error."""
+        if self.lost is not None:
+            return
+        self.lost = error or RuntimeError("it was ended")
+        self.worker.kill()
+        unanswered, self.unanswered = self.unanswered, {}
+        for call, future in unanswered.values():
+            if not future.done():
+                future.set_exception(self._loss(call))
+        self._notify(self)
 
     async def _load(self, args: tuple[object, ...]) -> None:
         try:
             async with asyncio.timeout(START_S) as timer:
                 problem = await self.worker.load(*args)
         except Exception as error:
-            self._lose(error)
+            self.kill(error)
             who = f"the process that runs {self._what}"
             if isinstance(error, TimeoutError) and timer.expired():
                 raise UserError(f"{who} was not ready within {START_S:g} s") from error
@@ -503,7 +497,7 @@ class RpcClient:
                 answers, self.hung = await self.worker.exchange(calls)
         except Exception as error:
             silent = isinstance(error, TimeoutError) and timer.expired()
-            return self._lose(TimeoutError(f"it sent no heartbeat for {self._silence_s:g} s") if silent else error)
+            return self.kill(TimeoutError(f"it sent no heartbeat for {self._silence_s:g} s") if silent else error)
         finally:
             self._exchanges -= 1
         if self.lost is not None:
@@ -517,17 +511,6 @@ class RpcClient:
                     future.set_exception(answer.error)
         if self.unanswered and not self._exchanges and not self._outbox:
             self._start(self._exchange([]))
-        self._notify(self)
-
-    def _lose(self, error: Exception) -> None:
-        if self.lost is not None:
-            return
-        self.lost = error
-        self.worker.kill()
-        unanswered, self.unanswered = self.unanswered, {}
-        for call, future in unanswered.values():
-            if not future.done():
-                future.set_exception(self._loss(call))
         self._notify(self)
 
     def _loss(self, call: Call) -> ProcessLostError:

@@ -22,7 +22,6 @@ from skyasync.agents.api.validation import (
     shows_tools,
     text_of,
     tool_call,
-    tool_result,
 )
 from skyasync.inference.interface import LIMITS
 
@@ -103,14 +102,14 @@ class MessagesApi(Api):
         for kind, text, empty in (("thinking", new.reasoning, {"signature": ""}), ("text", new.text, {})):
             if text:
                 if self._open_block != kind:
-                    sent += self._close_block() + self._start_block({"type": kind, kind: "", **empty})
+                    sent += self._next_block({"type": kind, kind: "", **empty})
                 sent += _event("content_block_delta", index=self._blocks, delta={"type": f"{kind}_delta", kind: text})
         for call in reply.tool_calls:
             block = _tool_use(call)
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            sent += self._close_block() + self._start_block({**block, "input": {}})
+            sent += self._next_block({**block, "input": {}})
             sent += _event("content_block_delta", index=self._blocks, delta=delta)
-        return sent + self._close_block() if reply.finish_reason else sent
+        return sent + self._next_block(None) if reply.finish_reason else sent
 
     def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
         (reply,) = replies
@@ -125,16 +124,14 @@ class MessagesApi(Api):
         kind = _ERRORS.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
-    def _start_block(self, block: Body) -> str:
-        self._open_block = block["type"]
-        return _event("content_block_start", index=self._blocks, content_block=block)
-
-    def _close_block(self) -> str:
-        if not self._open_block:
-            return ""
-        closed = _event("content_block_stop", index=self._blocks)
-        self._open_block, self._blocks = "", self._blocks + 1
-        return closed
+    def _next_block(self, block: Body | None) -> str:
+        """End the open block, and begin this one."""
+        sent = ""
+        if self._open_block:
+            sent = _event("content_block_stop", index=self._blocks)
+            self._blocks += 1
+        self._open_block = block["type"] if block else ""
+        return sent + _event("content_block_start", index=self._blocks, content_block=block) if block else sent
 
 
 class CountTokensApi(MessagesApi):
@@ -181,7 +178,8 @@ def _messages(message: object, where: str) -> Iterator[Message]:
         check_no_image(block, place)
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
-            yield tool_result(block.get("content"), block.get("tool_use_id", ""), f"{place}.content")
+            result = text_of(block.get("content"), f"{place}.content")
+            yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
             continue
         only_results = False
         if kind == "text":

@@ -24,7 +24,6 @@ from skyasync.agents.api.validation import (
     shows_tools,
     text_of,
     tool_call,
-    tool_result,
 )
 
 if TYPE_CHECKING:
@@ -209,7 +208,8 @@ def _messages(items: Sequence[object]) -> list[Message]:
         role = item.get("role")
         if kind == "function_call_output":
             turn = None
-            messages.append(tool_result(item.get("output"), item.get("call_id", ""), f"{where}.output"))
+            result = text_of(item.get("output"), f"{where}.output")
+            messages.append({"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))})
         elif kind == "message" and role != "assistant":
             if not isinstance(role, str) or role not in ROLES or role == "tool":
                 raise RequestError(f"{where} must have a role of user, assistant, system or developer", where)

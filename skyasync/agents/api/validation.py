@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from skyasync.agents.api.types import Body, Message, RequestError, from_json
+from skyasync.agents.api.types import Body, RequestError, from_json
 from skyasync.config.keys import Key
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import nearest
@@ -133,10 +133,6 @@ def tool_call(name: object, arguments: object, identity: object, where: str) -> 
     with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it is
         arguments = from_json(arguments) if isinstance(arguments, str) else arguments
     return {"id": str(identity or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def tool_result(content: object, identity: object, where: str) -> Message:
-    return {"role": "tool", "content": text_of(content, where), "tool_call_id": str(identity)}
 
 
 def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
