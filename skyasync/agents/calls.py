@@ -252,7 +252,9 @@ class ModelCall:
             if isinstance(error, RequestFailedError):
                 raise RequestError(str(error)) from error
             if isinstance(error, Exception):
-                self._session.fail(error)
+                if not self._session.failure.done():
+                    self._session.failure.set_exception(error)
+                    self._session.failure.exception()  # the generator may not be there to read it
                 raise error
             if not task.cancelled() and error is None:
                 outputs.append(task.result())

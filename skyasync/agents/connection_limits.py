@@ -21,6 +21,7 @@ import logging
 import os
 import resource
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -127,14 +128,15 @@ class ConnectionLimits:
         return self._open.get(request.transport) if request.transport else None
 
 
+@dataclass(eq=False)
 class _Connection(asyncio.Protocol):
     """Passes everything on to aiohttp's protocol, and hangs up when its time is over."""
 
-    def __init__(self, limits: ConnectionLimits, inner: Any) -> None:  # noqa: ANN401  (aiohttp's protocol)
-        self._limits, self._inner = limits, inner
-        self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self.has_key = False
+    _limits: ConnectionLimits
+    _inner: Any
+    _transport: asyncio.Transport | None = None
+    _timer: asyncio.TimerHandle | None = None
+    has_key: bool = False
 
     def limit(self, seconds: float | None) -> None:
         """Hang up after that time; None: not at all."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from types import MappingProxyType
@@ -51,12 +51,13 @@ Thoughts = Mapping[int, str]  # place in a conversation -> the reasoning of the 
 NO_THOUGHTS: Thoughts = MappingProxyType({})
 
 
+@dataclass
 class Recorder:
     """The calls in the order of their answers, and the conversation that each of them leads to."""
 
-    def __init__(self) -> None:
-        self.calls: list[RecordedCall] = []
-        self._led_to: dict[bytes, list[tuple[RecordedCall, Thoughts]]] = {}  # by a digest of the conversation
+    calls: list[RecordedCall] = field(default_factory=list)
+    #: By a digest of the conversation.
+    _led_to: dict[bytes, list[tuple[RecordedCall, Thoughts]]] = field(default_factory=dict)
 
     def record(self, call: RecordedCall, conversation: Sequence[str] = (), thoughts: Thoughts = NO_THOUGHTS) -> None:
         """Add a call.

@@ -83,8 +83,3 @@ class Session:
         """Record what has been sent of answers that are still streamed: the program may have read enough."""
         for settle in list(self.streams):
             settle()
-
-    def fail(self, error: Exception) -> None:
-        if not self.failure.done():
-            self.failure.set_exception(error)
-            self.failure.exception()  # the generator may not be there to read it

@@ -42,19 +42,19 @@ class PromptBatch:
     trained_early: frozenset[int] = frozenset()
 
 
+@dataclass(frozen=True)
 class CountedPrompts(Sequence[Prompt]):
     """A number of prompts whose text has no meaning; they take no memory."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    size: int
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  (a number or a slice)
         if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(self._size))]
-        if not 0 <= index < self._size:
+            return [self[row] for row in range(*index.indices(self.size))]
+        if not 0 <= index < self.size:
             raise IndexError(index)
         return Prompt(PromptId(0, index), [{"role": "user", "content": "."}], "")
 

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -306,15 +307,16 @@ def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loa
 # ---------------------------------------------------------------- ways to a process
 
 
+@dataclass(eq=False)
 class LocalTransport:
     """A service on its caller's event loop, for runs in one process: no threads, and no clock but the event loop's.
 
     Quick calls are carried out at once, those that await as tasks.
     """
 
-    def __init__(self, service: Service, limit_s: float = 0.0) -> None:
-        self.service, self._limit_s = service, limit_s
-        self._tasks: set[asyncio.Task[Answer]] = set()
+    service: Service
+    limit_s: float = 0.0  # of a call that awaits; 0 is none
+    _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     async def load(self, *args: object) -> Exception | None:
         """Have the service load something; the error that this raised there. Raises if the process is gone."""
@@ -329,7 +331,7 @@ class LocalTransport:
         answers = []
         for call in calls:
             if self.service.is_async(call):
-                self._tasks.add(asyncio.create_task(within(self._limit_s or None, self.service, call)))
+                self._tasks.add(asyncio.create_task(within(self.limit_s or None, self.service, call)))
             else:
                 answers.append(await self.service.run(call))
         if not answers and self._tasks:

@@ -113,12 +113,12 @@ class ResponsesApi(Api):
     def update(self, reply: ModelReply) -> str:
         new, sent = self.unsent(reply), ""
         if new.reasoning:
-            sent += self._open_item(_reasoning_item(self.head, "", "in_progress"))
+            sent += self._open_item(_text_item(self.head, "reasoning", "", "in_progress"))
             sent += self._in_part("response.reasoning_text.delta", delta=new.reasoning)
         if new.text:
             if self._open.get("type") == "reasoning":
-                sent += self._finish(_reasoning_item(self.head, reply.reasoning, _status(reply)))
-            sent += self._open_item(_message_item(self.head, "", "in_progress"))
+                sent += self._finish(_text_item(self.head, "reasoning", reply.reasoning, _status(reply)))
+            sent += self._open_item(_text_item(self.head, "message", "", "in_progress"))
             sent += self._in_part("response.output_text.delta", delta=new.text, logprobs=[])
         if reply.finish_reason:
             for item in _items(self.head, reply)[self._added :]:
@@ -236,9 +236,9 @@ def _messages(items: Sequence[object]) -> list[Message]:
 def _items(head: AnswerHead, reply: ModelReply) -> list[Body]:
     items: list[Body] = []
     if reply.reasoning:
-        items.append(_reasoning_item(head, reply.reasoning, _status(reply)))
+        items.append(_text_item(head, "reasoning", reply.reasoning, _status(reply)))
     if reply.text or not (reply.reasoning or reply.tool_calls):
-        items.append(_message_item(head, reply.text, _status(reply)))
+        items.append(_text_item(head, "message", reply.text, _status(reply)))
     for call in reply.tool_calls:
         function = call["function"]
         about = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "name": function["name"]}
@@ -250,11 +250,10 @@ def _status(reply: ModelReply) -> str:
     return "incomplete" if reply.finish_reason in ("length", "abort") else "completed"
 
 
-def _reasoning_item(head: AnswerHead, text: str, status: str) -> Body:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"type": "reasoning", "id": f"rs_{head.id}", "summary": [], "content": content, "status": status}
-
-
-def _message_item(head: AnswerHead, text: str, status: str) -> Body:
+def _text_item(head: AnswerHead, kind: str, text: str, status: str) -> Body:
+    """An item of type "reasoning" or "message"."""
+    if kind == "reasoning":
+        content: list[Body] = [{"type": "reasoning_text", "text": text}]
+        return {"type": kind, "id": f"rs_{head.id}", "summary": [], "content": content, "status": status}
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"type": "message", "id": f"msg_{head.id}", "role": "assistant", "content": content, "status": status}
+    return {"type": kind, "id": f"msg_{head.id}", "role": "assistant", "content": content, "status": status}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skyasync.agents.parsers import REASONING_PARSERS, ReasoningParser
@@ -62,17 +63,17 @@ class SeedThink(_Between):
     delimiters: ClassVar[tuple[str, str]] = ("<seed:think>", "</seed:think>")
 
 
+@dataclass
 class FunctionReasoning(ReasoningParser):
-    """A user's ``text -> (reasoning, text)``; an error leaves the reply as text."""
+    """A function ``text -> (reasoning, text)``; an error leaves the reply as text."""
 
-    def __init__(self, function: Callable[[str], tuple[str | None, str | None]]) -> None:
-        self._function = function
+    function: Callable[[str], tuple[str | None, str | None]]
 
     def split(self, text: str, *, opened: bool, done: bool) -> tuple[str, str]:
         if not done:
             return "", ""
         try:
-            reasoning, rest = self._function(text)
+            reasoning, rest = self.function(text)
         except Exception as error:
             log.warning("the reasoning parser has failed, and the reply is left as text: %r", error)
             return "", text

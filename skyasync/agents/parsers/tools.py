@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -175,15 +176,15 @@ class Pythonic(_Delimited):
             yield {"name": ast.unparse(call.func), "arguments": arguments}
 
 
+@dataclass
 class FunctionTools(ToolParser):
     """A function ``text, tools -> (text, calls)``; an error, or another type of result, leaves the reply as text."""
 
-    def __init__(self, function: Callable[[str, Tools], tuple[str, Functions]]) -> None:
-        self._function = function
+    function: Callable[[str, Tools], tuple[str, Functions]]
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
         try:
-            front, calls = self._function(text, tools)
+            front, calls = self.function(text, tools)
             calls = [{"name": str(call["name"]), "arguments": dict(call["arguments"])} for call in calls]
             json.dumps(calls)
             return str(front), calls
