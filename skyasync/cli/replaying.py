@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast, overload
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from skyasync.cli.replay import without_engines
 from skyasync.config.schema import Config
+from skyasync.data.prompts import CountedPrompts
 from skyasync.errors import UserError
 from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.trajectory_files import read
-from skyasync.rollout.types import GeneratorInput, Prompt, PromptId, Trajectory
+from skyasync.rollout.types import GeneratorInput, Prompt, Trajectory
 from skyasync.run.experiment import BasePPOExp
 from skyasync.trainer import RayPPOTrainer
 
@@ -66,7 +67,7 @@ class Replay(BasePPOExp):
 
     def get_train_dataset(self) -> Sequence[Prompt]:
         """As many prompts as the run had, so that schedules end where they did."""
-        return Placeholders(read(self.files[0]).total_steps * self.cfg.trainer.train_batch_size)
+        return CountedPrompts(read(self.files[0]).total_steps * self.cfg.trainer.train_batch_size)
 
     def get_eval_dataset(self) -> None:
         return None
@@ -93,27 +94,6 @@ class Replay(BasePPOExp):
         )
         trainer.files, trainer.alone = self.files, self.each_alone
         return trainer
-
-
-class Placeholders(Sequence[Prompt]):
-    """Prompts that are counted, and never read."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(self._size))]
-        if not 0 <= index < self._size:
-            raise IndexError(index)
-        return Prompt(PromptId(0, index), [{"role": "user", "content": "."}], "recorded")
 
 
 class NoEngines:

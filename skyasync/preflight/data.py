@@ -66,7 +66,7 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, 
     if source.startswith(TASK_SOURCE):
         return _check_task(source.removeprefix(TASK_SOURCE), cfg)
     if _is_function(source):
-        found = rows(source, cfg, held_out=False)
+        found = rows(source, cfg, is_eval=False)
         if cfg.data.streaming:  # it is called again for each pass, and what it gives may have no end
             known = {source: list(islice(found, LOOKED_AT))}
         else:
@@ -77,7 +77,7 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, 
     for prompt in first or ():
         if prompt.env_class != "agent":
             check_environment(prompt.env_class)
-    check_rows(first or (), cfg, held_out=held_out)
+    check_rows(first or (), cfg, is_eval=held_out)
     return None
 
 
@@ -100,7 +100,7 @@ def _first(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> list
     """Its first prompts; None if only loading it would tell."""
     if Path(source).suffix not in FILES and source not in known:
         if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
-            rows(source, cfg, held_out=False)  # which says what it might have been
+            rows(source, cfg, is_eval=False)  # which says what it might have been
         return None
     return list(islice(_prompts(source, cfg, known), LOOKED_AT))
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from skyasync.arrays import ints
 from skyasync.rollout.generator_api import TrajectoryGenerator
-from skyasync.rollout.types import GeneratorInput, Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import GeneratorInput, Group, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.engines import VirtualClient
 from skyasync.trainer import RayPPOTrainer
 
@@ -28,25 +28,6 @@ if TYPE_CHECKING:  # a simulation does without torch
 
 _MIX = 0x9E3779B97F4A7C15
 _PROMPT = Segment("prompt", ints([0]))
-
-
-class VirtualPrompts(Sequence[Prompt]):
-    """A dataset of any size that takes no memory."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            raise TypeError("virtual prompts are read one by one")
-        return Prompt(PromptId(0, index), [], "virtual")
 
 
 class VirtualGenerator(TrajectoryGenerator):

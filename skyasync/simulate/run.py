@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skyasync.callbacks import RunExtension
+from skyasync.data.prompts import CountedPrompts
 from skyasync.observe.timeline import Timeline
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
@@ -17,7 +18,6 @@ from skyasync.simulate.parts import (
     NoTracker,
     Simulated,
     VirtualGenerator,
-    VirtualPrompts,
     VirtualSync,
     VirtualWorkers,
     simulated,
@@ -108,7 +108,7 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
         cfg=cfg,
         tracker=NoTracker(),
         tokenizer=None,
-        train_dataset=VirtualPrompts(cfg.trainer.max_training_steps * cfg.trainer.train_batch_size),
+        train_dataset=CountedPrompts(cfg.trainer.max_training_steps * cfg.trainer.train_batch_size),
         inference_engine_client=client,
         generator=VirtualGenerator(client, _lengths(cfg), settings.prompt_length),
     )

@@ -227,9 +227,9 @@ class RayPPOTrainer(AlgorithmHooks):
         refill, untrained = self.context.refill, prompts.position - self.context.progress.position
         step = self.global_step + ceil(untrained / self.cfg.trainer.train_batch_size)  # that will train them
         if not refill.active:
-            return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.ahead)
+            return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.trained_early)
         kept, rejected, metrics, last = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
-        return self.assemble(kept, metrics, last.position, last.ahead, rejected)
+        return self.assemble(kept, metrics, last.position, last.trained_early, rejected)
 
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
         """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""

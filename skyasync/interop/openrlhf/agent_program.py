@@ -18,8 +18,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from skyasync.agents.api.chat import FIELDS as COMPLETION_FIELDS
-from skyasync.agents.programs import Score
+from skyasync.agents.api.chat import COMPLETION_FIELDS
+from skyasync.agents.programs import AgentScore
 from skyasync.envs.base import Conversation
 from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object
 from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
@@ -39,7 +39,7 @@ _PLAIN = frozenset({"n", "logprobs", "max_tokens"})
 
 async def play(
     data: dict[str, object], base_url: str, api_key: str, config: dict[str, object] = NOTHING, is_eval: bool = False
-) -> Score:
+) -> AgentScore:
     """One episode of the file's executor; an agent program."""
     import aiohttp
 
@@ -132,7 +132,7 @@ class _ExecutorEpisode:
                 changed[name] = list(value) if isinstance(value, tuple) else value
         return changed
 
-    def score(self, result: Mapping[str, object] | None) -> Score:
+    def score(self, result: Mapping[str, object] | None) -> AgentScore:
         """What ``execute`` has returned.
 
         Raises:
@@ -143,7 +143,7 @@ class _ExecutorEpisode:
         refuse_images(cast("list[object] | None", result.get("images")))
         answer = {"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": result.get("extra_logs")}
         found = as_score("execute", OpenRLHFSignature().answer(answer))
-        return Score(found.reward, found.metrics, left_out=self._left_out(result))
+        return AgentScore(found.reward, found.metrics, left_out=self._left_out(result))
 
     def _left_out(self, result: Mapping[str, object]) -> frozenset[str]:
         ranges, tokens = result.get("action_ranges"), result.get("observation_tokens")

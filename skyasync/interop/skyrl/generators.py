@@ -19,8 +19,7 @@ from typing import Any, TypedDict, cast
 
 from aiohttp import web
 
-from skyasync.agents.connection_limits import ConnectionLimits
-from skyasync.agents.server import LOOPBACK, WAITING_CONNECTIONS, Endpoint
+from skyasync.agents.server import LOOPBACK, Endpoint
 from skyasync.agents.session import Session
 from skyasync.arrays import ints
 from skyasync.envs.base import Conversation
@@ -284,16 +283,10 @@ class OpenEndpoint(Endpoint):
 
     def __init__(self, client: Foreign, tokenizer: Foreign, max_model_len: int) -> None:
         super().__init__(client, tokenizer, max_model_len)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind((LOOPBACK, 0))
+        self.listen_socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self.listen_socket.bind((LOOPBACK, 0))
+        self.address = f"http://{LOOPBACK}:{self.listen_socket.getsockname()[1]}"
         self._numbers = itertools.count()
-
-    @property
-    def address(self) -> str:
-        return f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
-
-    async def _listen(self, limits: ConnectionLimits, runner: web.AppRunner) -> int:
-        return await limits.open(runner, sock=self._socket, backlog=WAITING_CONNECTIONS)
 
     @contextmanager
     def entered(self, request: web.Request) -> Iterator[Session]:

@@ -148,7 +148,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
         self.train_dataloader.forget(uids)
         theirs, self._their_step = self._their_step, None  # they count the step in hand, we the steps done
         try:
-            await self.finish_step(Rollout(groups, last.position, {}, last.ahead))
+            await self.finish_step(Rollout(groups, last.position, {}, last.trained_early))
         finally:
             self._their_step = theirs
         self.all_metrics |= self.metrics

@@ -12,7 +12,7 @@ from skyasync.trainer import RayPPOTrainer, Rollout
 from skyasync.trainer.context import Metrics
 from skyasync.trainer.plans import PLANS
 from skyasync.trainer.plans.fully_async import merge
-from skyasync.utils.task_group import Tasks, run_together, together
+from skyasync.utils.task_group import StrictTaskGroup, run_together, together
 
 
 @dataclass
@@ -123,7 +123,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
             for place, prompt in enumerate(prompts.prompts):
                 rollouts.start(self._roll_out(rollouts, prompt, place))
 
-    async def _roll_out(self, rollouts: Tasks, prompt: Prompt, place: int) -> None:
+    async def _roll_out(self, rollouts: StrictTaskGroup, prompt: Prompt, place: int) -> None:
         groups, metrics = await self.roll_out([prompt])
         refilling = self.context.refill.active
         if not refilling:
@@ -134,7 +134,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         self._arrivals.end(place, groups, metrics, kept=kept)
         self._arrived.set()
 
-    def _replace(self, rollouts: Tasks) -> None:
+    def _replace(self, rollouts: StrictTaskGroup) -> None:
         """Start the next prompt of the stream in the place of one that was rejected, if there is one."""
         more = self.context.refill.more(1)
         if more.prompts:
@@ -185,4 +185,4 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         """What of the batch has been taken so far."""
         done, last = self._arrivals, self._last
         metrics = merge(done.metrics)
-        return self.assemble(done.kept, metrics, last.position, last.ahead, done.rejected, postprocessed=True)
+        return self.assemble(done.kept, metrics, last.position, last.trained_early, done.rejected, postprocessed=True)
