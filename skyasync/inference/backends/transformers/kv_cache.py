@@ -53,9 +53,6 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.keys.shape[2]
 
-    def resize(self, slots: int, columns: int) -> None:
-        self.keys, self.values = _resized(self.keys, slots, columns), _resized(self.values, slots, columns)
-
 
 class SlotCache(Cache):
     """All layers. ``budget`` is the most bytes it may take; ``prefixes`` (any prompt's cache) gives the shapes."""
@@ -79,14 +76,15 @@ class SlotCache(Cache):
         return slots * columns * self.bytes_per_token <= self.budget
 
     def reserve(self, slots: int, columns: int) -> None:
-        """Make room for ``slots`` requests of up to ``columns`` tokens, those already running included."""
+        """Allocate for ``slots`` requests of up to ``columns`` tokens, those already running included."""
         have_slots, _, have_columns, _ = self.slot_layers[0].keys.shape
         if slots <= have_slots and columns <= have_columns:
             return
         generous = max(have_slots, 1 << max(2, (slots - 1).bit_length())), max(have_columns, -(-columns // 64) * 64)
         new_slots, new_columns = generous if self.fits(*generous) else (slots, columns)
         for layer in self.slot_layers:
-            layer.resize(new_slots, new_columns)
+            layer.keys = _resized(layer.keys, new_slots, new_columns)
+            layer.values = _resized(layer.values, new_slots, new_columns)
 
     def fill(self, first_slot: int, prefixes: Cache, index: Tensor) -> None:
         """Put prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``; samples of a prompt share it."""
