@@ -291,7 +291,8 @@ class TransformersEngine(InferenceEngine):
                     f"{name} has tokens from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
                     f"{self._model.vocabulary}"
                 )
-        stop_strings, bad_words = None, ()
+        bad_words: Words = ()
+        stop_strings = None
         if sampling.stop:
             if tokenizer is None:
                 raise RequestFailedError(f"it has stop strings, but {self.config.model_path} has no tokenizer")

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 POLL_S = 0.5  # how often a call checks whether the core is alive
 SHUTDOWN_S = 1.0  # for vLLM to end by itself; the guard ends the rest
-PROCESS_ENDED = "its process died (its own messages say why)"
+PROCESS_ENDED = "its process has ended (its own messages say why)"
 NO_SLEEP = "vLLM has no sleep mode on a CPU: use generator.backend=transformers there"
 VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
 _starting = threading.Lock()  # the environment belongs to the process: one engine starts at a time
@@ -272,8 +272,8 @@ class VLLMEngine(InferenceEngine):
     async def outputs(self, name: str, tokens: list[int], parameters: SamplingParams) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs for one prompt.
 
-        vLLM registers the request before its first suspension (it knows its supported tasks by then), so that no weight
-        update comes between reading ``version`` and the list of requests that an update restarts.
+        vLLM registers the request before its first suspension, since it knows its supported tasks. No weight update
+        comes between reading ``version`` and the list of requests that an update restarts.
         """
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError

@@ -361,7 +361,7 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     asked = [
         asyncio.create_task(client.generate(request(f"both-{i}", max_tokens=300, ignore_eos=True))) for i in range(8)
     ]
-    await until(lambda: sum(len(begun.tokens) > 2 for begun in newcomer._begun.values()) >= 3)
+    await until(lambda: sum(len(begun.tokens) > 2 for begun in newcomer._requests.values()) >= 3)
     write_engine_list(file, [server.url])
     await until(lambda: members.left == 1)
     answers = [listed(answer) for answer in await asyncio.gather(*asked)]
