@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from skyasync.algorithms.sampled import addends, likely
 from skyasync.inference.interface import SamplingParams
+
+if TYPE_CHECKING:
+    from skyasync.inference.backends.transformers.decoder import DecodingRow
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -57,18 +60,6 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
 Words = tuple[tuple[int, ...], ...]
 
 
-class SampledRow(Protocol):
-    """What the sampler reads of a request; ``token_ids`` and ``stop_ids`` must not be changed."""
-
-    sampling: SamplingParams
-    key: int
-    prompt: list[int]
-    token_ids: Any  # a sequence of int
-    stop_ids: frozenset[int]
-    bad_words: tuple[tuple[int, ...], ...]
-    edited: bool
-
-
 class LogitEdits:
     """Changes of logits before temperature and filters: lists of tokens, penalties, bans.
 
@@ -77,7 +68,7 @@ class LogitEdits:
     rows.
     """
 
-    def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[DecodingRow], device: torch.device) -> None:
         self._device = device
         edited = [(i, row) for i, row in enumerate(rows) if row.edited]
         self._listed = [
@@ -141,7 +132,7 @@ class LogitEdits:
 class _Penalties:
     """Repetition, frequency and presence penalties, with the counts that they need."""
 
-    def __init__(self, rows: Sequence[tuple[int, SampledRow]], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[tuple[int, DecodingRow]], vocabulary: int, device: torch.device) -> None:
         settings = [row.sampling for _, row in rows]
         self._rows = torch.tensor([i for i, _ in rows], device=device)
         self._repetition, self._frequency, self._presence = (
@@ -195,7 +186,7 @@ def _has_penalties(sampling: SamplingParams) -> bool:
 class BatchSampler:
     """The settings of a batch's rows as tensors; made again whenever the batch gains or loses rows."""
 
-    def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[DecodingRow], device: torch.device) -> None:
         settings = [row.sampling for row in rows]
         greedy = [s.temperature == 0 for s in settings]
         filtered = [i for i, s in enumerate(settings) if s.temperature and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)]

@@ -104,32 +104,11 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
 def sampling_fields(sampling: SamplingParams, *, json: bool = False) -> dict[str, Any]:
     """The fields of vLLM's ``SamplingParams``, with the log-probability of each sampled token and as little text as
     possible."""
-    rare: dict[str, Any] = {
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "bad_words": list(sampling.bad_words),
-        "logit_bias": {str(token) if json else token: bias for token, bias in sampling.logit_bias.items()},
-        "allowed_token_ids": list(sampling.allowed_token_ids),
-        "structured_outputs": sampling.structured_outputs,
-        "repetition_detection": sampling.repetition_detection,
-    }
-    return {name: value for name, value in rare.items() if value} | {
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": max(sampling.top_k, 0),
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "include_stop_str_in_output": sampling.include_stop_str_in_output,
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": sampling.skip_special_tokens,
-        "seed": sampling.seed,
-        "logprobs": 0,
-        "detokenize": bool(sampling.stop),
-    }
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(sampling).items()}
+    fields = {name: value for name, value in fields.items() if not (isinstance(value, list | dict) and not value)}
+    if json and sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return fields | {"top_k": max(sampling.top_k, 0), "logprobs": 0, "detokenize": bool(sampling.stop)}
 
 
 def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: int = 1) -> vllm.SamplingParams:
