@@ -36,7 +36,6 @@ class DecodingRow:
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    streamed: bool = False
     owner: Any = None
     finish_reason: FinishReason | None = None
     error: str = ""

@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
 from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -172,7 +171,7 @@ class TransformersEngine(InferenceEngine):
             started = time.perf_counter()
             rows = self._decoder.step()
             self._busy_s += time.perf_counter() - started  # counted before the tokens are known outside
-            self._report(row for row in rows if row.streamed or row.finish_reason)
+            self._report(row for row in rows if row.finish_reason)
             if self._state == "draining" and not self._decoder.busy:
                 self._enter("paused")
         except BaseException as error:
@@ -193,10 +192,8 @@ class TransformersEngine(InferenceEngine):
         """Send the rows' outputs to their owners, one message each."""
         messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
         for row in rows:
-            output = row.progress() if row.streamed else row.output()
-            messages.setdefault(id(row.owner), (row.owner, []))[1].append(output)
-            if row.finish_reason:
-                del self._rows[row.request.request_id]
+            messages.setdefault(id(row.owner), (row.owner, []))[1].append(row.output())
+            del self._rows[row.request.request_id]
         for reply, outputs in messages.values():
             reply.send(outputs)
 
@@ -211,41 +208,29 @@ class TransformersEngine(InferenceEngine):
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    async def generate(
-        self, requests: Sequence[GenerationRequest], *, streamed: bool = False
-    ) -> AsyncGenerator[list[GenerationOutput], None]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[GenerationOutput], None]:
         """Leaving the iteration early aborts what is unanswered.
-
-        Args:
-            streamed: give what is new of each request at every token; only its last output has a ``finish_reason``.
 
         Raises:
             UserError: if two have one id; none of ``requests`` is started then.
         """
         reply = Reply()
         unanswered = {request.request_id for request in requests}
-        await self._submit(requests, reply, streamed)
+        await self._submit(requests, reply)
         try:
             while unanswered:
                 message = await reply.queue.get()
                 if isinstance(message, BaseException):
                     unanswered.clear()
                     raise message
-                unanswered -= {output.request_id for output in message if output.finish_reason}
+                unanswered -= {output.request_id for output in message}
                 yield message
         finally:
             if unanswered and self._thread is not None:
                 self._thread.submit(self._abort, list(unanswered))
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
-        async with aclosing(self.generate([request], streamed=True)) as messages:
-            async for outputs in messages:
-                for output in outputs:
-                    yield output
-
     @in_thread
-    def _submit(self, requests: Sequence[GenerationRequest], reply: Reply, streamed: bool) -> None:
+    def _submit(self, requests: Sequence[GenerationRequest], reply: Reply) -> None:
         """Accept the requests; one that can never be answered is answered with its error."""
         rows: dict[str, DecodingRow] = {}
         refused: list[GenerationOutput] = []
@@ -256,7 +241,7 @@ class TransformersEngine(InferenceEngine):
             if name in rows or name in self._rows:
                 raise UserError(f"request id {name!r} is already that of an unanswered request")
             try:
-                rows[name] = self._row(request, prompts[id(request.prompt_token_ids)], reply, streamed)
+                rows[name] = self._row(request, prompts[id(request.prompt_token_ids)], reply)
             except Exception as error:
                 refused.append(refusal(request, error))
         if refused:
@@ -268,7 +253,7 @@ class TransformersEngine(InferenceEngine):
         else:
             self._paused_rows += rows.values()
 
-    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply, streamed: bool) -> DecodingRow:
+    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply) -> DecodingRow:
         """Raises ``RequestFailedError`` if this engine could never answer the request."""
         sampling, longest, tokenizer = request.sampling, self.config.max_model_len, self._model.tokenizer
         if not prompt:
@@ -318,7 +303,6 @@ class TransformersEngine(InferenceEngine):
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
             stop_strings=stop_strings,
             bad_words=bad_words,
-            streamed=streamed,
             owner=reply,
         )
 
@@ -338,8 +322,7 @@ class TransformersEngine(InferenceEngine):
 
     @in_thread
     def progress(self) -> list[GenerationOutput]:
-        """Of requests with one answer; those that are streamed send their tokens anyway."""
-        return [row.progress() for row in self._rows.values() if len(row.token_ids) > row.reported and not row.streamed]
+        return [row.progress() for row in self._rows.values() if len(row.token_ids) > row.reported]
 
     @in_thread
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

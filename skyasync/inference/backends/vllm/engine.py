@@ -10,7 +10,7 @@ version, so that no prompt finds the blocks of an older one.
 
 | who waits                | for what                      | woken by                                             |
 |--------------------------|-------------------------------|------------------------------------------------------|
-| ``generate``, ``stream`` | outputs of the core           | the core; its end (vLLM's monitor raises)            |
+| ``generate``             | outputs of the core           | the core; its end (vLLM's monitor raises)            |
 | ``score``                | the same, and for ``resume``  | the same                                             |
 | control calls            | the core's answer, each other | the core; its end (looked for every half second)     |
 """
@@ -20,8 +20,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -71,7 +70,6 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestState
 
 T = TypeVar("T")
 POLL_S = 0.5  # how often a call checks whether the core is alive
@@ -202,11 +200,17 @@ class VLLMEngine(InferenceEngine):
             """Requests that are alike: vLLM draws a sample for each of one prompt."""
             names = {request.request_id for request in bundle}
             try:
-                (output,) = [output async for output in self._outputs(bundle[0], names, streaming=False)]
                 answers = []
-                for request, completion in zip(bundle, output.outputs, strict=True):
-                    whole = _answered(request, completion, versions_of(completion))
-                    answers.append(whole if request.request_id in names else replace(whole, finish_reason="abort"))
+                for request, completion in zip(bundle, (await self._output(bundle[0], names)).outputs, strict=True):
+                    reason: Any = completion.finish_reason
+                    if reason not in ("stop", "length", "abort", "repetition", None):
+                        raise RequestFailedError(f"vLLM says {reason}")
+                    reason = "length" if reason == "repetition" else reason
+                    tokens, logprobs = ints(completion.token_ids), floats(cast(Any, completion.logprobs).logprobs)
+                    name = request.request_id
+                    versions = versions_of(completion)
+                    reason = reason if name in names else "abort"
+                    answers.append(GenerationOutput(name, tokens, logprobs, versions, reason))
                 finished.extend(answers)
             except EngineFailedError as error:
                 failures.append(error)
@@ -232,37 +236,22 @@ class VLLMEngine(InferenceEngine):
             for task in tasks:
                 task.cancel()
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
-        sent = 0
-        async for output in self._outputs(request, {request.request_id}, streaming=True):
-            if output.finished:
-                versions = versions_of(output.outputs[0])
-            else:  # vLLM reports them with the last output only
-                processor = self.llm.output_processor
-                versions = _versions_so_far(processor.request_states[processor.external_req_ids[request.request_id][0]])
-            yield _answered(request, output.outputs[0], versions[sent:])
-            sent = len(versions)
-
-    async def _outputs(
-        self, request: GenerationRequest, names: set[str], *, streaming: bool
-    ) -> AsyncIterator[RequestOutput]:
-        """vLLM's outputs, a sample for each of ``names``. A request without a token at a weight update starts over.
+    async def _output(self, request: GenerationRequest, names: set[str]) -> RequestOutput:
+        """vLLM's output, a sample for each of ``names``. A request without a token at a weight update starts over.
         ``abort`` takes names out of ``names``, and ends the request when none is left."""
-        parameters = sampling_parameters(request.sampling, streaming=streaming, samples=len(names))
+        parameters = sampling_parameters(request.sampling, samples=len(names))
         name, prompt = request.request_id, request.prompt_token_ids.tolist()
         self._in_flight[name] = names
         self._watch()
         try:
-            finished = False
-            while not finished:
+            result: RequestOutput | None = None
+            while result is None:
                 async for output in self.outputs(name, prompt, parameters):
-                    finished = output.finished and name not in self._restarting
-                    if finished:
-                        self._finished_tokens += sum(len(versions_of(completion)) for completion in output.outputs)
-                    if finished or not output.finished:
-                        yield output
+                    if output.finished and name not in self._restarting:
+                        result = output
                 self._restarting.discard(name)
+            self._finished_tokens += sum(len(versions_of(completion)) for completion in result.outputs)
+            return result
         finally:
             self._in_flight.pop(name, None)
             self._reported.pop(name, None)
@@ -309,8 +298,10 @@ class VLLMEngine(InferenceEngine):
                 first = self._reported.get(name, 0)
                 self._reported[name] = len(tokens)
                 if len(tokens) > first:
-                    versions = _versions_so_far(state)[first:]
-                    new.append(GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), versions))
+                    versions, starts = zip(*state.weight_version_starts, strict=True)
+                    lengths = np.subtract([*starts[1:], len(tokens)], starts)
+                    each = np.repeat(ints([int(version) for version in versions]), lengths)
+                    new.append(GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), each[first:]))
         return new
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -486,27 +477,6 @@ class VLLMEngine(InferenceEngine):
 
     def _watch(self) -> None:
         self._busy.switch(bool(self._in_flight) and not self._paused.on)
-
-
-def _answered(request: GenerationRequest, completion: CompletionOutput, versions: Ints) -> GenerationOutput:
-    reason: Any = completion.finish_reason
-    logprobs: Any = completion.logprobs  # flat, by ``sampling_parameters``
-    if reason not in ("stop", "length", "abort", "repetition", None):
-        raise RequestFailedError(f"vLLM says {reason}")
-    return GenerationOutput(
-        request_id=request.request_id,
-        token_ids=ints(completion.token_ids),
-        logprobs=floats(logprobs.logprobs),
-        versions=versions,
-        finish_reason="length" if reason == "repetition" else reason,
-    )
-
-
-def _versions_so_far(state: RequestState) -> Ints:
-    assert state.detokenizer is not None  # vLLM counts the tokens of a request by it
-    versions, starts = zip(*state.weight_version_starts, strict=True)
-    stops = [*starts[1:], state.detokenizer.num_output_tokens()]
-    return np.repeat(ints([int(version) for version in versions]), np.subtract(stops, starts))
 
 
 def versions_of(completion: CompletionOutput) -> Ints:

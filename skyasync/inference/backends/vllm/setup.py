@@ -111,7 +111,7 @@ def sampling_fields(sampling: SamplingParams, *, json: bool = False) -> dict[str
     return fields | {"top_k": max(sampling.top_k, 0), "logprobs": 0, "detokenize": bool(sampling.stop)}
 
 
-def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: int = 1) -> vllm.SamplingParams:
+def sampling_parameters(sampling: SamplingParams, *, samples: int = 1) -> vllm.SamplingParams:
     """vLLM's form of ours."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
@@ -123,8 +123,7 @@ def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: i
     ):
         if name in fields:
             fields[name] = kind(**fields[name])
-    output_kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
-    return VLLMSamplingParams(n=samples, flat_logprobs=True, output_kind=output_kind, **fields)
+    return VLLMSamplingParams(n=samples, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **fields)
 
 
 def scoring_parameters() -> vllm.SamplingParams:
