@@ -213,6 +213,7 @@ class RemoteEngine(InferenceEngine):
     kind: ClassVar[str]  # of server, in messages
     how_to_start: ClassVar[str]  # one that can be an engine
     core_failures: ClassVar[Sequence[str]] = ()
+    core_route: ClassVar[str]  # the server's core answers it, between two steps
     info_query: ClassVar[Mapping[str, str]] = {}
     restartable: ClassVar[bool] = True
 
@@ -259,19 +260,13 @@ class RemoteEngine(InferenceEngine):
     async def _abort(self, pending: Collection[RemoteRequest]) -> None:
         raise self.unsupported("abort")
 
-    async def _check_core(self) -> None:
-        """Raises EngineFailedError unless the server's core is between two steps."""
-        raise self.unsupported("progress")
-
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
         """Log-probabilities of each token after the first; None if it was cut before the server had them."""
         raise self.unsupported("score")
 
-    async def _pause(self, mode: PauseMode) -> None:
+    async def _schedule(self, mode: PauseMode | None) -> None:
+        """Pause the server's scheduler; None: resume it."""
         raise self.unsupported("pause")
-
-    async def _resume(self) -> None:
-        raise self.unsupported("resume")
 
     async def _load(self, update: WeightUpdate) -> list[str] | None:
         """Have the paused server load the weights, and set their version."""
@@ -301,7 +296,7 @@ class RemoteEngine(InferenceEngine):
             task.cancel()
         if self._paused.on:
             with contextlib.suppress(Exception):
-                await self._resume()
+                await self._schedule(None)
         await self._server.close()
 
     def kill(self) -> None:
@@ -383,7 +378,7 @@ class RemoteEngine(InferenceEngine):
 
     async def progress(self) -> list[GenerationOutput]:
         """Of a request that an update found running, only the tokens from before it."""
-        await self._check_core()
+        await self._server.get(self.core_route)
         return [output for pending in self._requests.values() if (output := pending.progress())]
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -417,7 +412,7 @@ class RemoteEngine(InferenceEngine):
             await self._set_paused(None)
 
     async def _set_paused(self, mode: PauseMode | None) -> None:
-        await (self._resume() if mode is None else self._pause(mode))
+        await self._schedule(mode)
         self._paused.switch(mode is not None)
         self._watch()
 
@@ -437,7 +432,7 @@ class RemoteEngine(InferenceEngine):
             try:
                 unproven = await self._load(update)
             except (EngineFailedError, RuntimeError) as error:  # a server may close the connection at an internal error
-                await self._check_core()
+                await self._server.get(self.core_route)
                 raise WeightSyncError(  # layers may lack their weights
                     f"{self._server.name} has refused the weights of version {update.version} (its own log says why) "
                     f"and must be started again: {error}"

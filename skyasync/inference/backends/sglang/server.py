@@ -39,6 +39,7 @@ _OFF = SamplingParams()
 
 class SGLangServerEngine(RemoteEngine):
     kind = "SGLang"
+    core_route = INFO  # which asks the server's scheduler
     how_to_start = "start it with: python -m sglang.launch_server --model-path MODEL --port PORT"
     proves_weights = False  # it has no digests of what was sent: verification prompts run after every sync
 
@@ -107,9 +108,6 @@ class SGLangServerEngine(RemoteEngine):
         for each in pending:
             await self._server.post("/abort_request", {"rid": each.server_id})
 
-    async def _check_core(self) -> None:
-        await self._server.get(INFO)  # which asks its scheduler
-
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
         body = {
             "rid": next(self._server_ids),
@@ -125,17 +123,17 @@ class SGLangServerEngine(RemoteEngine):
             return None
         return [float(each[0]) for each in scores[1:]]
 
-    async def _pause(self, mode: PauseMode) -> None:
-        if mode == "wait":  # which it does not have
+    async def _schedule(self, mode: PauseMode | None) -> None:
+        if mode is None:
+            self._open.set()
+            await self._server.post("/continue_generation", {})
+            return
+        if mode == "wait":  # which the server does not have
             self._open.clear()
             while sent := {pending.task for pending in self._requests.values() if pending.server_id and pending.task}:
                 await asyncio.wait(sent)
-                await asyncio.sleep(0)  # those who have waited for it remove it from the table
+                await asyncio.sleep(0)  # the tasks that have waited for it remove it from the table
         await self._server.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
-
-    async def _resume(self) -> None:
-        self._open.set()
-        await self._server.post("/continue_generation", {})
 
     async def _load(self, update: WeightUpdate) -> None:
         with _as_folder(Path(update.info["path"])) as folder:

@@ -34,6 +34,7 @@ ON_CPU = {"--enforce-eager": "", "--no-enable-chunked-prefill": "", "--dtype": "
 class VLLMServerEngine(RemoteEngine):
     kind = "vLLM"
     how_to_start = "start it with: skyasync serve MODEL --port PORT"
+    core_route = "/is_paused"
     core_failures = ("EngineDead", "EngineCore encountered")
     info_query = {"config_format": "json"}  # noqa: RUF012  (a class variable of the base)
 
@@ -98,9 +99,6 @@ class VLLMServerEngine(RemoteEngine):
         names = [PREFIX + each.request.request_id for each in pending]
         await self._server.post("/abort_requests", {"request_ids": names})
 
-    async def _check_core(self) -> None:
-        await self._server.get("/is_paused")
-
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
         body = {
             "token_ids": [int(token) for token in sequence],
@@ -112,11 +110,11 @@ class VLLMServerEngine(RemoteEngine):
             return None
         return [float(each[str(int(token))]["logprob"]) for each, token in zip(scores[1:], sequence[1:], strict=True)]
 
-    async def _pause(self, mode: PauseMode) -> None:
-        await self._server.post("/pause", mode=mode, clear_cache="false")
-
-    async def _resume(self) -> None:
-        await self._server.post("/resume")
+    async def _schedule(self, mode: PauseMode | None) -> None:
+        if mode is None:
+            await self._server.post("/resume")
+        else:
+            await self._server.post("/pause", mode=mode, clear_cache="false")
 
     async def _load(self, update: WeightUpdate) -> list[str]:
         await self._server.post("/start_weight_update")
