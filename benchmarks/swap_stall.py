@@ -7,8 +7,7 @@ they are published into memory that the engine has mapped, while it computes; th
 proven before the pause where the engine computes on it, and else while it loads. Per engine:
 
 - load: ``update_weights`` on the idle engine, the least that a swap can take;
-- stall: for swaps that keep the cache, how much longer than usual the progress of one request stands still across
-  the swap;
+- stall: for swaps that keep the cache, how much longer than usual the engine reports no new token across the swap;
 - keep: from ``pause`` to the return of ``resume`` of these swaps, the rest of the decode step under way included;
 - recompute: from ``cut`` to the return of ``resume``; the requests are then continued from their tokens;
 - load and stall, CPU: of this process, in which the embedded engine is as a whole; what else the machine does changes
@@ -112,7 +111,7 @@ class Bench:
         return found
 
     async def silences(self) -> tuple[list[float], list[Moment]]:
-        """For swaps that keep the cache: seconds of each, and how long a request has stood still."""
+        """For swaps that keep the cache: seconds of each, and how long the engine reported no token."""
         at: list[Moment] = []
 
         async def listen() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -200,17 +200,15 @@ class VLLMEngine(InferenceEngine):
             """Requests that are alike: vLLM draws a sample for each of one prompt."""
             names = {request.request_id for request in bundle}
             try:
-                answers = []
-                for request, completion in zip(bundle, (await self._output(bundle[0], names)).outputs, strict=True):
-                    reason: Any = completion.finish_reason
+                output, answers = await self._output(bundle[0], names), []
+                for request, completion in zip(bundle, output.outputs, strict=True):
+                    name, reason = request.request_id, completion.finish_reason
                     if reason not in ("stop", "length", "abort", "repetition", None):
                         raise RequestFailedError(f"vLLM says {reason}")
-                    reason = "length" if reason == "repetition" else reason
-                    tokens, logprobs = ints(completion.token_ids), floats(cast(Any, completion.logprobs).logprobs)
-                    name = request.request_id
-                    versions = versions_of(completion)
-                    reason = reason if name in names else "abort"
-                    answers.append(GenerationOutput(name, tokens, logprobs, versions, reason))
+                    end: Any = "abort" if name not in names else "length" if reason == "repetition" else reason
+                    logprobs: Any = completion.logprobs  # flat, by ``sampling_parameters``
+                    tokens, versions = ints(completion.token_ids), versions_of(completion)
+                    answers.append(GenerationOutput(name, tokens, floats(logprobs.logprobs), versions, end))
                 finished.extend(answers)
             except EngineFailedError as error:
                 failures.append(error)
