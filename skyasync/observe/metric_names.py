@@ -143,7 +143,7 @@ METRICS = (
     Metric("idle/trainer", "Part of the step's time in which the policy's workers had no work.", SHARE),
     Metric("idle/engines", "The same of the engines, on average.", SHARE),
     Metric("throughput/engine_<n>_tokens_per_s", "The same of each engine, where there are 2 to 8.", "tokens/s"),
-    Metric("engines/living", "Engines that live, once one has joined or left."),
+    Metric("engines/alive", "Healthy engines, once one has joined or left."),
     Metric("engines/joined", "Engines that have joined so far."),
     Metric("engines/left", "Engines that have left so far."),
     Metric("memory/controller_gib", "Memory that the controller alone has: resident, not shared.", GIB),

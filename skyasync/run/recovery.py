@@ -83,7 +83,7 @@ class Recovery:
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())
         if run.parts.supervisor is not None:
-            run.parts.supervisor.write_to(timeline)
+            run.parts.supervisor.timeline = timeline
         run.parts.attach(trainer, timeline)
         log.info("the workers are back after %.1f s", timeline.now() - began)
         return trainer

@@ -31,7 +31,7 @@ def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: 
     assert (rows[STEPS]["living"], rows[STEPS]["processes"]) == (1, 1), "the first has left, and its process ended"
     assert rows[5]["listening"] >= 4 and rows[5]["beyond_loopback"] == [], "no other machine can reach any process"
     last = run.metrics[-1]
-    assert (last["engines/joined"], last["engines/left"], last["engines/living"]) == (1, 1, 1)
+    assert (last["engines/joined"], last["engines/left"], last["engines/alive"]) == (1, 1, 1)
     assert "engines/deaths" not in last
     assert run.series("step") == list(range(1, STEPS + 1))
     assert max(run.series("sync/logprob_gap")) < 1e-4, "who has joined computes with the trainer's weights"

@@ -18,7 +18,6 @@ from skyasync.inference.backends.vllm.server import (
     EXTENSION,
     VLLMServerEngine,
     cache_share,
-    receive,
 )
 from skyasync.inference.backends.vllm.setup import sampling_fields
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
@@ -120,13 +119,12 @@ def test_versions_are_of_this_run_or_none() -> None:
 
 def test_news_are_of_one_version_also_behind_an_update() -> None:
     begun = RemoteRequest(GenerationRequest("r", [1], SamplingParams()), 7)
-    token = {"token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
-    receive(begun, token)
-    receive(begun, token)
+    begun.receive([5], [-1.0])
+    begun.receive([5], [-1.0])
     news = begun.progress()
     assert news is not None and news.token_ids.tolist() == [5, 5] and news.versions.tolist() == [7, 7]
     begun.certain = 2
-    receive(begun, token)
+    begun.receive([5], [-1.0])
     assert begun.progress() is None
 
 

@@ -44,7 +44,7 @@ class Watched(LocalRun):
 
         async def generates(batch: Any) -> Any:
             output = await generate(batch)
-            self.caches.append(weakref.ref(self.engine._decoder._cache))
+            self.caches.append(weakref.ref(self.engine._decoder.cache))
             return output
 
         self.trainer.generator.generate = generates
