@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -31,7 +31,6 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from skyasync.errors import UserError
 from skyasync.models import SCORE, VALUE, VOCABULARY
 from skyasync.models.config import ONE_AT_A_TIME
-from skyasync.models.fsdp.sharding import own_part
 from skyasync.models.token_model import ATTENTION, SCORE_LAYER, training_config
 
 
@@ -180,6 +179,7 @@ def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Fill this rank's part of a parameter, which may be sharded."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(own_part(parameter, whole))
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
         else:
             parameter.copy_(whole)

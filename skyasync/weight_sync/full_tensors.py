@@ -85,7 +85,7 @@ class FileLayout:
         yield from self._split(weights).items()
 
     def _split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        with self._adapters.aside() if self._adapters else nullcontext():  # transformers looks at the model's layers
+        with self._adapters.detached() if self._adapters else nullcontext():  # transformers looks at the model's layers
             found: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
         return found
 

@@ -25,17 +25,19 @@ _PROFILE_ROWS = 40  # of the table
 class Worker:
     """Plain Python: the dispatch makes it an actor, a test may call it directly.
 
-    By itself it holds nothing, so a role that computes without a model adds its methods and no more. What they return
-    for a batch is a tensor, ``[batch, length]`` or ``[batch]``, on the CPU: of this rank's rows, which may be none.
+    A role without a model adds its methods to this class. What they return for a batch is a tensor,
+    ``[batch, length]`` or ``[batch]``, on the CPU: of this rank's rows, which may be none.
 
     Args:
         device: "cpu" or "cuda".
         threads: CPU threads of this rank; 0 leaves the library's default.
-        role: the name of its entry in the table, where several entries have this class.
+        role: the name of its entry in the table, if several entries have this class.
         total_steps: optimizer steps of the run, for decaying learning rates; 0 if that is not known.
+
+    Attributes:
+        role_name: the name of its entry in the table.
     """
 
-    #: The name of its entry in the table.
     role_name: ClassVar[str] = ""
 
     def __init__(
@@ -103,14 +105,14 @@ class Worker:
         """Undo ``offload``."""
 
     def save(self, folder: str) -> SaveResult | None:
-        """Write what training changes into an empty folder. Asked of a role that trains.
+        """Write what training changes into an empty folder. Called if the role trains.
 
-        What the disk does not take may be an answer (``SaveResult.problem``): an error ends all ranks.
+        A full disk may be reported as ``SaveResult.problem``: an error ends all ranks.
         """
         raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learnt")
 
     def begin_save(self, folder: str) -> None:
-        """As ``save``, while other calls go on, if the worker can do that; ``saved`` tells when it is done."""
+        """As ``save``, while other calls go on, if the worker can do that; ``saved`` reports the end."""
         self._saved = self.save(folder) or SaveResult()
 
     def saved(self) -> SaveResult | None:
