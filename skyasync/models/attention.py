@@ -299,13 +299,13 @@ def _mask(
         return (k <= q) & (q - k < last) & (rows[b, q] == rows[b, k]) & own
 
     some, every = (squares[:, None] for squares in block_coverage(rows, owners, window))
-    indices: list[Tensor] = []
-    for squares in (some & ~every, every):  # how many each row of squares has, and which, those first
-        indices.append(squares.sum(-1, dtype=torch.int32))
-        indices.append(squares.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32))
-    return BlockMask.from_kv_blocks(
-        *indices, BLOCK_SIZE=SQUARE, mask_mod=sees or sees_own, seq_lengths=(length, length)
+    # How many each row of squares has, and which, those first.
+    partial, full = (
+        (squares.sum(-1, dtype=torch.int32), squares.int().argsort(dim=-1, descending=True, stable=True).int())
+        for squares in (some & ~every, every)
     )
+    mask_mod = sees or sees_own
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=SQUARE, mask_mod=mask_mod, seq_lengths=(length, length))
 
 
 def block_coverage(rows: Tensor, owners: Tensor, window: int = 0, square: int = SQUARE) -> tuple[Tensor, Tensor]:

@@ -110,21 +110,18 @@ class JointLoss(LossFn):
         return {part: term for loss in self._losses for part, term in loss(outputs, batch).items()}
 
 
+@dataclass
 class Totals:
     """Sums over micro-batches, in float64, of what becomes a metric."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, term: LossTerm) -> None:
         values = {"loss": term.loss, "tokens": term.mask.sum()}
         for name, per_token in term.per_token.items():
             values[name] = per_token.where(term.mask, 0.0).sum(dtype=torch.float64)
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
+            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
 
     def reduce(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> dict[str, float]:
         """Loss and token count of all ranks of ``group``; the other metrics as means over their tokens.
@@ -132,7 +129,7 @@ class Totals:
         Args:
             device: of the collective.
         """
-        names, sums = list(self._sums), torch.stack(list(self._sums.values()))
+        names, sums = list(self.sums), torch.stack(list(self.sums.values()))
         if group is not None:
             sums = sums.to(device)
             dist.all_reduce(sums, group=group)
@@ -176,12 +173,6 @@ class ModelSpec:
     torch_compile: bool = False
     router_replay: str = "none"
     value_head_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def torch_dtype(self, device: torch.device) -> torch.dtype:
-        if self.dtype == "auto":
-            return torch.float32 if device.type == "cpu" else torch.bfloat16
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
 
 
 @dataclass(frozen=True)

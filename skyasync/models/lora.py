@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: which layers have one, initialization, merging.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: targets, initialization, merging.
 
 Invariant: while the adapters are detached, the model and the names of its weights are those of its files. In this state
 it is loaded, sent to engines (with the adapters added to its weights), and used as the reference of a KL term. New
@@ -63,7 +63,7 @@ class Adapters:
         )
         peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
         self._layers = [
-            _AdaptedLayer(model.get_submodule(name.rpartition(".")[0]), name, module)
+            _AdaptedLayer(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name, module)
             for name, module in model.named_modules()
             if isinstance(module, peft.tuners.lora.LoraLayer)
         ]
@@ -163,12 +163,9 @@ class _AdaptedLayer:
     """peft's ``layer`` holds a linear layer of the model, ``name``, and its adapter."""
 
     parent: nn.Module
+    child: str
     name: str
     layer: Any
-
-    @property
-    def child(self) -> str:
-        return self.name.rpartition(".")[2]
 
     @property
     def halves(self) -> tuple[nn.Linear, nn.Linear]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
@@ -39,7 +39,7 @@ from skyasync.workers.roles import POLICY, REFERENCE, ROLES
 if TYPE_CHECKING:
     from skyasync.workers.local import LocalGroup
 
-    RoleRanks = RankGroup | LocalGroup
+    RoleRanks: TypeAlias = RankGroup | LocalGroup
 
 HOSTED_METHODS = {(REFERENCE, "logprobs"): "base_logprobs"}
 """The policy's methods that compute what a hosted role's method does, if their names differ."""

@@ -58,11 +58,11 @@ class PolicyLoss(LossFn):
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
         current, mask, proximal = outputs[LOGPROBS], batch.loss_mask, batch.proximal_logprobs
-        if proximal is None and batch.approximated_version is None:
-            proximal = current.detach()
-        elif proximal is None:
+        if proximal is None:
             behaviour, version = batch.behaviour_logprobs, batch.approximated_version
-            proximal = approximate_proximal(current, behaviour, batch.versions, version, method=self._approximation)
+            proximal = current.detach()
+            if version is not None:
+                proximal = approximate_proximal(current, behaviour, batch.versions, version, method=self._approximation)
         token_loss, maps = self._objective.token_loss(
             current=current,
             proximal=proximal,

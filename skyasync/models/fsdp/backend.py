@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from skyasync.errors import NonFiniteError
+from skyasync.errors import NonFiniteError, UserError
 from skyasync.heap import keep_freed
 from skyasync.models import MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.backend import (
@@ -47,7 +47,6 @@ from skyasync.models.fsdp.optimizers import (
     check_replicated_gradients,
     is_low_precision,
     make_optimizer,
-    master_dtype,
 )
 from skyasync.models.fsdp.quantized_base import quantize_base
 from skyasync.models.fsdp.sharding import (
@@ -88,12 +87,15 @@ class FSDPBackend(ModelBackend):
 
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:
         self.spec, self.ranks, self.device = spec, ranks, ranks.device
-        self.dtype = spec.torch_dtype(ranks.device)
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        if spec.dtype != "auto":
+            self.dtype = getattr(torch, spec.dtype)
         self.trained: dict[str, TrainedPart] = {}
         self._passes = 0  # of forward_backward since the last optimizer step
         self._checked_replicas = False  # the ranks of the tensor dimension had equal gradients
         self._problem: str | None = None  # of the current gradient; None: not examined
         self._metrics: dict[str, dict[str, float]] = {}  # of the current gradient
+        self._extra: checkpoint.ExtraPart | None = None  # what is saved with the model
         self._checkpoint_group: dist.ProcessGroup | None = None
         if ranks.world_size > 1 and not dist.is_initialized():
             if ranks.host == LOOPBACK:
@@ -110,10 +112,22 @@ class FSDPBackend(ModelBackend):
     # ---------------------------------------------------------------- building
 
     def master_dtype(self) -> torch.dtype:
-        """Of the weights between steps: small steps vanish in bfloat16, unless rounding is stochastic."""
+        """Of the weights between steps: small steps vanish in bfloat16, unless rounding is stochastic.
+
+        Raises:
+            UserError: if weights shall be rounded to a dtype that is not the model's.
+        """
         if not self.spec.optimizers:
             return self.dtype
-        return master_dtype(self.spec.optimizers[MODEL], self.dtype, self.spec.section)
+        if not self.spec.optimizers[MODEL].bf16_stochastic_round:
+            return torch.float32
+        if self.dtype != torch.bfloat16:
+            raise UserError(
+                f"{self.spec.section}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and here "
+                f"they are {str(self.dtype).removeprefix('torch.')}: set {self.spec.section}.model.dtype=bfloat16, or "
+                f"remove it"
+            )
+        return torch.bfloat16
 
     def is_sharded(self) -> bool:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
@@ -245,6 +259,9 @@ class FSDPBackend(ModelBackend):
             settings = spec.optimizers[VALUE_HEAD]
             optimizer = make_optimizer(wrapper, wrapper.value_head.parameters(), settings)
             self.trained[VALUE_HEAD] = TrainedPart(wrapper.value_head, optimizer, settings.max_grad_norm)
+            self._extra = checkpoint.ExtraPart(
+                "critic", wrapper.value_head, optimizer, "trainer.critic.backbone=shared"
+            )
 
     # ---------------------------------------------------------------- forward and backward
 
@@ -304,29 +321,30 @@ class FSDPBackend(ModelBackend):
 
     def examine(self, scale: float = 1.0) -> str:
         if self._problem is None:
-            learning = {name: part for name, part in self.trained.items() if part.totals}
-            self._problem = "; ".join(
-                filter(None, (self._examine(name, part, scale) for name, part in learning.items()))
-            )
+            problems: list[str] = []
+            for name, part in self.trained.items():
+                if part.totals.sums:
+                    problems += self._examine(name, part, scale)
+            self._problem = "; ".join(problems)
         return self._problem
 
-    def _examine(self, name: str, part: TrainedPart, scale: float) -> str:
+    def _examine(self, name: str, part: TrainedPart, scale: float) -> list[str]:
         """Scale the gradient of a part and note its metrics; what of them is not finite."""
         metrics = self._metrics[name] = part.totals.reduce(self.mesh.data_group if self.mesh else None, self.device)
         metrics["loss"] *= scale
         whose = "critic's " if name == VALUE_HEAD else ""
         if not math.isfinite(metrics["loss"]):
-            return f"the {whose}loss of optimizer step {self.step} is not finite: {metrics}"
+            return [f"the {whose}loss of optimizer step {self.step} is not finite: {metrics}"]
         if name == MODEL and not self._checked_replicas:
             check_replicated_gradients(self.model, self.mesh)
             self._checked_replicas = True
         metrics["grad_norm"] = float(part.measure(scale, self.mesh))
         if math.isfinite(metrics["grad_norm"]):
-            return ""
+            return []
         gradients = ((name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None)
         bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
         shown = ", ".join(bad[:5] or ["another rank's shard"]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        return f"the {whose}gradient of optimizer step {self.step} is not finite in: {shown}"
+        return [f"the {whose}gradient of optimizer step {self.step} is not finite in: {shown}"]
 
     def optimizer_step(self, lr: Mapping[str, float], scale: float = 1.0) -> dict[str, dict[str, float]]:
         try:
@@ -338,9 +356,9 @@ class FSDPBackend(ModelBackend):
                 if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
                     move_optimizer_state(self.optimizer, self.device)
                 self.trained[name].step(lr[name])
-                if name == MODEL:
-                    self._offload_optimizer()
-                    self.step += 1
+                if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
+                    move_optimizer_state(self.optimizer, HOST)
+                self.step += name == MODEL
             return metrics
         finally:
             self.drop_gradient()
@@ -348,11 +366,6 @@ class FSDPBackend(ModelBackend):
     def _clip(self) -> None:
         for name in self._metrics:
             self.trained[name].clip()
-
-    def _offload_optimizer(self) -> None:
-        """Between steps the optimizer state is in host memory, if so configured."""
-        if self.spec.cpu_offload == OPTIMIZER:
-            move_optimizer_state(self.optimizer, HOST)
 
     def drop_gradient(self) -> None:
         for part in self.trained.values():
@@ -392,29 +405,24 @@ class FSDPBackend(ModelBackend):
         return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
 
     def save(self, folder: Path) -> SaveResult:
-        return checkpoint.save(self.model.model, self.optimizer, self.step, folder, self._extra_part())
+        return checkpoint.save(self.model.model, self.optimizer, self.step, folder, self._extra)
 
     def begin_save(self, folder: Path) -> None:
         if self._checkpoint_group is None and dist.is_initialized():
             # Of its own: in the group that trains, its messages would get between the others' in no fixed order.
             self._checkpoint_group = dist.new_group(backend="gloo")
         self._saving = checkpoint.begin(
-            self.model.model, self.optimizer, self.step, folder, self._checkpoint_group, self._extra_part()
+            self.model.model, self.optimizer, self.step, folder, self._checkpoint_group, self._extra
         )
 
     def saved(self) -> SaveResult | None:
-        return self._saving.saved()
+        return self._saving()
 
     def restore(self, folder: Path) -> None:
         role, key = self.spec.role, f"{self.spec.section}.model.path"
-        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra_part())
-        self._offload_optimizer()
-
-    def _extra_part(self) -> checkpoint.ExtraPart | None:
-        """What is trained on the model's layers, and saved with the model."""
-        if (head := self.trained.get(VALUE_HEAD)) is None:
-            return None
-        return checkpoint.ExtraPart("critic", head.module, head.optimizer, "trainer.critic.backbone=shared")
+        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra)
+        if self.spec.cpu_offload == OPTIMIZER:
+            move_optimizer_state(self.optimizer, HOST)
 
     def export(self, folder: Path, part: str = MODEL) -> None:
         path, adapters = self.spec.path, self.adapters

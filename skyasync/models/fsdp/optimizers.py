@@ -74,26 +74,6 @@ def is_low_precision(settings: OptimizerConfig) -> bool:
     return settings.name == "adamw_8bit" or settings.bf16_stochastic_round
 
 
-def master_dtype(settings: OptimizerConfig, computing: torch.dtype, section: str) -> torch.dtype:
-    """Dtype of the weights between steps.
-
-    Args:
-        computing: dtype of the role's model.
-        section: the role's, for errors.
-
-    Raises:
-        UserError: if weights are to be rounded to a dtype that is not the model's.
-    """
-    if not settings.bf16_stochastic_round:
-        return torch.float32
-    if computing != torch.bfloat16:
-        raise UserError(
-            f"{section}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and here they are "
-            f"{str(computing).removeprefix('torch.')}: set {section}.model.dtype=bfloat16, or remove it"
-        )
-    return torch.bfloat16
-
-
 class MuonAdamW(torch.optim.AdamW):
     """Groups with ``muon`` set are matrices; the others are AdamW's.
 

@@ -44,8 +44,8 @@ class Mesh:
             if fsdp_size in (0, shape.ranks):
                 mesh = init_device_mesh(device_type, (shape.ranks,))
             else:  # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among replicas
-                sizes = (shape.ranks // fsdp_size, fsdp_size)
-                mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD))
+                replicas = shape.ranks // fsdp_size
+                mesh = init_device_mesh(device_type, (replicas, fsdp_size), mesh_dim_names=(REPLICA, SHARD))
             return cls(shape, mesh, data_group=dist.group.WORLD if shape.ranks > 1 else None)
         sizes, names = (shape.data, shape.context, shape.tensor), (DATA, CONTEXT, TENSOR)
         mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
