@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from skyasync.config.schema.reward_models import reward_models
-from skyasync.models.backend import TOP_K, VALUES, ModelBackend, OutputRequest
+from skyasync.models.backend import TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import TokenBatch
 from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.worker import LOOPBACK
@@ -39,13 +39,9 @@ class RewardWorker(ModelWorker):
 
     role_name: ClassVar[str] = "reward"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        super().__init__(*args, **kwargs)
-        self.backends: list[ModelBackend] = []
-
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         for model in reward_models(self.cfg.trainer.reward).values():
-            self.backends.append(self.loaded_backend(host, port, path=model.path, dtype=model.dtype))
+            self.add_backend(host, port, path=model.path, dtype=model.dtype)
         self.backend = self.backends[0]
 
     def scores(self, batch: TokenBatch) -> Tensor:
@@ -57,11 +53,3 @@ class RewardWorker(ModelWorker):
         longer = TokenBatch(pad(batch.tokens, (0, 1)).where(~last, 0), attended, last, batch.group_ids)
         scores = [b.forward(longer, OutputRequest.of(VALUES))[VALUES].gather(1, lengths) for b in self.backends]
         return scores[0].squeeze(1) if len(scores) == 1 else torch.cat(scores, dim=1)[:, None]
-
-    def offload(self) -> None:
-        for backend in self.backends:
-            backend.offload()
-
-    def onload(self) -> None:
-        for backend in self.backends:
-            backend.onload()

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch import Tensor
-
 from skyasync.config.schema import Config
-from skyasync.models.batch import TokenBatch
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY, ROLES
 
@@ -33,9 +30,6 @@ class LocalGroup:
 
     async def start(self, cfg: Config, total_steps: int = 0) -> None: ...
 
-    async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
-        return await self.call_first(method, batch)
-
     async def call(self, method: str, *args: object) -> list[Any]:
         return [await self.call_first(method, *args)]
 
@@ -48,6 +42,8 @@ class LocalGroup:
                 self.busy_s += time.monotonic() - start
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
+
+    on_rows = call_first
 
     def kill(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

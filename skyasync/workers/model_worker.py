@@ -93,17 +93,15 @@ class ModelWorker(Worker):
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Join the other ranks, if there are any, then load the model."""
-        self.backend = self.loaded_backend(host, port)
+        self.backend = self.add_backend(host, port)
 
-    def loaded_backend(self, host: str, port: int, **changes: Any) -> ModelBackend:
-        """A backend with the model of ``spec()``, with these fields changed."""
+    def add_backend(self, host: str, port: int, **changes: Any) -> ModelBackend:
+        """Add a backend with the model of ``spec()``, with these fields changed."""
         backend = self.new_backend()
         ranks = RankContext(self.rank, self.world_size, self.device, host, port, self._store)
         backend.load(replace(self.spec(), **changes), ranks)
+        self.backends.append(backend)
         return backend
-
-    def hidden_size(self) -> int:
-        return self.backend.hidden_size
 
     def logprobs(self, batch: TokenBatch, plain: bool = False) -> Tensor:
         """Log-probability of each loss token, ``[batch, length]``.
@@ -117,12 +115,6 @@ class ModelWorker(Worker):
         """Log-probability of each token after the first of each sequence, at temperature 1."""
         values = self.logprobs(sequences_as_batch(sequences), plain=True).tolist()
         return [row[1 : len(sequence)] for row, sequence in zip(values, sequences, strict=True)]
-
-    def offload(self) -> None:
-        self.backend.offload()
-
-    def onload(self) -> None:
-        self.backend.onload()
 
     # ---------------------------------------------------------------- training
 

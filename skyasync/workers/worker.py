@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from skyasync.config.schema import Config
-from skyasync.models.backend import SaveResult
+from skyasync.models.backend import ModelBackend, SaveResult
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.workers.roles import ROLES
@@ -36,6 +36,7 @@ class Worker:
 
     Attributes:
         role_name: the name of its entry in the table.
+        backends: the models that it holds, if any.
     """
 
     role_name: ClassVar[str] = ""
@@ -58,6 +59,7 @@ class Worker:
         self.role = ROLES[role or self.role_name]
         self.settings = self.role.settings(cfg)
         self.total_steps = total_steps
+        self.backends: list[ModelBackend] = []
         if threads:
             torch.set_num_threads(threads)
 
@@ -75,8 +77,8 @@ class Worker:
         """Load what it holds. On all ranks at once."""
 
     def hidden_size(self) -> int:
-        """Of the model that it holds, by which rows are divided among the ranks; 0: by their tokens."""
-        return 0
+        """Of its model: the cost of a row depends on it; 0 without a model: rows are divided by their tokens."""
+        return self.backends[0].hidden_size if self.backends else 0
 
     def begin_profile(self) -> None:
         """From here on what this rank computes is recorded."""
@@ -99,10 +101,14 @@ class Worker:
         return os.getpid()
 
     def offload(self) -> None:
-        """Move what is on the device to host memory, for others that need the device."""
+        """Move what is on the device to host memory, for other processes that need the device."""
+        for backend in self.backends:
+            backend.offload()
 
     def onload(self) -> None:
         """Undo ``offload``."""
+        for backend in self.backends:
+            backend.onload()
 
     def save(self, folder: str) -> SaveResult | None:
         """Write what training changes into an empty folder. Called if the role trains.

@@ -355,7 +355,10 @@ class FSDPBackend(ModelBackend):
             for name in metrics:
                 if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
                     move_optimizer_state(self.optimizer, self.device)
-                self.trained[name].step(lr[name])
+                optimizer = self.trained[name].optimizer
+                for group in optimizer.param_groups:
+                    group["lr"] = lr[name]
+                optimizer.step()
                 if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
                     move_optimizer_state(self.optimizer, HOST)
                 self.step += name == MODEL

@@ -10,6 +10,7 @@ Muon; its steps are scaled so that AdamW's learning rates and weight decay fit (
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -125,12 +126,15 @@ _ROUNDING = 1e-3
 """Share of a gradient's norm; summation in no fixed order differs by far less."""
 
 
+@dataclass
 class TrainedPart:
     """A part of a model with its own optimizer, gradient norm and metrics."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        self.module, self.optimizer, self.totals = module, optimizer, Totals()
-        self._max_norm, self._norm = max_grad_norm, torch.zeros(())
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    max_grad_norm: float
+    totals: Totals = field(default_factory=Totals)
+    norm: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def measure(self, scale: float, mesh: Mesh | None) -> Tensor:
         """Scale the gradient; its norm over all ranks' shards. All ranks call it."""
@@ -140,8 +144,8 @@ class TrainedPart:
                 gradient.mul_(scale)
         if mesh is None or mesh.tensor is None:
             norm = torch.nn.utils.get_total_norm(gradients)
-            self._norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            return self._norm
+            self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            return self.norm
         # torch's function takes tensors of one mesh. What the tensor dimension replicates counts on its first rank.
         first = mesh.tensor.get_local_rank() == 0
         counted = [local(g) for g in gradients if first or is_tensor_parallel(g)]
@@ -149,20 +153,15 @@ class TrainedPart:
         if counted:
             squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
         dist.all_reduce(squares)
-        self._norm = squares.sqrt().float()
-        return self._norm
+        self.norm = squares.sqrt().float()
+        return self.norm
 
     def clip(self) -> None:
         """Clip the measured gradient, as torch's ``clip_grads_with_norm_``, which takes tensors of one mesh."""
         gradients = self._gradients()
-        if self._max_norm and gradients:
-            factor = (self._max_norm / (self._norm + 1e-6)).clamp(max=1.0)
+        if self.max_grad_norm and gradients:
+            factor = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
-
-    def step(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
 
     def drop_gradient(self) -> None:
         self.totals = Totals()

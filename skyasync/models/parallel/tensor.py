@@ -105,7 +105,10 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     apply_tensor_parallelism(model, mesh, plan)
     if tied:
         head.weight = embeddings.weight
-    return Vocabulary.of(mesh, head.out_features) if by_vocabulary else None
+    if not by_vocabulary:
+        return None
+    share = head.out_features // size
+    return Vocabulary(mesh.get_group(), size, share * mesh.get_local_rank(), share)
 
 
 def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
-from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -25,11 +24,6 @@ class Vocabulary:
     ranks: int
     first: int
     size: int
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, vocabulary: int) -> Vocabulary:
-        size = vocabulary // mesh.size()
-        return cls(mesh.get_group(), mesh.size(), size * mesh.get_local_rank(), size)
 
     def scores(
         self, logits: Tensor, targets: Tensor, *, entropy: bool, entropy_gradient: bool
