@@ -197,9 +197,9 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
 def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:
     """Rows of a group together, as many as is cheapest.
 
-    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair. With a prefix of P tokens
-    and c responses of R tokens, a response costs (P + cR) / c * 24 h² + (P + cR)² / c * 4 h. This is least if all
-    responses together have cR = sqrt(P² + 6 h P) tokens.
+    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair. A prefix has P tokens,
+    and c responses have R each. Then a response costs (P + cR) / c * 24 h² + (P + cR)² / c * 4 h operations. This is least
+    if all responses together have cR = sqrt(P² + 6 h P) tokens.
     """
     group, group_sizes = torch.unique(batch.group_ids, return_inverse=True, return_counts=True)[1:]
     order = torch.argsort(group, stable=True)
