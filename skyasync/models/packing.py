@@ -198,7 +198,7 @@ def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: 
     """Rows of a group together, as many as is cheapest.
 
     A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair. A prefix has P tokens,
-    and c responses have R each. Then a response costs (P + cR) / c * 24 h² + (P + cR)² / c * 4 h operations. This is least
+    and c responses have R each. Then a response costs (P + cR) / c * 24 h² + (P + cR)² / c * 4 h. This is least
     if all responses together have cR = sqrt(P² + 6 h P) tokens.
     """
     group, group_sizes = torch.unique(batch.group_ids, return_inverse=True, return_counts=True)[1:]
