@@ -20,7 +20,7 @@ from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
 from skyasync.heap import KEPT
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
-from skyasync.models import Axes
+from skyasync.models import MeshShape
 from skyasync.planning.memory import (
     FLOAT32,
     GIB,
@@ -160,20 +160,20 @@ def other_role(cfg: Config, shape: ModelShape, role: Role, policy: RankMemory, *
     if role.trains:
         rank, own = trained_rank(cfg, shape, role, gpus=gpus, ranks=ranks)
     else:
-        b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
+        b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.mesh_shape(cfg, ranks)
         rank = RankMemory(
             _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
             shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
         )  # fmt: skip
         own = divided(shape, axes.tensor, gathers=filters(cfg))
-    return OtherRole(role.name, own, rank, role.shares(cfg), ranks)
+    return OtherRole(role.name, own, rank, role.colocated_if(cfg), ranks)
 
 
 def trained_rank(
     cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int
 ) -> tuple[RankMemory, ModelShape]:
     trainer, sampling = cfg.trainer, cfg.generator.sampling_params
-    axes = role.axes(cfg, ranks)
+    axes = role.mesh_shape(cfg, ranks)
     work, count = largest_micro_batch(
         cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
     )
@@ -207,7 +207,7 @@ def trained_rank(
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 
 
-def _sharing(cfg: Config, role: Role, axes: Axes) -> int:
+def _sharing(cfg: Config, role: Role, axes: MeshShape) -> int:
     """Ranks over which its weights are sharded."""
     return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
 

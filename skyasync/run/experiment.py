@@ -338,12 +338,12 @@ class BasePPOExp:
 
         def needed(role: Role) -> bool:
             own = getattr(self, f"needs_{role.name}", None)
-            return own() if own else role.wanted(self.cfg)
+            return own() if own else role.has_ranks(self.cfg)
 
         return [role for role in ROLES.values() if needed(role)]
 
     def needs_reference(self) -> bool:
-        return ROLES["reference"].wanted(self.cfg)
+        return ROLES["reference"].has_ranks(self.cfg)
 
     def engine_config(self) -> EngineConfig:
         return engine_config(self.cfg, gpus=self.gpus)

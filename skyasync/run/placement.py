@@ -44,7 +44,7 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
     bundles: list[dict[str, float]] = []
     of: dict[str, tuple[int, ...]] = {}
     for role in roles:
-        if role.shares(cfg):
+        if role.colocated_if(cfg):
             of[role.name] = of[POLICY]
         else:
             of[role.name] = _next(bundles, role.size(cfg), _bundle(gpus and role.gpu, 1))
@@ -53,7 +53,7 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
         of[ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(engines))
     else:
         of[ENGINES] = _next(bundles, engines, _bundle(gpus, generator.devices_per_engine))
-    sharing = [role.name for role in roles if role.name == POLICY or role.shares(cfg)]
+    sharing = [role.name for role in roles if role.name == POLICY or role.colocated_if(cfg)]
     per_slot = len(sharing) + (-(-engines // policy) if together else 0)
     shared = {*sharing, ENGINES} if together else {*sharing}
     share = {name: _share(per_slot) if name in shared else 1.0 for name in of}

@@ -51,7 +51,7 @@ class ScoringPlan:
     @classmethod
     def of(cls, cfg: Config, objective: Objective) -> ScoringPlan:
         trainer, critic = cfg.trainer, ROLES[CRITIC_ROLE]
-        teacher = ROLES[TEACHER_ROLE].wanted(cfg)
+        teacher = ROLES[TEACHER_ROLE].has_ranks(cfg)
         compared = teacher and not trainer.teacher.top_k  # the policy's log-probabilities with the teacher's
         proximal: Literal["never", "several updates", "always"] = "never"
         if compared or "proximal" in objective.needs_before_update:
@@ -63,8 +63,8 @@ class ScoringPlan:
             behaviour="behaviour" in objective.needs,
             reference="reference" in objective.needs,
             teacher="" if not teacher else "logprobs" if compared else "top_logprobs",
-            values=critic.asked(cfg),
-            values_by_policy=critic.asked(cfg) and critic.hosted_by_policy(cfg),
+            values=critic.enabled_if(cfg),
+            values_by_policy=critic.enabled_if(cfg) and critic.hosted_by_policy(cfg),
             proximal=proximal,
         )
 
@@ -98,7 +98,7 @@ class Learner:
         self._context, self._cfg, self.guard = context, cfg.trainer, guard
         self._plan = ScoringPlan.of(cfg, self.objective)
         own_critic = self._plan.values and not self._plan.values_by_policy
-        self._at_once = own_critic and not ROLES[CRITIC_ROLE].shares(
+        self._at_once = own_critic and not ROLES[CRITIC_ROLE].colocated_if(
             cfg
         )  # its own devices: it trains beside the policy
         self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step

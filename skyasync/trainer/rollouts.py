@@ -42,8 +42,8 @@ class RewardModelScorer:
 
     def __init__(self, context: RunContext) -> None:
         role, cfg = ROLES[REWARD_ROLE], context.cfg
-        self._active = role.wanted(cfg)
-        self.overlaps = self._active and not (cfg.trainer.placement.colocate_all and role.shares(cfg))
+        self._active = role.has_ranks(cfg)
+        self.overlaps = self._active and not (cfg.trainer.placement.colocate_all and role.colocated_if(cfg))
         self._models = reward_models(cfg.trainer.reward) if self._active else {}
         self._context = context
         self._waiting: list[list[Group]] = []

@@ -192,7 +192,9 @@ async def test_packing_and_ranks_replay_alike(folders: tuple[str, str], ranks: C
 
 def step(rank: Rank, batch: UpdateBatch) -> Any:
     worker = rank.worker
-    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.mesh_shape.data)[
+        worker.backend.spec.mesh_shape.data_rank(rank.rank)
+    ]
     mine = batch.select(rows).trim()
     logprobs = worker.logprobs(mine)
     worker.forward_backward(mine)

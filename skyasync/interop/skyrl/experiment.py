@@ -76,7 +76,7 @@ def initialize_ray(cfg: Ours) -> None:
     def know_the_parts() -> None:
         add_user_parts(parts)
 
-    bundles = plan_slots(cfg, gpus=False, roles=[role for role in ROLES.values() if role.wanted(cfg)]).bundles
+    bundles = plan_slots(cfg, gpus=False, roles=[role for role in ROLES.values() if role.has_ranks(cfg)]).bundles
     cores = max(os.cpu_count() or 1, len(bundles) + 1)  # the entry point's task has one
     start_on_loopback(num_cpus=cores, runtime_env={"worker_process_setup_hook": know_the_parts})
 

@@ -65,7 +65,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     @property
     def has_critic(self) -> bool:
-        return any(role.name == CRITIC_ROLE and role.asked(self.cfg) for role in ROLES.values())
+        return any(role.name == CRITIC_ROLE and role.enabled_if(self.cfg) for role in ROLES.values())
 
     @property
     def resume_mode(self) -> ResumeMode:

@@ -172,7 +172,7 @@ class Checkpointer:
     @property
     def exports(self) -> dict[str, str]:
         """Role -> folder that its final model goes to."""
-        critic = self._cfg.critic.export_path if ROLES[CRITIC_ROLE].asked(self._context.cfg) else ""
+        critic = self._cfg.critic.export_path if ROLES[CRITIC_ROLE].enabled_if(self._context.cfg) else ""
         folders = {POLICY: self._cfg.export_path, CRITIC_ROLE: critic}
         return {role: folder for role, folder in folders.items() if folder}
 
