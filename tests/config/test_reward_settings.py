@@ -107,7 +107,7 @@ def test_judges_are_read_from_a_free_mapping(overrides):
         ([*SERVER, "judges.a.parser='(x'"], r"judges.a.parser=\(x is no regular expression"),
         ([*SERVER, "judges.a.parser='(x)(y)'"], "has 2 groups: one, around the verdict"),
         ([*SERVER, "judges.a.prompt='Is it good? {prompt}'"], "judges.a.prompt does not show the judge the response"),
-        ([*SERVER, "judges.a.timeout_s=0"], "judges.a.timeout_s=0 must be greater than 0"),
+        ([*SERVER, "judges.a.timeout_s=0"], "judges.a.timeout_s=0: must be greater than 0"),
         ([*SERVER, "judges.a.retries=1.5"], "judges.a.retries: expected int, found 1.5"),
         ([*SERVER, "judges.a.cache=maybe"], "judges.a.cache: expected bool .*, found 'maybe'"),
         ([*SERVER, "judges.a.clip=[1,0]"], r"judges.a.clip: expected \[low, high\], two numbers, found \[1, 0\]"),

@@ -11,99 +11,63 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from skyasync.config.keys import When, key
+from skyasync.config.keys import key
 from skyasync.errors import unknown
 
 _WHERE = "environment.domains"
 
-_ENVIRONMENTS = When(lambda cfg: not cfg.generator.agent_program, "not generator.agent_program")
-_RETRIES = When(lambda cfg: cfg.environment.max_retries, "environment.max_retries")
-_GIVES_UP = When(lambda cfg: cfg.environment.on_error != "raise", "environment.on_error=mask|keep")
-
 
 @dataclass
 class EnvironmentConfig:
-    env_class: str = key("", "Environment of rows that name none: a registered id or module:Class.", open_ended=True)
-    num_workers: int = key(1, "Processes that run environments or agent programs.", low=1)
-    max_threads: int = key(
-        512,
-        "Most threads per process for environments without async methods; quick steps use one.",
-        low=1,
-        when=_ENVIRONMENTS,
-    )
-    step_timeout_s: float = key(
-        60.0, "Seconds an environment's step may take from its beginning.", above=0.0, when=_ENVIRONMENTS
-    )
-    on_error: str = key(
-        "raise",
-        "What an environment that raises, hangs or returns invalid output does: end the run, or end its own episode, "
-        "which is then left out of the loss (mask) or trained (keep), with give_up_reward.",
-        choices=("raise", "mask", "keep"),
-    )
-    max_retries: int = key(
-        3,
-        "Times that a step, or an agent program from its beginning, is tried again after a skyasync.TransientError.",
-        low=0,
-    )
-    retry_pause_s: float = key(
-        1.0, "Seconds before the first of them, twice as long before each further one, less up to half by chance.",
-        above=0.0, when=_RETRIES,
-    )  # fmt: skip
-    transient_errors: list[str] = key(
-        [],
-        "Other kinds of errors that are transient, by their names: ConnectionError, httpx.ReadTimeout.",
-        when=_RETRIES,
-    )
-    max_given_up: float = key(
-        1.0,
-        "Share of a step's episodes that on_error may end before the run ends; 1 is no such limit.",
-        above=0.0,
-        high=1.0,
-        when=_GIVES_UP,
-    )
-    give_up_reward: float = key(0.0, "Reward of an episode that on_error has ended.", when=_GIVES_UP)
-    max_observation_chars: int = key(
-        200_000, "A longer observation is an error of its environment.", low=1, when=_ENVIRONMENTS
-    )
-    env_config: dict[str, Any] = key({}, "Free settings, handed to the environment.")
-    env_class_from_rows: bool = key(
-        True, "Rows may name their own env_class; false: environment.env_class for all.", when=_ENVIRONMENTS
-    )
-    reward_funcs: list[str] = key(
-        [],
-        "Functions that judge a response (environment.env_class=reward): registered names, module:function, "
-        "path/to/file.py:function (alone: its reward_func), the address of an OpenRLHF reward server (http://...; "
-        "several with commas), or judge:NAME (environment.judges).",
-        registry="skyasync.rewards:REWARDS",
-        pattern=r".+\.py",
-        open_ended=True,
-    )
-    reward_weights: list[float] = key([], "Factors of the functions' rewards in their sum; an empty list weighs all 1.")
-    reward_timeout_s: float = key(10.0, "Seconds a reward function may take for one response.", above=0.0)
-    reward_unjudged: str = key(
-        "zero",
-        "A response whose reward function takes longer, or crashes its process, earns 0 from it and is counted, or "
-        "ends the run.",
-        choices=("zero", "raise"),
-    )
+    env_class: str = key("", open_ended=True)
+    """Environment of rows that name none: a registered id or module:Class."""
+    num_workers: int = key(1, low=1)
+    """Processes that run environments or agent programs."""
+    max_threads: int = key(512, low=1, when="not generator.agent_program")
+    """Most threads per process for environments without async methods; quick steps use one."""
+    step_timeout_s: float = key(60.0, above=0.0, when="not generator.agent_program")
+    """Seconds an environment's step may take from its beginning."""
+    on_error: str = key("raise", choices=("raise", "mask", "keep"))
+    """What an environment that raises, hangs or returns invalid output does: end the run, or end its own episode, which
+    is then left out of the loss (mask) or trained (keep), with give_up_reward."""
+    max_retries: int = key(3, low=0)
+    """Times that a step, or an agent program from its beginning, is tried again after a skyasync.TransientError."""
+    retry_pause_s: float = key(1.0, above=0.0, when="environment.max_retries")
+    """Seconds before the first of them, twice as long before each further one, less up to half by chance."""
+    transient_errors: list[str] = key([], when="environment.max_retries")
+    """Other kinds of errors that are transient, by their names: ConnectionError, httpx.ReadTimeout."""
+    max_given_up: float = key(1.0, above=0.0, high=1.0, when="environment.on_error=mask|keep")
+    """Share of a step's episodes that on_error may end before the run ends; 1 is no such limit."""
+    give_up_reward: float = key(0.0, when="environment.on_error=mask|keep")
+    """Reward of an episode that on_error has ended."""
+    max_observation_chars: int = key(200_000, low=1, when="not generator.agent_program")
+    """A longer observation is an error of its environment."""
+    env_config: dict[str, Any] = key({})
+    """Free settings, handed to the environment."""
+    env_class_from_rows: bool = key(True, when="not generator.agent_program")
+    """Rows may name their own env_class; false: environment.env_class for all."""
+    reward_funcs: list[str] = key([], registry="skyasync.rewards:REWARDS", pattern=r".+\.py", open_ended=True)
+    """Functions that judge a response (environment.env_class=reward): registered names, module:function,
+    path/to/file.py:function (alone: its reward_func), the address of an OpenRLHF reward server (http://...; several
+    with commas), or judge:NAME (environment.judges)."""
+    reward_weights: list[float] = key([])
+    """Factors of the functions' rewards in their sum; an empty list weighs all 1."""
+    reward_timeout_s: float = key(10.0, above=0.0)
+    """Seconds a reward function may take for one response."""
+    reward_unjudged: str = key("zero", choices=("zero", "raise"))
+    """A response whose reward function takes longer, or crashes its process, earns 0 from it and is counted, or ends
+    the run."""
     code_sandbox: str = key(
-        "auto",
-        "Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the "
-        "address of a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md).",
-        choices=("auto", "bubblewrap", "landlock", "seccomp", "none"),
-        pattern=r"https?://[^/\s]\S*",
+        "auto", choices=("auto", "bubblewrap", "landlock", "seccomp", "none"), pattern=r"https?://[^/\s]\S*"
     )
-    judges: dict[str, Any] = key(
-        {},
-        "Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, "
-        "prompt, parser, ... (docs/rewards.md). Each is the reward function judge:NAME.",
-        when=_ENVIRONMENTS,
-    )
-    domains: dict[str, Any] = key(
-        {},
-        "Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the "
-        "training prompts), tags (rows whose column names one of these are the domain's too).",
-    )
+    """Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the address of
+    a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md)."""
+    judges: dict[str, Any] = key({}, when="not generator.agent_program")
+    """Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, prompt,
+    parser, ... (docs/rewards.md). Each is the reward function judge:NAME."""
+    domains: dict[str, Any] = key({})
+    """Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the
+    training prompts), tags (rows whose column names one of these are the domain's too)."""
 
 
 @dataclass(frozen=True)

@@ -21,26 +21,20 @@ if TYPE_CHECKING:
 
 
 #: The critic is a head on the policy's layers.
-SHARED_CRITIC = When(lambda cfg: cfg.trainer.critic.backbone == "shared", "trainer.critic.backbone=shared")
+SHARED_CRITIC = When("trainer.critic.backbone=shared")
 #: There is a teacher.
-TEACHER = When(lambda cfg: cfg.trainer.teacher.model.path, "trainer.teacher.model.path")
+TEACHER = When("trainer.teacher.model.path")
 
 
 @dataclass
 class ModelConfig:
-    path: str = key(
-        "", "Hugging Face name, local folder, or module:function that makes one and returns its path.", open_ended=True
-    )
-    dtype: str = key(
-        "auto",
-        "Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU.",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    config_kwargs: dict[str, Any] = key(
-        {},
-        "Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or {rope_scaling: "
-        "{rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the model's class before the start.",
-    )
+    path: str = key("", open_ended=True)
+    """Hugging Face name, local folder, or module:function that makes one and returns its path."""
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
+    """Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU."""
+    config_kwargs: dict[str, Any] = key({})
+    """Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or {rope_scaling:
+    {rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the model's class before the start."""
 
 
 #: Schedule -> what ``scheduler_kwargs`` may tell it, as transformers' ``get_scheduler`` takes it.
@@ -65,76 +59,58 @@ BY_A_METRIC = tuple(
 
 @dataclass
 class OptimizerConfig:
-    name: str = key(
-        "adamw",
-        "adamw; adamw_8bit: its state of matrices quantized to eight bits, in blocks with a scale each; or muon: the "
-        "matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
-        choices=("adamw", "adamw_8bit", "muon"),
-    )
-    bf16_stochastic_round: bool = key(
-        False,
-        "Keep no float32 master weights: weights (and optimizer state, except that of adamw_8bit) are bfloat16, each "
-        "step is rounded up or down by chance, so that small steps are not lost. Needs model.dtype=bfloat16 (on a GPU "
-        "auto is that).",
-    )
-    muon_momentum: float = key(0.95, "Muon's momentum; read with name=muon.", low=0.0, below=1.0)
-    lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
-    adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
-    eps: float = key(1e-8, "AdamW's epsilon, added to the root of the second moment.", above=0.0)
-    weight_decay: float = key(0.0, "AdamW's decoupled weight decay.", low=0.0)
-    max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 is off.", low=0.0)
-    num_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", low=0)
-    warmup_ratio: float = key(0.0, "The same as a share of all optimizer steps.", low=0.0, below=1.0)
-    scheduler: str = key(
-        "constant",
-        "Learning rate after the warm-up, by transformers' names.",
-        choices=tuple(SCHEDULES),
-        refused=BY_A_METRIC,
-    )
-    scheduler_kwargs: dict[str, Any] = key({}, "Further parameters of the schedule, such as {min_lr_rate: 0.1}.")
-
-
-_ADAPTERS = When(lambda cfg: cfg.trainer.policy.lora.rank, "trainer.policy.lora.rank")
+    name: str = key("adamw", choices=("adamw", "adamw_8bit", "muon"))
+    """adamw; adamw_8bit: its state of matrices quantized to eight bits, in blocks with a scale each; or muon: the
+    matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW."""
+    bf16_stochastic_round: bool = key(False)
+    """Keep no float32 master weights: weights (and optimizer state, except that of adamw_8bit) are bfloat16, each step
+    is rounded up or down by chance, so that small steps are not lost. Needs model.dtype=bfloat16 (on a GPU auto is
+    that)."""
+    muon_momentum: float = key(0.95, low=0.0, below=1.0)
+    """Muon's momentum; read with name=muon."""
+    lr: float = key(1e-6, low=0.0)
+    """Peak learning rate of AdamW; 0 trains nothing (a control)."""
+    adam_betas: list[float] = key([0.9, 0.999], low=0.0, below=1.0)
+    """AdamW's two decay rates."""
+    eps: float = key(1e-8, above=0.0)
+    """AdamW's epsilon, added to the root of the second moment."""
+    weight_decay: float = key(0.0, low=0.0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = key(1.0, low=0.0)
+    """Clip the global gradient norm to this; 0 is off."""
+    num_warmup_steps: int = key(0, low=0)
+    """Optimizer steps of linear warm-up."""
+    warmup_ratio: float = key(0.0, low=0.0, below=1.0)
+    """The same as a share of all optimizer steps."""
+    scheduler: str = key("constant", choices=tuple(SCHEDULES), refused=BY_A_METRIC)
+    """Learning rate after the warm-up, by transformers' names."""
+    scheduler_kwargs: dict[str, Any] = key({})
+    """Further parameters of the schedule, such as {min_lr_rate: 0.1}."""
 
 
 @dataclass
 class LoraConfig:
-    rank: int = key(
-        0, "Train low-rank adapters of this rank beside frozen weights (LoRA); 0 trains the weights themselves.", low=0
-    )
-    alpha: float = key(16.0, "What an adapter adds is scaled by alpha / rank.", above=0.0, when=_ADAPTERS)
-    dropout: float = key(
-        0.0, "Share of an adapter's inputs that an update leaves out.", low=0.0, below=1.0, when=_ADAPTERS
-    )
-    target_modules: list[str] = key(
-        ["all-linear"],
-        "Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of "
-        "them but the head.",
-        when=_ADAPTERS,
-    )
-    exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
-    base_dtype: str = key(
-        "",
-        "Hold the frozen weights of linear layers quantized (QLoRA): nf4, four bits with a scale per block, by "
-        "bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty "
-        "rounds nothing.",
-        choices=("", "nf4", "int8"),
-        when=_ADAPTERS,
-    )
-    sync: str = key(
-        "merged",
-        "What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to "
-        "weights of their own (transformers) or compute beside them (vllm).",
-        choices=("merged", "adapter"),
-        when=_ADAPTERS,
-    )
-    export: str = key(
-        "merged",
-        "What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the "
-        "adapters alone.",
-        choices=("merged", "adapter"),
-        when=_ADAPTERS,
-    )
+    rank: int = key(0, low=0)
+    """Train low-rank adapters of this rank beside frozen weights (LoRA); 0 trains the weights themselves."""
+    alpha: float = key(16.0, above=0.0, when="trainer.policy.lora.rank")
+    """What an adapter adds is scaled by alpha / rank."""
+    dropout: float = key(0.0, low=0.0, below=1.0, when="trainer.policy.lora.rank")
+    """Share of an adapter's inputs that an update leaves out."""
+    target_modules: list[str] = key(["all-linear"], when="trainer.policy.lora.rank")
+    """Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of them
+    but the head."""
+    exclude_modules: list[str] = key([], when="trainer.policy.lora.rank")
+    """Layers among these that get none."""
+    base_dtype: str = key("", choices=("", "nf4", "int8"), when="trainer.policy.lora.rank")
+    """Hold the frozen weights of linear layers quantized (QLoRA): nf4, four bits with a scale per block, by
+    bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty rounds
+    nothing."""
+    sync: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
+    """What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to
+    weights of their own (transformers) or compute beside them (vllm)."""
+    export: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
+    """What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the adapters
+    alone."""
 
 
 def _gradient_checkpointing() -> bool | str:
@@ -183,89 +159,67 @@ class PolicyConfig:
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()
     reduce_gradients: str = _reduce_gradients()
-    torch_compile: bool = key(
-        False,
-        "Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows are "
-        "then a padded batch.",
-    )
+    torch_compile: bool = key(False)
+    """Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows are then a
+    padded batch."""
     fsdp_size: int = _fsdp_size()
     cpu_offload: str = _cpu_offload()
-    router_replay: str = key(
-        "none",
-        "Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated "
-        "(rollout routing replay), weighed by the trained router; none lets it choose itself.",
-        choices=("none", "R3"),
-    )
-    threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
+    router_replay: str = key("none", choices=("none", "R3"))
+    """Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated (rollout
+    routing replay), weighed by the trained router; none lets it choose itself."""
+    threads: int = key(0, low=0)
+    """CPU threads per policy rank; 0 shares the machine's cores according to the plan."""
 
 
 @dataclass
 class RefConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     fsdp_size: int = _fsdp_size(KL)
-    cpu_offload: str = key(
-        "none",
-        "parameters: the reference's weights lie in host memory, and a layer's come to the device when it computes.",
-        choices=("none", "parameters"),
-        when=KL,
-    )
+    cpu_offload: str = key("none", choices=("none", "parameters"), when=KL)
+    """parameters: the reference's weights lie in host memory, and a layer's come to the device when it computes."""
 
 
 @dataclass
 class CriticOptimizerConfig(OptimizerConfig):
-    lr: float = key(5e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
+    lr: float = key(5e-6, low=0.0)
+    """Peak learning rate of AdamW; 0 trains nothing (a control)."""
 
 
 @dataclass
 class CriticConfig:
-    backbone: str = key(
-        "own",
-        "own: a model of its own, with processes of its own; shared: one linear map of the policy's last states, "
-        "computed and trained with the policy.",
-        choices=("own", "shared"),
-    )
-    value_loss_coef: float = key(
-        0.1,
-        "Share of the value loss's gradient that the policy's layers get of a critic on them; 0 detaches it. The head "
-        "itself learns by all of it.",
-        low=0.0,
-        when=SHARED_CRITIC,
-    )
+    backbone: str = key("own", choices=("own", "shared"))
+    """own: a model of its own, with processes of its own; shared: one linear map of the policy's last states, computed
+    and trained with the policy."""
+    value_loss_coef: float = key(0.1, low=0.0, when=SHARED_CRITIC)
+    """Share of the value loss's gradient that the policy's layers get of a critic on them; 0 detaches it. The head
+    itself learns by all of it."""
     model: ModelConfig = field(default_factory=ModelConfig)
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     gradient_checkpointing: bool | str = _gradient_checkpointing()
     reduce_gradients: str = _reduce_gradients()
     fsdp_size: int = _fsdp_size(CRITIC)
     cpu_offload: str = _cpu_offload(CRITIC)
-    value_clip: float = key(
-        0.2, "The value loss lets a value move by at most this from what it was before the update; 0 is off.", low=0.0
-    )
-    warmup_steps: int = key(0, "First training steps in which the critic alone is trained, and no policy.", low=0)
-    export_path: str = key(
-        "",
-        "Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none.",
-        open_ended=True,
-    )
-    threads: int = key(0, "CPU threads per critic rank; 0 takes as many as a policy rank has.", low=0)
+    value_clip: float = key(0.2, low=0.0)
+    """The value loss lets a value move by at most this from what it was before the update; 0 is off."""
+    warmup_steps: int = key(0, low=0)
+    """First training steps in which the critic alone is trained, and no policy."""
+    export_path: str = key("", open_ended=True)
+    """Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none."""
+    threads: int = key(0, low=0)
+    """CPU threads per critic rank; 0 takes as many as a policy rank has."""
 
 
 @dataclass
 class TeacherConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    weight: float = key(
-        1.0,
-        "Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy, which is added to what the "
-        "estimator makes of rewards.",
-        above=0.0,
-    )
-    top_k: int = key(
-        0,
-        "Compare whole distributions instead of the sampled token alone: reverse KL over so many tokens that the "
-        "teacher finds likeliest and all others as one, in each token's loss, times the weight; 0 is the advantage.",
-        low=0,
-        when=TEACHER,
-    )
-    threads: int = key(0, "CPU threads per rank of the teacher; 0 takes as many as a policy rank has.", low=0)
+    weight: float = key(1.0, above=0.0)
+    """Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy, which is added to what the
+    estimator makes of rewards."""
+    top_k: int = key(0, low=0, when=TEACHER)
+    """Compare whole distributions instead of the sampled token alone: reverse KL over so many tokens that the teacher
+    finds likeliest and all others as one, in each token's loss, times the weight; 0 is the advantage."""
+    threads: int = key(0, low=0)
+    """CPU threads per rank of the teacher; 0 takes as many as a policy rank has."""
 
 
 def check_models(cfg: Config) -> Iterator[str]:

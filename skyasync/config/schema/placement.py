@@ -18,58 +18,60 @@ if TYPE_CHECKING:
     from skyasync.config.schema import Config
 
 
-_APART = When(lambda cfg: not cfg.trainer.placement.colocate_policy_ref, "trainer.placement.colocate_policy_ref=false")
-_CRITIC_APART = When(
-    lambda cfg: not cfg.trainer.placement.colocate_policy_critic, "trainer.placement.colocate_policy_critic=false"
-)
-_TEACHER_APART = When(
-    lambda cfg: not cfg.trainer.placement.colocate_policy_teacher, "trainer.placement.colocate_policy_teacher=false"
-)
+_OWN_REF = When("trainer.placement.colocate_policy_ref=false")
+_OWN_CRITIC = When("trainer.placement.colocate_policy_critic=false")
+_OWN_TEACHER = When("trainer.placement.colocate_policy_teacher=false")
 
 
-#: Ranks on devices apart from the policy's.
-APART = (_APART, _CRITIC_APART, _TEACHER_APART)
+#: Roles on devices of their own.
+OWN_DEVICES = (_OWN_REF, _OWN_CRITIC, _OWN_TEACHER)
 
 
 @dataclass
 class ParallelConfig:
-    context: int = key(1, "Ranks that split each sequence of the same rows, for long ones (Ulysses).", low=1)
-    context_kind: str = key(
-        "ulysses",
-        "How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes "
-        "keys and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in "
-        "bfloat16 it has not been run).",
-        choices=("ulysses", "ring"),
-    )
-    tensor: int = key(
-        1,
-        "Ranks that split the matrices of the same rows, by transformers' plan for the model, and divide a "
-        "mixture's experts.",
-        low=1,
-    )
+    context: int = key(1, low=1)
+    """Ranks that split each sequence of the same rows, for long ones (Ulysses)."""
+    context_kind: str = key("ulysses", choices=("ulysses", "ring"))
+    """How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes keys
+    and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in bfloat16 it has
+    not been run)."""
+    tensor: int = key(1, low=1)
+    """Ranks that split the matrices of the same rows, by transformers' plan for the model, and divide a mixture's
+    experts."""
 
 
 @dataclass
 class PlacementConfig:
-    colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
-    colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)
-    policy_num_nodes: int = key(1, "Nodes for the policy.", low=1)
-    policy_num_gpus_per_node: int = key(
-        1, "Policy ranks per node: one per GPU, or per CPU process without GPUs.", low=1
-    )
-    ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1, when=_APART)
-    ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1, when=_APART)
-    colocate_policy_critic: bool = key(
-        True, "The critic shares the policy's devices; with colocate_all it does in any case.", when=CRITIC
-    )
-    critic_num_nodes: int = key(1, "Nodes for the critic.", low=1, when=_CRITIC_APART)
-    critic_num_gpus_per_node: int = key(1, "Critic ranks per node.", low=1, when=_CRITIC_APART)
-    reward_num_nodes: int = key(1, "Nodes for the reward model, whose devices are its own.", low=1, when=REWARD)
-    reward_num_gpus_per_node: int = key(1, "Reward model ranks per node.", low=1, when=REWARD)
-    colocate_policy_teacher: bool = key(True, "The teacher shares the policy's devices.", when=TEACHER)
-    teacher_num_nodes: int = key(1, "Nodes for the teacher.", low=1, when=_TEACHER_APART)
-    teacher_num_gpus_per_node: int = key(1, "Teacher ranks per node.", low=1, when=_TEACHER_APART)
-    timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
+    colocate_all: bool = key(False)
+    """Engines and workers share devices, taking turns (synchronous plan only)."""
+    colocate_policy_ref: bool = key(True, when=KL)
+    """The reference model shares the policy's devices."""
+    policy_num_nodes: int = key(1, low=1)
+    """Nodes for the policy."""
+    policy_num_gpus_per_node: int = key(1, low=1)
+    """Policy ranks per node: one per GPU, or per CPU process without GPUs."""
+    ref_num_nodes: int = key(1, low=1, when=_OWN_REF)
+    """Nodes for the reference model."""
+    ref_num_gpus_per_node: int = key(1, low=1, when=_OWN_REF)
+    """Reference ranks per node."""
+    colocate_policy_critic: bool = key(True, when=CRITIC)
+    """The critic shares the policy's devices; with colocate_all it does in any case."""
+    critic_num_nodes: int = key(1, low=1, when=_OWN_CRITIC)
+    """Nodes for the critic."""
+    critic_num_gpus_per_node: int = key(1, low=1, when=_OWN_CRITIC)
+    """Critic ranks per node."""
+    reward_num_nodes: int = key(1, low=1, when=REWARD)
+    """Nodes for the reward model, whose devices are its own."""
+    reward_num_gpus_per_node: int = key(1, low=1, when=REWARD)
+    """Reward model ranks per node."""
+    colocate_policy_teacher: bool = key(True, when=TEACHER)
+    """The teacher shares the policy's devices."""
+    teacher_num_nodes: int = key(1, low=1, when=_OWN_TEACHER)
+    """Nodes for the teacher."""
+    teacher_num_gpus_per_node: int = key(1, low=1, when=_OWN_TEACHER)
+    """Teacher ranks per node."""
+    timeout_s: float = key(180.0, above=0.0)
+    """Seconds to wait for the cluster to grant the devices."""
 
 
 def check_placement(cfg: Config) -> Iterator[str]:

@@ -33,57 +33,54 @@ class SamplingConfig:
     """The bounds of the numbers hold for whoever samples: ``engines.protocol.SamplingParams`` and the requests of agent
     programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
 
-    max_generate_length: int = key(256, "Most tokens per response.", low=1, high=INT32)
-    min_tokens: int = key(0, "Fewest tokens per response.", low=0, high=INT32)
-    temperature: float = key(1.0, "Sampling temperature; 0 is greedy.", low=0.01, high=100.0, also=(0.0,))
-    top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", above=0.0, high=1.0)
-    top_k: int = key(-1, "Sample from the k likeliest tokens; -1 is off.", low=-1, high=INT32)
-    min_p: float = key(0.0, "Leave out tokens less likely than this times the likeliest.", low=0.0, high=1.0)
-    presence_penalty: float = key(
-        0.0, "Subtracted from the logits of tokens that the response has already.", low=-2.0, high=2.0
-    )
-    frequency_penalty: float = key(
-        0.0, "Subtracted from the logit of a token for each time that the response has it.", low=-2.0, high=2.0
-    )
-    repetition_penalty: float = key(
-        1.0,
-        "Divides positive logits of tokens in prompt and response, and multiplies negative ones.",
-        low=0.01,
-        high=100.0,
-    )
-    stop: list[str] = key([], "Strings that end a response.")
-    stop_token_ids: list[int] = key(
-        [], "Further tokens that end a response, in addition to the model's own.", low=0, high=INT32
-    )
-    include_stop_str_in_output: bool = key(
-        True, "What environments read holds the string that ended the response; its tokens are trained in any case."
-    )
-    ignore_eos: bool = key(False, "Go on after the model's end-of-sequence token.")
-    bad_words: list[str] = key([], "Words that are never generated.")
-    logit_bias: dict[str, Any] = key({}, "Added to the logits of these tokens: token id -> bias from -100 to 100.")
-    allowed_token_ids: list[int] = key([], "Generate no other tokens than these; empty allows all.", low=0, high=INT32)
-    skip_special_tokens: bool = key(True, "What environments and stop strings see leaves out special tokens.")
-    seed: int = key(
-        -1,
-        "Draw each response from this seed and the response's identity alone; -1 is the engine's own.",
-        low=-1,
-        high=2**62,
-    )
-    structured_outputs: dict[str, Any] = key(
-        {}, "A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams (vllm only)."
-    )
-    repetition_detection: dict[str, Any] = key(
-        {}, "End a response that repeats itself, as one cut by its length: max_pattern_size, min_count (vllm only)."
-    )
+    max_generate_length: int = key(256, low=1, high=INT32)
+    """Most tokens per response."""
+    min_tokens: int = key(0, low=0, high=INT32)
+    """Fewest tokens per response."""
+    temperature: float = key(1.0, low=0.01, high=100.0, also=(0.0,))
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = key(1.0, above=0.0, high=1.0)
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: int = key(-1, low=-1, high=INT32)
+    """Sample from the k likeliest tokens; -1 is off."""
+    min_p: float = key(0.0, low=0.0, high=1.0)
+    """Leave out tokens less likely than this times the likeliest."""
+    presence_penalty: float = key(0.0, low=-2.0, high=2.0)
+    """Subtracted from the logits of tokens that the response has already."""
+    frequency_penalty: float = key(0.0, low=-2.0, high=2.0)
+    """Subtracted from the logit of a token for each time that the response has it."""
+    repetition_penalty: float = key(1.0, low=0.01, high=100.0)
+    """Divides positive logits of tokens in prompt and response, and multiplies negative ones."""
+    stop: list[str] = key([])
+    """Strings that end a response."""
+    stop_token_ids: list[int] = key([], low=0, high=INT32)
+    """Further tokens that end a response, in addition to the model's own."""
+    include_stop_str_in_output: bool = key(True)
+    """What environments read holds the string that ended the response; its tokens are trained in any case."""
+    ignore_eos: bool = key(False)
+    """Go on after the model's end-of-sequence token."""
+    bad_words: list[str] = key([])
+    """Words that are never generated."""
+    logit_bias: dict[str, Any] = key({})
+    """Added to the logits of these tokens: token id -> bias from -100 to 100."""
+    allowed_token_ids: list[int] = key([], low=0, high=INT32)
+    """Generate no other tokens than these; empty allows all."""
+    skip_special_tokens: bool = key(True)
+    """What environments and stop strings see leaves out special tokens."""
+    seed: int = key(-1, low=-1, high=2**62)
+    """Draw each response from this seed and the response's identity alone; -1 is the engine's own."""
+    structured_outputs: dict[str, Any] = key({})
+    """A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams (vllm only)."""
+    repetition_detection: dict[str, Any] = key({})
+    """End a response that repeats itself, as one cut by its length: max_pattern_size, min_count (vllm only)."""
 
 
 @inheriting
 class EvalSamplingConfig(SamplingConfig):
     """What is null is as in ``sampling_params``; read it through ``skyasync.config.schema.sampling.evaluation``."""
 
-    temperature: float | None = key(  # type: ignore[assignment]
-        0.0, "Sampling temperature; 0 is greedy, null as in training.", low=0.01, high=100.0, also=(0.0,)
-    )
+    temperature: float | None = key(0.0, low=0.01, high=100.0, also=(0.0,))  # type: ignore[assignment]
+    """Sampling temperature; 0 is greedy, null as in training."""
 
 
 _OFF = SamplingConfig()

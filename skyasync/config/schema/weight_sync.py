@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skyasync.config.keys import When, key
+from skyasync.config.keys import key
 from skyasync.config.parts import engines_with
 from skyasync.config.schema.sampling import backend
 
@@ -21,40 +21,22 @@ BETWEEN_GPUS = ("nccl", "cuda_ipc")
 class WeightSyncConfig:
     """The part of ``GeneratorConfig`` that is about new weights."""
 
-    weight_sync_backend: str = key(
-        "auto",
-        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with "
-        "the policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to "
-        "engines on other nodes of a cluster.",
-        choices=("auto", "shared_memory", "nccl", "cuda_ipc"),
-    )
-    weight_sync_mode: str = key(
-        "full",
-        "What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by "
-        "nccl or cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent.",
-        choices=("full", "delta"),
-    )
-    weight_sync_dir: str = key(
-        "",
-        "Folder that the policy's machine and those of generator.engines see under this path, for weights on their "
-        "way; empty is shared memory, for servers on the policy's machine.",
-        open_ended=True,
-        when=When(lambda cfg: cfg.generator.engines, "generator.engines"),
-    )
-    verify_weight_sync: bool = key(
-        True, "Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."
-    )
-    verify_interval: int = key(
-        10,
-        "Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc.",
-        low=1,
-    )
-    weight_sync_tolerance: float = key(
-        0.0,
-        "Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up.",
-        low=0.0,
-        when=When(lambda cfg: cfg.generator.verify_weight_sync, "generator.verify_weight_sync"),
-    )
+    weight_sync_backend: str = key("auto", choices=("auto", "shared_memory", "nccl", "cuda_ipc"))
+    """How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with the
+    policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to engines on
+    other nodes of a cluster."""
+    weight_sync_mode: str = key("full", choices=("full", "delta"))
+    """What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by nccl or
+    cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent."""
+    weight_sync_dir: str = key("", open_ended=True, when="generator.engines")
+    """Folder that the policy's machine and those of generator.engines see under this path, for weights on their way;
+    empty is shared memory, for servers on the policy's machine."""
+    verify_weight_sync: bool = key(True)
+    """Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."""
+    verify_interval: int = key(10, low=1)
+    """Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc."""
+    weight_sync_tolerance: float = key(0.0, low=0.0, when="generator.verify_weight_sync")
+    """Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up."""
 
 
 def check_weight_sync(cfg: Config) -> Iterator[str]:
