@@ -53,10 +53,19 @@ class AgentsConfig:
 
 
 def check_agents(cfg: Config) -> Iterator[str]:
-    """Settings that would judge what the program judges, or leave an episode without an end."""
-    if cfg.generator.agent_program == ONLINE:
-        yield from _check_online(cfg)
-    file, program, env_class = cfg.generator.agent_func_path, cfg.generator.agent_program, cfg.environment.env_class
+    """Settings that would reward what the program rewards, or leave an episode without an end."""
+    generator, env_class = cfg.generator, cfg.environment.env_class
+    file, program = generator.agent_func_path, generator.agent_program
+    if program == ONLINE and not generator.episode_timeout_s:
+        yield (
+            "generator.agent_program=online needs generator.episode_timeout_s: a session whose program never ends it "
+            "would hold up the run"
+        )
+    if program == ONLINE and cfg.environment.on_error == "raise":
+        yield (
+            "generator.agent_program=online needs environment.on_error=mask or keep: with raise, a program outside "
+            "that goes away without ending its session would end the run"
+        )
     if file and program in other_frameworks().agent_file_programs:  # not chosen, but settled in an earlier run
         program = ""
     others = {
@@ -67,24 +76,11 @@ def check_agents(cfg: Config) -> Iterator[str]:
     for name, value in others.items():
         if program and value:
             yield (
-                f"generator.agent_program={program} plays the episodes and returns their scores; {name}={value} would "
-                f"have no part in it: leave one of them empty"
+                f"generator.agent_program={program} plays the episodes and returns their rewards; {name}={value} would "
+                f"not be used: leave one of them empty"
             )
     if file and env_class not in ("", other_frameworks().agent_file_environment):
         yield (
             f"generator.agent_func_path={file} plays the rows that name no environment, and environment.env_class="
             f"{env_class} those too: leave one of them empty"
-        )
-
-
-def _check_online(cfg: Config) -> Iterator[str]:
-    if not cfg.generator.episode_timeout_s:
-        yield (
-            "generator.agent_program=online needs generator.episode_timeout_s: a session whose program never ends it "
-            "would hold up the run"
-        )
-    if cfg.environment.on_error == "raise":
-        yield (
-            "generator.agent_program=online needs environment.on_error=mask or keep: with raise, a program outside "
-            "that goes away without ending its session would end the run"
         )

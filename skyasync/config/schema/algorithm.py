@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from skyasync.config.schema import Config
 
 
-#: A key whose value may be infinite: no limit.
+#: A key whose value may be infinite.
 limit = partial(key, infinite=True)
 _REGISTRIES = "skyasync.algorithms:"
 #: There is a reference model.
@@ -282,21 +282,17 @@ INTERVALS = (
 )
 
 
-def _with_critic() -> list[str]:
-    return [name for name, about in ADVANTAGE_ESTIMATORS.builtins().items() if "values" in about.inputs]
-
-
 def check_functions(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Their parameters, and the settings that ``trainer.algorithm.extra`` names."""
     chosen = functions(algorithm)
-    wrong = [one.problem for one in chosen if one.problem]
-    yield from wrong
-    accepted = {name for one in chosen for about in one.about for name in about.settings}
-    for name in () if wrong else algorithm.extra:
+    if wrong := [problem for function in chosen if (problem := function.problem())]:
+        yield from wrong
+        return
+    accepted = {name for function in chosen for about in function.about for name in about.settings}
+    for name in algorithm.extra:
         if name not in accepted:
-            yield f"trainer.algorithm.extra {name!r} is no setting of the chosen functions: " + unknown(
-                "setting", name, accepted
-            )
+            what = unknown("setting", name, accepted)
+            yield f"trainer.algorithm.extra {name!r} is no setting of the chosen functions: {what}"
 
 
 def check_algorithm(cfg: Config) -> Iterator[str]:
@@ -368,34 +364,32 @@ def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
     """One line for each setting that needs more of the batch than a plan that streams has at a time."""
     if plan is None or not plan.streams:
         return
-    for setting in whole_batch_settings(cfg):
-        yield f"{setting} needs the whole batch, and {plan} trains groups as they come: change it, or use another plan"
-
-
-def whole_batch_settings(cfg: Config) -> Iterator[str]:
-    """The settings, as one would write them."""
     trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
-    reduction = LOSS_REDUCTIONS.about(algorithm.loss_reduction)
+    name = "trainer.algorithm."
+    settings = []
     if trainer.update_epochs_per_batch > 1:
-        yield f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}"
+        settings.append(f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}")
     estimator = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
     if depends_on_pool(algorithm, estimator, "whole_batch", "batch"):
         depends = estimator.can["whole_batch"]
-        switches = [] if depends is True else [estimator.keys[name] for name in depends]
-        on = [f" with trainer.algorithm.{key}=true" for key in switches if getattr(algorithm, key) is True]
-        yield f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{''.join(on)}"
+        switches = [] if depends is True else [estimator.keys[setting] for setting in depends]
+        on = [f" with {name}{key}=true" for key in switches if attrgetter(key)(algorithm) is True]
+        settings.append(f"{name}advantage_estimator={algorithm.advantage_estimator}{''.join(on)}")
     if algorithm.advantage_batch_normalize:
-        yield "trainer.algorithm.advantage_batch_normalize=true"
+        settings.append(f"{name}advantage_batch_normalize=true")
     if algorithm.reward_normalization == "batch":
-        yield "trainer.algorithm.reward_normalization=batch"
+        settings.append(f"{name}reward_normalization=batch")
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
-        yield "trainer.algorithm.kl_ctrl.type=adaptive"
+        settings.append(f"{name}kl_ctrl.type=adaptive")
     for function in functions(algorithm):
         if function.about.selector is not None:
-            yield f"trainer.algorithm.{function.key}={function.name}, which chooses among all tokens,"
+            settings.append(f"{name}{function.key}={function.name}, which chooses among all tokens,")
         elif function.about.can.get("whole_batch") is True and function.key.startswith("off_policy"):
-            yield f"trainer.algorithm.{function.key}={function.name}"
+            settings.append(f"{name}{function.key}={function.name}")
+    reduction = LOSS_REDUCTIONS.about(algorithm.loss_reduction)
     if not reduction.can["by_parts"]:
-        yield f"trainer.algorithm.loss_reduction={algorithm.loss_reduction}"
+        settings.append(f"{name}loss_reduction={algorithm.loss_reduction}")
     elif "max_seq_len" in reduction.keys.values() and not algorithm.max_seq_len:
-        yield f"trainer.algorithm.loss_reduction={algorithm.loss_reduction} with trainer.algorithm.max_seq_len=0"
+        settings.append(f"{name}loss_reduction={algorithm.loss_reduction} with {name}max_seq_len=0")
+    for setting in settings:
+        yield f"{setting} needs the whole batch, and {plan} trains groups as they come: change it, or use another plan"

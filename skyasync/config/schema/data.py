@@ -75,8 +75,12 @@ class EvalSet:
 
 def eval_sets(data: DataConfig) -> dict[str, EvalSet]:
     """All that is evaluated, by name; ``data.val_data`` has none ("")."""
-    named = {str(name): _set_of(entry) for name, entry in data.val_sets.items()}
-    return {"": EvalSet(tuple(data.val_data)), **named} if data.val_data else named
+    sets = {"": EvalSet(tuple(data.val_data))} if data.val_data else {}
+    for name, entry in data.val_sets.items():
+        fields = entry if isinstance(entry, Mapping) else {"data": entry}
+        sources = [fields["data"]] if isinstance(fields["data"], str) else fields["data"]
+        sets[str(name)] = EvalSet(tuple(sources), fields.get("n_samples", 0))
+    return sets
 
 
 def eval_sources(data: DataConfig) -> list[str]:
@@ -120,13 +124,10 @@ def check_data(cfg: Config) -> Iterator[str]:
             yield f"data.reasoning_gym.{task} is for no task in data.train_data: {unknown('task', str(task), tasks)}"
         elif not isinstance(options, Mapping):
             yield f"data.reasoning_gym.{task} must be a mapping of options, found {options!r}"
-    if not wrong:
-        yield from _check_evaluation(cfg)
-
-
-def _check_evaluation(cfg: Config) -> Iterator[str]:
+    if wrong:
+        return
     if evaluation(cfg.generator).temperature == 0:
-        for name, one in eval_sets(cfg.data).items():
+        for name, one in eval_sets(data).items():
             if one.n_samples > 1:
                 yield (
                     f"{_WHERE}.{name}.n_samples={one.n_samples} draws the same response {one.n_samples} times with "
@@ -149,31 +150,19 @@ def _problems(name: str, entry: object) -> Iterator[str]:
     where = f"{_WHERE}.{name}"
     if not _NAME.fullmatch(name):
         yield f"{where}: a set's name has letters, digits, _, - and . alone"
-    elif name in _TAKEN:
+        return
+    if name in _TAKEN:
         yield f"{where}: eval/{name} is a metric's name; call the set otherwise"
-    elif not isinstance(entry, Mapping):
-        yield from _of_sources(where, entry)
-    else:
+        return
+    sources, key = entry, where
+    if isinstance(entry, Mapping):
+        sources, key = entry.get("data"), f"{where}.data"
         for given in entry:
             if given not in _ENTRIES:
                 yield f"{where}.{given}: {unknown('entry', str(given), _ENTRIES)}"
-        yield from _of_sources(f"{where}.data", entry.get("data"))
         count = entry.get("n_samples", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             yield f"{where}.n_samples: expected a whole number of at least 1, found {count!r}"
-
-
-def _of_sources(where: str, sources: object) -> Iterator[str]:
     several = sources if isinstance(sources, list | tuple) else [sources]
     if not several or not all(isinstance(source, str) and source for source in several):
-        yield f"{where}: expected a source as in data.val_data, or a list of them, found {sources!r}"
-
-
-def _set_of(entry: Any) -> EvalSet:  # noqa: ANN401  (checked)
-    if isinstance(entry, Mapping):
-        return EvalSet(_sources(entry["data"]), entry.get("n_samples", 0))
-    return EvalSet(_sources(entry))
-
-
-def _sources(given: str | list[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+        yield f"{key}: expected a source as in data.val_data, or a list of them, found {sources!r}"

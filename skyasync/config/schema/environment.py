@@ -91,10 +91,9 @@ class Domain:
 
 def domains_of(mapping: Mapping[str, Any]) -> dict[str, Domain]:
     """The checked mapping as objects."""
-    plain: dict[str, dict[str, Any]] = {
-        str(name): {key: _plain(value) for key, value in entry.items()} for name, entry in mapping.items()
+    return {
+        str(name): Domain(**{key: _plain(value) for key, value in entry.items()}) for name, entry in mapping.items()
     }
-    return {name: Domain(**entry) for name, entry in plain.items()}
 
 
 def tags_of(mapping: Mapping[str, Any]) -> dict[str, str]:
@@ -130,16 +129,14 @@ def check_domains(mapping: Mapping[str, Any]) -> Iterator[str]:
     yield from problems
     if problems:
         return
-    owners: dict[str, list[str]] = {}
-    for name, domain in domains_of(mapping).items():
-        for tag in domain.tags:
-            owners.setdefault(tag, []).append(name)
-    for tag, names in owners.items():
+    domains = domains_of(mapping)
+    for tag in dict.fromkeys(tag for domain in domains.values() for tag in domain.tags):
+        names = [name for name, domain in domains.items() if tag in domain.tags]
         if len(names) > 1:
             yield f"{_WHERE}: the tag {tag} is listed by {' and '.join(names)}: a row belongs to one domain"
-    shares = [domain.proportion for domain in domains_of(mapping).values() if domain.proportion is not None]
-    if sum(shares) > 1 + 1e-9:
-        yield f"the proportions in {_WHERE} add up to {sum(shares):g}: they are shares of the prompts, 1 in all"
+    total = sum(proportions_of(mapping).values())
+    if total > 1 + 1e-9:
+        yield f"the proportions in {_WHERE} add up to {total:g}: they are shares of the prompts, 1 in all"
 
 
 def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
@@ -154,38 +151,35 @@ def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) ->
 
 
 def _problems(where: str, entry: object) -> Iterator[str]:
+    from skyasync.rewards.registry import REWARDS
+
     known = [field.name for field in dataclasses.fields(Domain)]
     if not isinstance(entry, Mapping):
         yield f"{where} must be a mapping with some of {', '.join(known)}, found {entry!r}"
         return
-    problems = {name: _problem(str(name), value, known) for name, value in entry.items()}
-    yield from (f"{where}.{name}: {problem}" for name, problem in problems.items() if problem)
-    if not any(problems.values()):
-        yield from check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
-
-
-def _problem(name: str, value: Any, known: list[str]) -> str:  # noqa: ANN401  (what the user has written)
-    """What is wrong with one entry of a domain; "" if nothing is."""
-    from skyasync.rewards.registry import REWARDS
-
-    if name not in known:
-        return unknown("entry", name, known)
-    if name in ("tags", "reward_funcs"):
-        names = _plain(value)
-        if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
-            return f"expected a list of names, found {value!r}"
-        named = [func for func in names if name == "reward_funcs" and ":" not in func and not func.endswith(".py")]
-        wrong = next((func for func in named if func not in REWARDS.names()), None)
-        return unknown("reward function", wrong, REWARDS.names()) if wrong is not None else ""
-    if name == "reward_weights":
-        right = isinstance(value, list | tuple) and all(map(_is_number, value))
-        return "" if right else f"expected a list of numbers, found {value!r}"
-    if name == "proportion" and value is None:
-        return ""
-    if not _is_number(value):
-        return f"expected a number, found {value!r}"
-    out = name == "proportion" and not 0 < value <= 1
-    return f"must be greater than 0 and at most 1, found {value:g}" if out else ""
+    problems = []
+    for name, value in entry.items():
+        problem, number = "", _is_number(value)
+        if name not in known:
+            problem = unknown("entry", str(name), known)
+        elif name in ("tags", "reward_funcs"):
+            names = _plain(value)
+            if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
+                problem = f"expected a list of names, found {value!r}"
+            elif name == "reward_funcs":
+                registered = [func for func in names if ":" not in func and not func.endswith(".py")]
+                wrong = [func for func in registered if func not in REWARDS.names()]
+                problem = unknown("reward function", wrong[0], REWARDS.names()) if wrong else ""
+        elif name == "reward_weights":
+            if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
+                problem = f"expected a list of numbers, found {value!r}"
+        elif not number and not (name == "proportion" and value is None):
+            problem = f"expected a number, found {value!r}"
+        elif name == "proportion" and number and not 0 < value <= 1:
+            problem = f"must be greater than 0 and at most 1, found {value:g}"
+        if problem:
+            problems.append(f"{where}.{name}: {problem}")
+    yield from problems or check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
 
 
 def _is_number(value: object) -> bool:

@@ -141,22 +141,15 @@ def check_generator(cfg: Config) -> Iterator[str]:
             f"generator.engine_kwargs={written(options)} has no effect: generator.backend={engine} takes no arguments "
             f"of its own, as {engines_with('options')} does"
         )
-    if generator.oversample_per_prompt:
-        yield from _check_spares(cfg)
-
-
-def _check_spares(cfg: Config) -> Iterator[str]:
-    """What cannot take the first samples of a group that are complete."""
-    generator = cfg.generator
     key = f"generator.oversample_per_prompt={generator.oversample_per_prompt}"
-    if generator.agent_program:
+    if generator.oversample_per_prompt and generator.agent_program:
         yield f"{key} is for environments, and generator.agent_program plays programs: remove one of them"
-    if not generator.is_num_return_sequences_expand:
+    if generator.oversample_per_prompt and not generator.is_num_return_sequences_expand:
         yield (
             f"{key} takes the samples of a group that are complete first, and "
             f"generator.is_num_return_sequences_expand=false lets them end together: remove one of them"
         )
-    if cfg.trainer.algorithm.dynamic_sampling.early_end:
+    if generator.oversample_per_prompt and cfg.trainer.algorithm.dynamic_sampling.early_end:
         yield (
             f"{key} starts more samples than a group has, and trainer.algorithm.dynamic_sampling.early_end=true "
             f"decides by those that it has: remove one of them"

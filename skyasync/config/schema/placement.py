@@ -75,53 +75,41 @@ class PlacementConfig:
 
 
 def check_placement(cfg: Config) -> Iterator[str]:
-    """Axes that are not the ranks there are, or that nothing can be divided over."""
-    parallel, placement = cfg.trainer.parallel, cfg.trainer.placement
-    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    sharing = parallel.context * parallel.tensor
-    placed = (
-        f"trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
-        f"trainer.placement.policy_num_gpus_per_node={placement.policy_num_gpus_per_node}"
-    )
-    axes = f"trainer.parallel.context={parallel.context} times trainer.parallel.tensor={parallel.tensor}"
+    """Mesh dimensions that do not multiply to the ranks, or that nothing can be divided over."""
+    trainer, parallel, placement = cfg.trainer, cfg.trainer.parallel, cfg.trainer.placement
+    ranks, sharing = placement.policy_num_nodes * placement.policy_num_gpus_per_node, parallel.context * parallel.tensor
     if ranks % sharing:
-        more = -(-ranks // sharing) * sharing
-        yield f"{axes} does not divide the {ranks} ranks of {placed}: make them {more}, or the axes divisors of {ranks}"
+        yield (
+            f"trainer.parallel.context={parallel.context} times trainer.parallel.tensor={parallel.tensor} does not "
+            f"divide the {ranks} ranks of trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
+            f"trainer.placement.policy_num_gpus_per_node={placement.policy_num_gpus_per_node}: make them "
+            f"{-(-ranks // sharing) * sharing}, or the axes divisors of {ranks}"
+        )
     if parallel.context_kind != "ulysses" and parallel.context == 1:
         yield (
             f"trainer.parallel.context_kind={parallel.context_kind} has no effect with trainer.parallel.context=1, "
             f"which splits no sequences: raise it, or leave the kind at ulysses"
         )
-    split = next((f"{name}={size}" for name, size in (("context", parallel.context), ("tensor", parallel.tensor))
-                  if size > 1), "")  # fmt: skip
-    if split and cfg.trainer.policy.torch_compile:
-        yield (
-            f"trainer.policy.torch_compile=true does not compile what trainer.parallel.{split} divides: remove one of "
-            f"them"
-        )
-    trainer = cfg.trainer
-    yield from _check_groups(cfg, "policy", trainer.policy.fsdp_size, ranks, beside=True)
+    sizes = {"context": parallel.context, "tensor": parallel.tensor}
+    split = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    if split and trainer.policy.torch_compile:
+        yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: remove one of them"
+
+    own_critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+    own_ref = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    groups = [("policy", trainer.policy.fsdp_size, True, ranks)]  # role, size, whether on the policy's ranks, own ranks
     if CRITIC(cfg):
-        beside = placement.colocate_policy_critic or placement.colocate_all
-        own = placement.critic_num_nodes * placement.critic_num_gpus_per_node
-        yield from _check_groups(cfg, "critic", trainer.critic.fsdp_size, ranks if beside else own, beside=beside)
+        colocated = placement.colocate_policy_critic or placement.colocate_all
+        groups.append(("critic", trainer.critic.fsdp_size, colocated, own_critic))
     if KL(cfg):
-        beside = placement.colocate_policy_ref
-        own = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-        yield from _check_groups(cfg, "ref", trainer.ref.fsdp_size, ranks if beside else own, beside=beside)
-
-
-def _check_groups(cfg: Config, section: str, size: int, ranks: int, *, beside: bool) -> Iterator[str]:
-    """``beside``: its ranks are the policy's in number, and divided like them."""
-    key = f"trainer.{section}.fsdp_size={size}"
-    if size and ranks % size:
-        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-        yield (
-            f"{key} makes no groups of equal size of {ranks} ranks (trainer.placement): it is one of "
-            f"{', '.join(fitting)}, or 0 for all of them"
-        )
-    parallel = cfg.trainer.parallel
-    for name, axis in (("context", parallel.context), ("tensor", parallel.tensor)):
-        if size and beside and axis > 1:
-            yield f"{key} and trainer.parallel.{name}={axis} both cut the ranks into groups: choose one"
-            return
+        groups.append(("ref", trainer.ref.fsdp_size, placement.colocate_policy_ref, own_ref))
+    for role, size, colocated, own in groups:
+        key, count = f"trainer.{role}.fsdp_size={size}", ranks if colocated else own
+        if size and count % size:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            yield (
+                f"{key} makes no groups of equal size of {count} ranks (trainer.placement): it is one of {fitting}, or "
+                f"0 for all of them"
+            )
+        if size and colocated and split:
+            yield f"{key} and {split[0]} both cut the ranks into groups: choose one"

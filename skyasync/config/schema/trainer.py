@@ -36,8 +36,8 @@ class TrainerConfig(FaultToleranceConfig):
     async_queue_size: int = key(1, low=1)
     """Batches the generator may be ahead in the one_step_off plan: the staleness it settles at."""
     stream_groups: int = key(0, low=0)
-    """Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives the same
-    losses bit for bit. 0 trains whatever has been generated, which waits least."""
+    """Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives bitwise
+    identical losses. 0 trains whatever has been generated, which waits least."""
     max_staleness: int = key(1, low=0)
     """Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous."""
     sync_interval: int = key(1, low=1)

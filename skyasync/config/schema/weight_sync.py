@@ -40,7 +40,7 @@ class WeightSyncConfig:
 
 
 def check_weight_sync(cfg: Config) -> Iterator[str]:
-    """Ways that the chosen engine has not, or that do not go with where it runs or with what is trained."""
+    """Ways that the chosen engine does not have, or that contradict its devices or what is trained."""
     from skyasync.inference.interface import ENGINES
 
     generator, engine = cfg.generator, backend(cfg)
@@ -60,37 +60,24 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
             f"generator.weight_sync_backend={way} needs {engines_with('weight_sync', way)}: with generator.backend="
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
         )
-    if cfg.trainer.policy.lora.rank and cfg.trainer.policy.lora.sync == "adapter":
-        yield from _check_adapters(cfg)
-    yield from _check_devices(cfg)
-
-
-def _check_adapters(cfg: Config) -> Iterator[str]:
-    """Adapters that are sent alone to engines that cannot take them, or have no weights to add them to."""
-    from skyasync.inference.interface import ENGINES
-
-    generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
-    key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
-    if not can["takes_adapters"]:
-        yield f"{key} needs {engines_with('takes_adapters')}; found {engine}: set trainer.policy.lora.sync=merged"
-    elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
-        yield (
-            f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend={engine} "
-            f"cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
-        )
-    if (way := generator.weight_sync_backend) in BETWEEN_GPUS:
-        yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: remove one of them"
-    if generator.weight_sync_mode == "delta":
-        yield f"{key} and generator.weight_sync_mode=delta both send less than all weights: remove one of them"
-    if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
-        yield (
-            f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
-            f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
-        )
-
-
-def _check_devices(cfg: Config) -> Iterator[str]:
-    generator = cfg.generator
+    lora, key = cfg.trainer.policy.lora, "trainer.policy.lora.sync=adapter"
+    if lora.rank and lora.sync == "adapter":
+        if not can["takes_adapters"]:
+            yield f"{key} needs {engines_with('takes_adapters')}; found {engine}: set trainer.policy.lora.sync=merged"
+        elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
+            yield (
+                f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend="
+                f"{engine} cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
+            )
+        if way in BETWEEN_GPUS:
+            yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: remove one of them"
+        if generator.weight_sync_mode == "delta":
+            yield f"{key} and generator.weight_sync_mode=delta both send less than all weights: remove one of them"
+        if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
+            yield (
+                f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
+                f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
+            )
     if not cfg.trainer.placement.colocate_all:
         if generator.weight_sync_backend == "cuda_ipc":
             yield (
