@@ -9,6 +9,7 @@ process that computes the same again and again retains them instead.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 
 RETAINED = (1 << 31) - 1  # bytes at the heap's end, besides holes in it; also the largest number that ``mallopt`` takes
@@ -17,14 +18,13 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 def keep_freed() -> None:
     """From here on this process keeps what it frees, about ``RETAINED`` bytes of it, for what it allocates next."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, RETAINED)
         mallopt(_TRIM_THRESHOLD, RETAINED)
 
 
 def give_back() -> None:
     """What this process has freed, to the system."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

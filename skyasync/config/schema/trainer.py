@@ -146,7 +146,7 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
     if cfg.trainer.placement.colocate_all and interval > 1:
         yield (
             f"trainer.sync_interval={interval} leaves the engines without new weights after most steps, and "
-            f"trainer.placement.colocate_all=true wakes them by handing weights over: set one of them to its default"
+            f"trainer.placement.colocate_all=true wakes them by a weight sync: set one of them to its default"
         )
     if cfg.trainer.placement.colocate_all and (plan.asynchronous or plan.streams):
         yield (
