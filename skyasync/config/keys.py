@@ -76,19 +76,10 @@ class When:
 
 @dataclass(frozen=True)
 class Key:
-    """One setting.
+    """One setting: what its field says (see ``key``), and where it stands.
 
     Args:
         default: OmegaConf's ``MISSING`` if the user must give a value.
-        choices: the values that it may have. Of a list, choices, registry and bounds hold for each element.
-        refused: values that other libraries know and that are no choice here, each with the reason.
-        low, high: inclusive bounds; ``above``, ``below``: exclusive ones; ``also``: numbers outside them that are
-            allowed.
-        registry: "module:NAME", where the allowed names are registered.
-        open_ended: a ``module:attribute`` reference (or, for paths, any string) is accepted as well.
-        pattern: what matches it as a whole is accepted in addition to ``choices``.
-        when: the condition under which the key is read. A run in which it is set and not read is an error.
-        infinite: the number need not be finite.
         own_doc: its sentence; by default the docstring under the field of its ``owner``, the dataclass.
     """
 
@@ -207,7 +198,17 @@ def _field_docs(module: str) -> dict[tuple[str, str], str]:
 def key(default: T, doc: str = "", **limits: Any) -> T:  # noqa: ANN401  (the fields of Key)
     """A field of a settings dataclass, which ``doc`` or a docstring under the field documents.
 
-    ``limits`` are further arguments of ``Key``; ``when`` may be the text of its one alternative.
+    Args:
+        choices: the values that it may have. Of a list, choices, registry and bounds hold for each element.
+        refused: values that other libraries know and that are no choice here, each with the reason.
+        low, high: inclusive bounds; ``above``, ``below``: exclusive ones; ``also``: numbers outside them that are
+            allowed.
+        infinite: the number need not be finite.
+        registry: "module:NAME", where the allowed names are registered.
+        open_ended: a ``module:attribute`` reference (or, for paths, any string) is accepted as well.
+        pattern: what matches it as a whole is accepted in addition to ``choices``.
+        when: a ``When``, or the text of its one alternative: the condition under which the key is read. It is an error
+            to set a key that is not read.
     """
     if isinstance(limits.get("when"), str):
         limits["when"] = When(limits["when"])
@@ -229,6 +230,9 @@ def inheriting(group: type[T]) -> type[T]:
             group.__annotations__[inherited.name] = f"{inherited.type} | None"
             setattr(group, inherited.name, field(default=None, metadata=inherited.metadata))
     return dataclass(group)
+
+
+_READ: dict[type, Keys] = {}
 
 
 @dataclass(frozen=True)
@@ -293,9 +297,6 @@ class Keys:
         prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
         key = next((self.by_path[prefix] for prefix in prefixes if prefix in self.by_path), None)
         return key if key and (key.path == path or key.is_mapping) else None
-
-
-_READ: dict[type, Keys] = {}
 
 
 def entry_problem(kind: type, name: str, value: object) -> str:

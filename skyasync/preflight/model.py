@@ -184,8 +184,7 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
     Raises:
         UserError: if it is neither in the cache nor on the hub.
     """
-    from huggingface_hub import constants, get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub import constants
 
     if cached := config_file(name):
         return cached.parent
@@ -195,6 +194,9 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
 
     def request() -> None:
         nonlocal problem
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
+
         try:
             url = hf_hub_url(name, CONFIG)
             status = get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_S).status_code
