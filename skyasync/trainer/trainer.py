@@ -62,7 +62,7 @@ from skyasync.workers.roles import POLICY
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import TrainingBatch
-    from skyasync.workers.protocol import WorkerDispatch
+    from skyasync.workers.dispatch import Dispatch
 
 T = TypeVar("T")
 
@@ -173,7 +173,7 @@ class RayPPOTrainer(AlgorithmHooks):
 
     def attach(
         self,
-        dispatch: WorkerDispatch,
+        dispatch: Dispatch,
         weight_sync: WeightSyncing,
         *,
         timeline: Timeline | None = None,
@@ -624,7 +624,7 @@ class RayPPOTrainer(AlgorithmHooks):
         return self.context.client
 
     @property
-    def dispatch(self) -> WorkerDispatch:
+    def dispatch(self) -> Dispatch:
         """The models that are trained or asked."""
         return self.context.dispatch
 
