@@ -52,7 +52,7 @@ class RolloutExperiment(BasePPOExp):
         check_parts(self.cfg, [])
         if held_out and not eval_sources(self.cfg.data):
             raise UserError("there are no held-out prompts: name data.val_data or data.val_sets")
-        check_data(self.cfg, self.data_rows, train=not held_out, held_out=held_out)
+        check_data(self.cfg, self.data_rows, train=not held_out, evaluate=held_out)
         settle_models(self.cfg, [ROLES[POLICY]], own_tokenizer=False)
         self.judge_keys = check_judges(self.cfg)
 

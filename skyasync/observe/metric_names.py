@@ -51,7 +51,7 @@ METRICS = (
     Metric("env/retries", "Tries after transient errors, on average over the episodes that needed any."),
     Metric(
         "env/dropped",
-        "Samples that a group dropped, since enough others were complete (generator.spare_samples_per_prompt).",
+        "Samples that a group dropped, since enough others were complete (generator.oversample_per_prompt).",
     ),
     Metric("env/dropped_tokens", "Tokens of these on average, at least."),
     Metric("env/reward_model", "The reward model's score, neither scaled nor weighed (trainer.reward)."),
@@ -122,7 +122,7 @@ METRICS = (
     Metric("staleness/min", "The least.", "versions"),
     Metric("staleness/max", "The most.", "versions"),
     Metric("staleness/head_mean", "Of the trajectories' first tokens.", "versions"),
-    Metric("staleness/tail_mean", "Of their last tokens.", "versions"),
+    Metric("staleness/last_token_mean", "Of their last tokens.", "versions"),
     Metric("staleness/tokens_<n>", "Tokens that were n versions old.", TOKENS),
     Metric("sync/logprob_gap", "Largest gap of log-probabilities, trainer to engine, on probe prompts.", "nats"),
     Metric("sync/logprob_gap_mean", "Its mean.", "nats"),

@@ -18,7 +18,7 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
-from skyasync.heap import KEPT
+from skyasync.heap import RETAINED
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
 from skyasync.models import MeshShape
 from skyasync.planning.memory import (
@@ -473,7 +473,7 @@ class _Planner:
     def _freed(self, ranks: int) -> Lines:
         """What ranks on CPUs keep of what an update has given back, for the next one."""
         transient = sum(updating(self.own, self.rank).values()) - sum(held(self.own, self.rank).values())
-        return {"policy: freed": ranks * min(KEPT, transient)}
+        return {"policy: freed": ranks * min(RETAINED, transient)}
 
     def _processes(self, workers: int, engines: int) -> Lines:
         each = PROCESS[self.machine.gpus > 0] * (1 + workers)

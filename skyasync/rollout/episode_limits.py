@@ -44,7 +44,7 @@ class EpisodeLimits:
         spread: ``generator.is_num_return_sequences_expand``: each episode is a session of its own, so that those of a
             group may go to different engines; false keeps a group on one.
         turn_discount: ``generator.turn_discount``.
-        spares: ``generator.spare_samples_per_prompt``.
+        spares: ``generator.oversample_per_prompt``.
         on_nonfinite: ``trainer.on_nonfinite``, for rewards, if ``on_error`` does not end their episodes alone.
         metric: ``trainer.algorithm.dynamic_sampling.metric``, which episodes must report.
     """
@@ -72,7 +72,7 @@ class EpisodeLimits:
             give_up_reward=cfg.environment.give_up_reward,
             spread=generator.is_num_return_sequences_expand,
             turn_discount=generator.turn_discount,
-            spares=generator.spare_samples_per_prompt,
+            spares=generator.oversample_per_prompt,
             on_nonfinite=cfg.trainer.on_nonfinite,
             metric=reported_metric(cfg),
         )

@@ -106,7 +106,7 @@ async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, 
         "staleness/min": float(min(ages)),
         "staleness/max": float(max(ages)),
         "staleness/head_mean": fmean(version - int(of_one[0].versions[0]) for of_one in actions),
-        "staleness/tail_mean": fmean(version - int(of_one[-1].versions[-1]) for of_one in actions),
+        "staleness/last_token_mean": fmean(version - int(of_one[-1].versions[-1]) for of_one in actions),
         **{f"staleness/tokens_{age}": float(n) for age, n in sorted(ages.items())},
     }
 

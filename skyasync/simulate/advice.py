@@ -30,7 +30,7 @@ class Advice:
 
 def advise(cfg: SimulationConfig) -> Advice:
     """The split of all devices that balances the work, and the least staleness that fills it."""
-    cfg = best_split(cfg)
+    cfg = best_split(cfg)  # a copy
     cfg.trainer.max_training_steps = min(cfg.trainer.max_training_steps, STEPS_TRIED)
     cfg.generator.generate_batch_size, cfg.trainer.async_generation_ratio = 0, 0.0
     tried: list[tuple[int, Outcome]] = []

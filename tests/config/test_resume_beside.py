@@ -30,7 +30,7 @@ def test_it_goes_on_in_the_folder_beside_it_that_has_checkpoints(tmp_path: Path)
     checkpoint(tmp_path, "mine-other", 99.0)
     cfg = trainer(tmp_path)
     settle_run_name(cfg)
-    assert cfg.run_name == "mine-2" and Resume.of(cfg).wanted
+    assert cfg.run_name == "mine-2" and Resume.of(cfg).requested
     assert "going on with the run mine-2" in settle_resume_mode(cfg)
 
 

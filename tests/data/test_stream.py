@@ -77,7 +77,7 @@ def test_a_line_that_is_no_row_is_one_line_that_names_it(kind: str, streaming: b
         if streaming:
             stream_prompts(cfg.data.train_data, cfg, tokenizer())
         else:
-            list(*check_data(cfg, {}, train=True, held_out=False))
+            list(*check_data(cfg, {}, train=True, evaluate=False))
     assert "\n" not in str(raised.value)
 
 

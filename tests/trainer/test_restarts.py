@@ -65,5 +65,5 @@ def test_a_named_run_that_has_checkpoints_is_gone_on_with_by_itself(tmp_path: Pa
     assert settled(run_name="mine") == "none"
     (tmp_path / "mine" / "checkpoints" / "step_000003").mkdir(parents=True)
     assert settled(run_name="mine") == "latest"
-    assert Resume.of(TrainerConfig(runs_dir=str(tmp_path), run_name="mine")).wanted
+    assert Resume.of(TrainerConfig(runs_dir=str(tmp_path), run_name="mine")).requested
     assert settled() == settled(run_name="other") == settled(run_name="mine", resume_mode="none") == "none"

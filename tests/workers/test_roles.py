@@ -24,7 +24,7 @@ from skyasync.workers.roles import ROLES, Role, register_role, roles_with_ranks
 from skyasync.workers.worker import Worker
 from tests.workers.conftest import config_for, make_batch
 
-KL = When(lambda cfg: cfg.trainer.algorithm.use_kl_loss, "trainer.algorithm.use_kl_loss")
+KL = When("trainer.algorithm.use_kl_loss")
 
 
 class LengthWorker(Worker):

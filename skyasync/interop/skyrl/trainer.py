@@ -69,7 +69,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     @property
     def resume_mode(self) -> ResumeMode:
-        return ResumeMode.LATEST if Resume.of(self.cfg.trainer).wanted else ResumeMode.NONE
+        return ResumeMode.LATEST if Resume.of(self.cfg.trainer).requested else ResumeMode.NONE
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

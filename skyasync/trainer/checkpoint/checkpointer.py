@@ -191,7 +191,7 @@ class Checkpointer:
     async def resume(self) -> bool:
         """Resume from the checkpoint that is wanted, if there is one."""
         resume = Resume.of(self._cfg)
-        if self.checkpoints is None or not resume.wanted:
+        if self.checkpoints is None or not resume.requested:
             return False
         async with self._phases.limited("loading of the checkpoint"):
             folder = await self._whole(resume, self.checkpoints)
@@ -219,7 +219,7 @@ class Checkpointer:
         """
         async with self._phases.limited("loading of the checkpoint"):
             await self.arrived(wait=True)
-            folder = self.checkpoints and await self._whole(Resume(wanted=True), self.checkpoints)
+            folder = self.checkpoints and await self._whole(Resume(requested=True), self.checkpoints)
             if not folder:
                 raise UserError("trainer.on_spike=rollback: there is no checkpoint to go back to")
             state = self._load_state(folder)

@@ -140,13 +140,13 @@ def without_time(folder):
 def test_checkpoints_of_an_earlier_version_come_first_by_their_steps_and_a_line_says_so(tmp_path, caplog):
     for step in (9, 12, 10):
         without_time(save(Checkpoints(tmp_path), step))
-    assert choose(Resume(wanted=True), Checkpoints(tmp_path)).name == "step_000012"
+    assert choose(Resume(requested=True), Checkpoints(tmp_path)).name == "step_000012"
     assert "do not say when they were written" in caplog.text and "step_000012" in caplog.text
     caplog.clear()
     save(Checkpoints(tmp_path), 11)
     names = [p.name for p in Checkpoints(tmp_path).newest_first()]
     assert names == ["step_000011", "step_000012", "step_000010", "step_000009"]
-    assert choose(Resume(wanted=True), Checkpoints(tmp_path)).name == "step_000011" and not caplog.text
+    assert choose(Resume(requested=True), Checkpoints(tmp_path)).name == "step_000011" and not caplog.text
 
 
 def test_a_state_that_cannot_be_read_keeps_its_place_by_the_step(tmp_path):

@@ -181,7 +181,7 @@ class LocalRun:
         self.cfg, self._engine_is_up = cfg, engine is not None
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
-        rules = EpisodeLimits(spares=cfg.generator.spare_samples_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
+        rules = EpisodeLimits(spares=cfg.generator.oversample_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
         self.engine: Any = engine or TransformersEngine(engine_config(cfg.trainer.policy.model.path))
         self.client = client([self.engine], 60)
         self.dispatch, self.tracker = dispatch or RecordingDispatch(cfg), Rows()
