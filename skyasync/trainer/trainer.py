@@ -42,15 +42,14 @@ from skyasync.rollout.generator_api import (
 from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
-from skyasync.trainer import one_ahead
+from skyasync.trainer import default_loops as one_ahead
 from skyasync.trainer.checkpoint.checkpointer import Checkpointer
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints
 from skyasync.trainer.context import Client, Metrics, Parts, RunContext
 from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import DivergenceGuard
-from skyasync.trainer.extensions.profiling import Profiler
 from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED, PromptLedger
-from skyasync.trainer.extensions.reporting import Reporter
+from skyasync.trainer.extensions.reporting import Profiler, Reporter
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
 from skyasync.trainer.plan_tasks import RunStopped, supervised
