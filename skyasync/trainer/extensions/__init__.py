@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,7 @@ async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
         TimeoutError: if one takes longer than ``trainer.step_timeout_s``.
     """
     for extension in list(trainer.extensions):
-        answer = getattr(extension, event)(trainer, *about)
+        answer = methodcaller(event, trainer, *about)(extension)
         if inspect.isawaitable(answer):
             async with trainer.context.phases.limited(f"{type(extension).__name__}.{event}"):
                 await answer
@@ -42,7 +44,7 @@ def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
         UserError: if JSON does not know what one of them returns.
     """
     states = {}
-    for name, extension in _named(extensions):
+    for name, extension in _by_name(extensions).items():
         if state := extension.state_dict():
             try:
                 states[name] = json.loads(json.dumps(state))
@@ -59,15 +61,17 @@ def load_states(extensions: Sequence[RunExtension], folder: Path) -> None:
     """Give each extension what it has in a checkpoint."""
     if (folder / FILE).exists():
         states = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        for name, extension in _named(extensions):
+        for name, extension in _by_name(extensions).items():
             if name in states:
                 extension.load_state_dict(states[name])
 
 
-def _named(extensions: Sequence[RunExtension]) -> Iterator[tuple[str, RunExtension]]:
+def _by_name(extensions: Sequence[RunExtension]) -> dict[str, RunExtension]:
     """By class; the second of a class is ``Name#2``."""
-    counts: dict[str, int] = {}
+    by_name: dict[str, RunExtension] = {}
+    counts: Counter[str] = Counter()
     for extension in extensions:
         name = type(extension).__name__
-        counts[name] = counts.get(name, 0) + 1
-        yield (name if counts[name] == 1 else f"{name}#{counts[name]}"), extension
+        counts[name] += 1
+        by_name[name if counts[name] == 1 else f"{name}#{counts[name]}"] = extension
+    return by_name
