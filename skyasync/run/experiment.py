@@ -342,8 +342,5 @@ class BasePPOExp:
         needed = {name: method() if method else ROLES[name].wanted(self.cfg) for name, method in own.items()}
         return [role for role in ROLES.values() if needed[role.name]]
 
-    def needs_reference(self) -> bool:
-        return ROLES["reference"].wanted(self.cfg)
-
     def engine_config(self) -> EngineConfig:
         return engine_config(self.cfg, gpus=self.gpus)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.rollout.types import Group
-from skyasync.trainer.context import Metrics
+from skyasync.trainer.context import Metrics, RunContext
 from skyasync.trainer.learner import Learner
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
@@ -25,12 +25,13 @@ class AlgorithmHooks:
     """``RayPPOTrainer`` inherits it; a mixin that overrides a hook combines with every plan."""
 
     cfg: Config
+    context: RunContext
     learner: Learner
 
     @property
     def metrics(self) -> Metrics:
         """Of the current step; a hook may add to them."""
-        raise NotImplementedError
+        return self.context.phases.metrics
 
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
         """Change trajectories or their rewards before anything is computed from them.

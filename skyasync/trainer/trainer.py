@@ -57,7 +57,7 @@ from skyasync.trainer.plans import PLANS
 from skyasync.trainer.weight_updates import WeightSyncing, WeightUpdates
 from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.colocation import Colocation
-from skyasync.workers.roles import POLICY
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import TrainingBatch
@@ -444,7 +444,8 @@ class RayPPOTrainer(AlgorithmHooks):
         self.reporter.log(metrics, step)
         if stopped and step < self.total_steps:
             raise RunStopped
-        await self._begin_step()
+        await notify(self, "on_step_begin", step + 1)
+        phases.begin_step(step + 1)
 
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
@@ -491,11 +492,11 @@ class RayPPOTrainer(AlgorithmHooks):
 
         Trackers and timeline are closed after it, and the errors that are raised are the plan's.
         """
-        context, phases, limit_s = self.context, self.context.phases, self.cfg.trainer.step_timeout_s
+        context, phases, trainer = self.context, self.context.phases, self.cfg.trainer
         phases.plan_runs = True
         async with afterwards(self._close):
             await self._begin()
-            async with afterwards(self._save_on_exit, grace_s=limit_s):
+            async with afterwards(self._save_on_exit, grace_s=trainer.step_timeout_s):
                 try:
                     yield
                 except RunStopped:
@@ -503,12 +504,16 @@ class RayPPOTrainer(AlgorithmHooks):
             if context.stop_reason and context.run_dir is not None:
                 give_reason(context.run_dir.path, f"step {self.global_step}: {context.stop_reason}")
             phases.name = "finishing"
-            steps = self.cfg.trainer.max_training_steps
+            steps = trainer.max_training_steps
             if self.global_step < steps and not context.length.batches_left:
                 log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
-            if exports := self.checkpointer.exports:
+            exports = {POLICY: trainer.export_path}
+            if ROLES[CRITIC_ROLE].asked(self.cfg):
+                exports[CRITIC_ROLE] = trainer.critic.export_path
+            if any(exports.values()):
                 await self.weight_updates.offload_engines()
-                for role, folder in exports.items():
+            for role, folder in exports.items():
+                if folder:
                     async with phases.limited("export"):
                         await context.dispatch.export(Path(folder), role)
             await notify(self, "on_end")
@@ -525,9 +530,6 @@ class RayPPOTrainer(AlgorithmHooks):
         if self.cfg.trainer.eval_before_train and not resumed:
             self.reporter.log(await self.evaluate(), 0)
         self.context.schedule.begin()
-        await self._begin_step()
-
-    async def _begin_step(self) -> None:
         await notify(self, "on_step_begin", self.global_step + 1)
         self.context.phases.begin_step(self.global_step + 1)
 
@@ -597,11 +599,6 @@ class RayPPOTrainer(AlgorithmHooks):
     def policy_version(self) -> int:
         """The training step whose weights the engines have: the version of new tokens."""
         return self.context.progress.version
-
-    @property
-    def metrics(self) -> Metrics:
-        """Of the current step; a hook may add to them."""
-        return self.context.phases.metrics
 
     @property
     def last_metrics(self) -> Metrics:

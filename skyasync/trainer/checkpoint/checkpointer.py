@@ -22,7 +22,6 @@ from skyasync.trainer.extensions import load_states, save_states
 from skyasync.trainer.extensions.prompt_ledger import PromptLedger
 from skyasync.trainer.learner import Learner
 from skyasync.utils import manifest
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 
 log = logging.getLogger(__name__)
 
@@ -94,13 +93,6 @@ class Checkpointer:
     def needed_on_exit(self) -> bool:
         """A run that ends now should leave a checkpoint of its last whole step, and has none of it yet."""
         return self.saves_on_exit and self.between_steps and self._context.progress.step > self.saved_step
-
-    @property
-    def exports(self) -> dict[str, str]:
-        """Role -> folder that its final model goes to."""
-        critic = self._cfg.critic.export_path if ROLES[CRITIC_ROLE].asked(self._context.cfg) else ""
-        folders = {POLICY: self._cfg.export_path, CRITIC_ROLE: critic}
-        return {role: folder for role, folder in folders.items() if folder}
 
     def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
         """Whether the current step is the best so far by ``ckpt_best_metric``: then its checkpoint is to be kept.

@@ -15,7 +15,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -74,19 +75,27 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
-        self.folder, self._keep = folder, keep
+        self.folder, self.keep = folder, keep
         self.best = read_best(folder)
         self.damaged: set[Path] = set()  # as far as is known
         self._swept = False
 
-    def unfinished(self, step: int) -> Unfinished:
+    @contextmanager
+    def unfinished(self, step: int) -> Iterator[Unfinished]:
         """A new checkpoint to be filled. Without ``finish`` nothing of it is left, and older ones are as they were."""
         if not self._swept:  # what a run that was killed has left
             for left in [*self.folder.glob(f"step_*{_UNFINISHED}"), *self.folder.glob(f"step_*{_DISCARDED}")]:
                 shutil.rmtree(left, ignore_errors=True)
             self._swept = True
-        now_ns = max([time.time_ns(), *(1 + (written_ns(p) or 0) for p in self._folders())])
-        return Unfinished(self.folder / f"step_{step:06d}", now_ns, self._written)
+        now_ns = max([time.time_ns(), *(1 + (written_ns(folder) or 0) for folder in self.newest_first())])
+        final = self.folder / f"step_{step:06d}"
+        path = final.with_name(final.name + _UNFINISHED)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(0o700, parents=True)
+        try:
+            yield Unfinished(path, final, now_ns, self)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)  # unless it was renamed
 
     def latest(self) -> Path | None:
         """The checkpoint that was written last and shows no damage at a glance; others are logged."""
@@ -103,13 +112,11 @@ class Checkpoints:
         that cannot be read has the place that its step has.
         """
         when: dict[Path, int] = {}
-        for folder in sorted(self._folders(), key=lambda p: (len(p.name), p.name)):
+        folders = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
+        for folder in sorted(folders, key=lambda p: (len(p.name), p.name)):
             known = written_ns(folder)
             when[folder] = max(when.values(), default=0) if known is None else known
         return sorted(when, key=when.__getitem__)[::-1]
-
-    def _folders(self) -> list[Path]:
-        return [p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix]
 
     def of_step(self, step: int) -> Path:
         """The folder of a step's checkpoint.
@@ -128,14 +135,6 @@ class Checkpoints:
         log.warning("checkpoint %s is damaged and left out: %s", folder, problem)
         self.damaged.add(folder)
 
-    def _written(self, folder: Path) -> None:
-        self.damaged.discard(folder)
-        if self._keep:
-            whole = [old for old in self.newest_first() if old not in self.damaged]
-            for old in whole[self._keep :]:
-                if self.best is None or old.name != self.best.folder:
-                    shutil.rmtree(_set_aside(old), ignore_errors=True)  # half removed it must not have that name
-
     def is_best(self, folder: Path, metric: str, value: float) -> None:
         """This checkpoint is the best one from here on; the one that was may go when the next is written."""
         self.best = Best(folder.name, metric, value)
@@ -144,25 +143,19 @@ class Checkpoints:
         os.replace(scratch, self.folder / BEST)
 
 
+@dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint under another name, in a ``with`` block; ``path`` is the folder to be filled."""
+    """A checkpoint under another name; ``path`` is the folder to be filled, ``final`` the one that it becomes."""
 
-    def __init__(self, final: Path, written_ns: int, written: Callable[[Path], None]) -> None:
-        self.path = final.with_name(final.name + _UNFINISHED)
-        self._final, self._written_ns, self._written = final, written_ns, written
-
-    def __enter__(self) -> Unfinished:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(0o700, parents=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)  # nothing is left of it unless it was renamed
+    path: Path
+    final: Path
+    written_ns: int
+    checkpoints: Checkpoints
 
     def finish(
         self, state: TrainState, written: Mapping[str, FileSum] | None = None, config: Mapping[str, Any] | None = None
     ) -> Path:
-        """Add what the controller knows, make sure that all is on the disk, and give it its name.
+        """Add the controller's files, make sure that all is on the disk, and give it its name; old ones are removed.
 
         Args:
             written: of files that are synced already; the others are read.
@@ -175,20 +168,26 @@ class Unfinished:
         if missing := list(manifest.misfits(self.path, sums)):
             raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
         values = asdict(state)
-        values |= {_EARLY: values.pop("trained_early"), _LISTED: manifest.NAME, WRITTEN: self._written_ns}
+        values |= {_EARLY: values.pop("trained_early"), _LISTED: manifest.NAME, WRITTEN: self.written_ns}
         texts = {STATE: values, CONFIG: config}
         for name, content in texts.items():
             if content is not None:
                 with manifest.summed(self.path / name, sums, name) as file:
                     file.write(json.dumps(content, indent=2, default=str).encode())
         manifest.write(self.path, sums)
-        former = _set_aside(self._final) if self._final.exists() else None
-        os.replace(self.path, self._final)
-        manifest.sync_folder(self._final.parent)
+        former = _set_aside(self.final) if self.final.exists() else None
+        os.replace(self.path, self.final)
+        manifest.sync_folder(self.final.parent)
         if former is not None:  # the new one is safe
             shutil.rmtree(former, ignore_errors=True)
-        self._written(self._final)
-        return self._final
+        checkpoints = self.checkpoints
+        checkpoints.damaged.discard(self.final)
+        if checkpoints.keep:
+            undamaged = [old for old in checkpoints.newest_first() if old not in checkpoints.damaged]
+            for old in undamaged[checkpoints.keep :]:
+                if checkpoints.best is None or old.name != checkpoints.best.folder:
+                    shutil.rmtree(_set_aside(old), ignore_errors=True)  # half removed it must not have that name
+        return self.final
 
 
 def glance(folder: Path) -> str:

@@ -167,11 +167,11 @@ class TrainedRows:
         length = len(tokens)
         if length not in self._rows:
             self._rows[length] = {
-                _digest(ints(part.tokens[row, :length].cpu().numpy())): (number, row)
+                xxhash.xxh3_64_intdigest(ints(part.tokens[row, :length].cpu().numpy()).tobytes()): (number, row)
                 for number, part in reversed(list(enumerate(self._parts)))  # the last one written counts
                 for row in (part.attention_mask.sum(1) == length).nonzero().flatten().tolist()
             }
-        place = self._rows[length].get(_digest(tokens))
+        place = self._rows[length].get(xxhash.xxh3_64_intdigest(tokens.tobytes()))
         if place is None:
             return None
         part, row = place
@@ -179,7 +179,3 @@ class TrainedRows:
         assert values is not None
         logprobs: Floats = values[row, :length].float().cpu().numpy()
         return logprobs
-
-
-def _digest(tokens: Ints) -> int:
-    return xxhash.xxh3_64_intdigest(tokens.tobytes())
