@@ -153,7 +153,7 @@ class Components:
 
     @property
     def engines(self) -> list[Any]:
-        """Those of the client, unless it is a user's own."""
+        """The engines of the client; none if it is a user's own."""
         from skyasync.inference.client import InferenceClient
 
         return self.client.engines if isinstance(self.client, InferenceClient) else []

@@ -244,7 +244,7 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
 
 
 def _controller_failed(error: ray.exceptions.RayError) -> bool:
-    """It is the controller's process that has failed; the error of a part's process the controller has raised."""
+    """Whether the controller's process has failed. If a part's process fails, the controller raises a task error."""
     import ray
 
     of_a_part = isinstance(error, ray.exceptions.RayTaskError)

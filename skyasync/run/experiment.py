@@ -107,7 +107,7 @@ class BasePPOExp:
         return load_eval_prompts(self.cfg, self.tokenizer, known=self.data_rows) or None
 
     def get_tracker(self) -> Tracker:
-        """What receives the metrics of every step, by default the trackers of ``trainer.logger``."""
+        """The tracker of the metrics of every step, by default those of ``trainer.logger``."""
         from skyasync.observe.trackers import MultiTracker
 
         trainer = self.cfg.trainer
@@ -152,7 +152,7 @@ class BasePPOExp:
         return ENGINES.make(backend(self.cfg), replace(config, extra=config.extra | own))
 
     async def get_joining_engine(self, name: str) -> InferenceEngine:
-        """An engine that joins while the run goes on: the server with this address, or one more of the run's own.
+        """An engine that joins during the run: the server with this address, or one more of the run's own.
 
         Raises:
             UserError: if it is not fit, or there are no devices for it.
@@ -167,7 +167,7 @@ class BasePPOExp:
         return await asyncio.to_thread(RayEngine.one_more, self.parts.client.engines, devices, may_grow=joined)
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
-        """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
+        """The generator of trajectories: with environments, or with the program of ``generator.agent_program``."""
         if cfg.generator.agent_program:
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         from skyasync.envs.episodes import EnvSettings
@@ -201,7 +201,7 @@ class BasePPOExp:
     def get_agent_generator(
         self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
     ) -> Generator:
-        """What plays agent programs through the endpoint."""
+        """The generator that runs agent programs through the endpoint."""
         from skyasync.agents.generator import agent_generator
 
         folder = self.run_dir.path if self.run_dir else None
@@ -248,7 +248,7 @@ class BasePPOExp:
         )
 
     def get_engine_supervisor(self, weight_sync: WeightSync, timeline: Timeline) -> EngineSupervisor | None:
-        """What replaces engines that fail; None if the first failure ends the run."""
+        """The supervisor that replaces engines that fail; None if the first failure ends the run."""
         from skyasync.inference.client import InferenceClient
         from skyasync.inference.supervisor import EngineSupervisor
         from skyasync.weight_sync.sync import WeightSync
@@ -270,7 +270,7 @@ class BasePPOExp:
         )
 
     def get_elastic_engines(self, weight_sync: WeightSync, supervisor: EngineSupervisor) -> ElasticEngines:
-        """What lets engines join and leave while the run goes on."""
+        """The part that lets engines join and leave during the run."""
         from skyasync.inference.elastic import ElasticEngines
 
         assert self.run_dir is not None

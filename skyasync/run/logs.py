@@ -162,7 +162,7 @@ def last_words(logs: ProcessLogs, error: BaseException) -> str:
 
 
 def _names(data: Mapping[str, Any]) -> tuple[str, str]:
-    """What users call a process, and its file: processes of other machines have the machine's address in it."""
+    """The name of a process for users, and that of its file, which has the address of another machine."""
     process = str(data.get("pid"))
     place = "" if data.get("ip") in (None, "", data.get("localhost")) else f"-{data['ip']}"
     if not process.isdigit():  # raylet, autoscaler, gcs_server

@@ -133,7 +133,7 @@ def too_small(slots: Slots, when: str) -> UserError:
 
 
 def resources(slots: Slots) -> tuple[dict[str, float], dict[str, float]]:
-    """What the bundles ask for, and what the cluster would have if it were idle."""
+    """The resources of all bundles, and those of the cluster if it were idle."""
     import ray
 
     names, there = ("CPU", "GPU"), ray.cluster_resources()

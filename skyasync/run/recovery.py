@@ -1,4 +1,4 @@
-"""What has failed is started again: a worker's process by the controller, the controller by the program.
+"""Restarts after failures: of workers' processes by the controller, of the controller by the program.
 
 Invariant: both resume from the newest checkpoint of the run's own folder, in the same command; engines, Ray and all
 other processes stay. Workers and the controller draw on one budget, ``trainer.max_restarts`` in an hour of one command,
@@ -74,13 +74,13 @@ class Restarts:
         return max(sum(when >= since for when in times) for times in (logged, self._taken))
 
     def resume_mode(self, checkpoints: Path, first: str) -> str:
-        """What ``trainer.resume_mode`` is from here on, if it was ``first`` when the command began."""
+        """``trainer.resume_mode`` from here on, if it was ``first`` when the command began."""
         folders = (path for path in checkpoints.glob("step_*") if not path.suffix)
         return "latest" if any((written_ns(path) or 0) >= self.began * 1e9 for path in folders) else first
 
 
 class Recovery:
-    """Of one run; comes to the controller's process with its experiment."""
+    """Restarts of one run. The controller's process has a copy, in its experiment."""
 
     def __init__(self, experiment: BasePPOExp, folder: Path) -> None:
         from skyasync.utils.process_identity import born

@@ -177,7 +177,7 @@ def with_descendants(processes: Iterable[int]) -> list[int]:
 
 
 def free_memory() -> int | None:
-    """What processes here may still take: the machine's, or what their container's limit leaves."""
+    """Bytes that processes here may still take: of the machine, or of their container's limit if that is lower."""
     limits = []
     with suppress(OSError, ValueError):
         lines = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines() if ":" in line)
@@ -191,7 +191,7 @@ def free_memory() -> int | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """What a folder takes on its disk; a file that vanishes meanwhile counts nothing."""
+    """Bytes that a folder takes on its disk, without files that vanish during the count."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""What is left of a Ray that was started here ends with the program that started it, however that one ended.
+"""Ends the processes of a Ray that was started here with the program that started it, however that one ends.
 
     the program ── its pidfd, a pipe ──▶ watchdog ──(gone)──▶ 10 s ──▶ SIGKILL, and the folder is removed
 
@@ -116,7 +116,7 @@ def _born(process: int) -> tuple[str, int]:
 
 
 def _await_end(parent: int) -> tuple[bytes, bool]:
-    """What was noted, and whether the program still runs, and asks for the end now."""
+    """The noted processes, and whether the program still runs, and requests the end now."""
     watched, noted = [0], b""
     try:
         watched.append(os.pidfd_open(parent))  # a fork of the program may outlive it, and hold the pipe

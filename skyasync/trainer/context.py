@@ -1,4 +1,4 @@
-"""What all parts of a trainer share: settings, prompts, progress, the metrics and the time of a step.
+"""The state that all parts of a trainer share: settings, prompts, progress, the metrics and the time of a step.
 
 Invariant: ``Progress`` decides what comes next. It changes in its three methods only, which the trainer's steps call.
 Time is the event loop's, so everything here holds in simulation too.
@@ -35,7 +35,7 @@ Metrics = dict[str, float]
 
 
 class Client(Engines, Protocol):
-    """What a trainer asks of the engines, besides what the generator and the weight sync do."""
+    """The engines as the trainer uses them; generator and weight sync have interfaces of their own."""
 
     async def cut(self) -> None: ...
     async def pause(self, mode: PauseMode) -> None: ...
@@ -58,7 +58,7 @@ class Parts(TypedDict):
 
 @dataclass
 class Progress:
-    """What has been trained, and what the engines compute with.
+    """The position of training, and the policy version of the engines.
 
     Attributes:
         step: training steps done.
@@ -103,7 +103,7 @@ class RunLength:
 
     @property
     def steps(self) -> int:
-        """Of the whole run. While rejected prompts are replaced this is the most that it can be."""
+        """Steps of the whole run; while rejected prompts are replaced, the most that it can be."""
         done, most, left = self._progress.step, self._cfg.max_training_steps, self.batches_left
         return done + (min(left, max(most - done, 0)) if most and self._refilling else left)
 
@@ -235,7 +235,7 @@ class Phases:
 
 
 class RunContext:
-    """One of a run; every part of the trainer is made with it.
+    """The shared state of one run; every part of the trainer is made with it.
 
     Attributes:
         dispatch: the models; set by ``RayPPOTrainer.attach``, as ``run_dir`` is.

@@ -1,4 +1,4 @@
-"""What an algorithm may override, for every plan alike.
+"""The hooks that an algorithm may override, for every plan alike.
 
 Invariant: the trainer's steps call the hooks in the order in which they stand here. By default each does what the
 configuration says. A hook gets all that it decides on, so it depends on no other hook; hooks that compare whole batches
@@ -30,7 +30,7 @@ class AlgorithmHooks:
 
     @property
     def metrics(self) -> Metrics:
-        """Of the current step; a hook may add to them."""
+        """The metrics of the current step; a hook may add to them."""
         return self.context.phases.metrics
 
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
@@ -156,7 +156,7 @@ class AlgorithmHooks:
 
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:
-    """What the hook returned: the next stage, or what it was given with ``batch.advantages`` set."""
+    """The training batch, if the hook returned one; else of its own batch, which has ``batch.advantages``."""
     from skyasync.models.batch import TrainingBatch
 
     if isinstance(batch, TrainingBatch):

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """What is added to a batch before it is trained, as the settings say.
+    """The tensors that are added to a batch before it is trained, by the settings.
 
     With one update per batch the policy before the update is the proximal one, and the update has its log-probabilities
     anyway. With several they are computed before the first, unless the objective approximates them.
@@ -99,7 +99,7 @@ class Learner:
     # ---------------------------------------------------------------- prepare
 
     async def scored(self, sampled: RolloutBatch) -> ScoredBatch:
-        """Add what ``ScoringPlan`` says.
+        """Add the tensors of the ``ScoringPlan``.
 
         After an update of the same step the proximal policy is gone: the engines' log-probabilities take their place.
         """
@@ -274,7 +274,7 @@ class Learner:
 
 
 def _of(role: str) -> dict[str, str]:
-    """How a dispatch is given the role; one of a program's own may know the policy alone."""
+    """The role as an argument of the dispatch; a user's own may have the policy alone."""
     return {} if role == POLICY else {"role": role}
 
 

@@ -1,4 +1,4 @@
-"""What a trainer saves of a run, and resumes from.
+"""Saving the state of a run, and resuming from it.
 
 Invariant: a checkpoint holds everything that decides the rest of the run except the data, of which it has a digest: a
 run with other data does not resume. It is always the state between two steps.
@@ -214,7 +214,7 @@ class Checkpointer:
         return folder
 
     async def close(self) -> None:
-        """Nothing is left of a checkpoint that is still being written."""
+        """Cancel and remove a checkpoint that is still being written."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])

@@ -36,7 +36,7 @@ _EARLY = "ahead"  # in state.json: ``TrainState.trained_early``
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a run needs to resume, besides the workers' own state.
+    """The state of a run without that of the workers.
 
     All prompts before ``position`` have been trained, and those in ``trained_early``, which overtook others;
     ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
@@ -191,7 +191,7 @@ class Unfinished:
 
 
 def glance(folder: Path) -> str:
-    """What is wrong with a checkpoint, "" if nothing is; of its large files only the sizes are compared."""
+    """The problem of a checkpoint, "" if there is none; of its large files only the sizes are compared."""
     try:
         values = json.loads((folder / STATE).read_text(encoding="utf-8"))
         listed = values.get(_LISTED)

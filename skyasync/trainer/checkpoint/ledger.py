@@ -33,7 +33,7 @@ UNDONE = "undone"  # in a line: prompts that earlier lines have as trained
 
 @dataclass
 class Ledger(Generic[G]):
-    """Of one run; prompts go by name (epoch and row).
+    """The prompts of one run, by name (epoch and row).
 
     Attributes:
         versions: open prompt -> the policy version when it was started.
@@ -42,7 +42,7 @@ class Ledger(Generic[G]):
 
     versions: dict[str, int] = field(default_factory=dict)
     finished: dict[str, G] = field(default_factory=dict)
-    _given_back: dict[str, G] = field(default_factory=dict)  # of a checkpoint, not asked for yet
+    _given_back: dict[str, G] = field(default_factory=dict)  # of a checkpoint, not requested yet
     _ended: dict[str, dict[str, str]] = field(default_factory=dict)  # since the last line: name -> why
 
     def start(self, name: str, version: int) -> G | None:
@@ -59,7 +59,7 @@ class Ledger(Generic[G]):
             self.finished[name] = group
 
     def close(self, names: Iterable[str], end: End, reason: str = "") -> None:
-        """How they ended. One that was never started (a plan has it from another source) is counted all the same."""
+        """Note how they ended. One that was never started (a plan has it from another source) is counted too."""
         for name in names:
             self.versions.pop(name, None)
             self.finished.pop(name, None)
@@ -70,12 +70,12 @@ class Ledger(Generic[G]):
         self._ended.setdefault(UNDONE, {}).update(dict.fromkeys(names, reason))
 
     def line(self) -> Line:
-        """What has ended since the last call, for the run's ``ledger.jsonl``: names, with a reason if one is known."""
+        """The prompts that have ended since the last call, by end: their names, with a reason if one is known."""
         ended, self._ended = {end: names for end, names in self._ended.items() if names}, {}
         return {end: dict(names) if any(names.values()) else list(names) for end, names in ended.items()}
 
     def restore(self, versions: Mapping[str, int], finished: Mapping[str, G]) -> None:
-        """What a checkpoint kept of the open prompts."""
+        """Take over the open prompts of a checkpoint."""
         self.versions, self.finished, self._given_back = dict(versions), {}, dict(finished)
 
 

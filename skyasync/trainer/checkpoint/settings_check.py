@@ -24,7 +24,7 @@ from skyasync.trainer.checkpoint.checkpoints import CONFIG
 MODEL = "trainer.policy.model.path"
 ADAPTERS = "trainer.policy.lora"
 
-#: Where a run is, how it shows itself, and what it settles by itself: nothing follows from a change.
+#: Where a run is, what it shows, and what it sets automatically: a change has no effect on the results.
 _SILENT = frozenset(
     f"trainer.{name}"
     for name in ("resume_mode", "run_name", "runs_dir", "ckpt_path", "terminal", "policy.threads", "critic.threads")
@@ -40,12 +40,12 @@ Values = Mapping[str, Any]
 
 
 def record(cfg: Config) -> dict[str, Any]:
-    """What is written into a checkpoint; JSON knows all of it, or its text."""
+    """The record of the settings and the model for a checkpoint, in types of JSON or that have a text."""
     return {"config": hidden(asdict(cfg)), "model": _shape(cfg.trainer.policy.model.path)}
 
 
 def check_recorded(folder: Path, cfg: Config) -> list[str]:
-    """What has changed since a checkpoint was made, ``key: old -> new``; nothing if it has no record.
+    """The settings that have changed since a checkpoint was made, ``key: old -> new``; none if it has no record.
 
     Raises:
         UserError: for a change that its state cannot follow.

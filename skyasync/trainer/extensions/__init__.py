@@ -1,4 +1,4 @@
-"""What accompanies a run without being part of its plan: a list of ``RunExtension``, each in a file of its own.
+"""Extensions of a run, which are not part of its plan: a list of ``RunExtension``, one subject per file.
 
 The prompt ledger, the divergence guard and the profiler are in every trainer's list. The supervisor of the engines
 (``skyasync.inference.supervisor``), the resource monitor (``skyasync.run.resource_monitor``) and the user's callbacks
@@ -38,7 +38,7 @@ async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
 
 
 def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
-    """Write what the extensions want to keep into a checkpoint; no file if that is nothing.
+    """Write the state of the extensions into a checkpoint; no file if none has a state.
 
     Raises:
         UserError: if JSON does not know what one of them returns.
@@ -58,7 +58,7 @@ def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
 
 
 def load_states(extensions: Sequence[RunExtension], folder: Path) -> None:
-    """Give each extension what it has in a checkpoint."""
+    """Give each extension its state in a checkpoint."""
     if (folder / FILE).exists():
         states = json.loads((folder / FILE).read_text(encoding="utf-8"))
         for name, extension in _by_name(extensions).items():

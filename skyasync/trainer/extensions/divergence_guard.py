@@ -24,7 +24,7 @@ NAMED = 3  # episodes by name, of those whose rewards are not finite
 
 
 def bad_rewards(groups: Sequence[Group]) -> list[Trajectory]:
-    """Those whose reward is not finite."""
+    """The trajectories whose reward is not finite."""
     return [t for group in groups for t in group.trajectories if not math.isfinite(t.reward)]
 
 
@@ -35,7 +35,7 @@ def describe(bad: Sequence[Trajectory]) -> str:
 
 
 class DivergenceGuard(RunExtension):
-    """Of one run.
+    """Decides which updates of a run are left out, and which steps are undone.
 
     Attributes:
         skips: an update that is not finite is left out.

@@ -46,7 +46,7 @@ class PromptLedger(RunExtension):
         self._undone = ""  # why the current step, and those since a checkpoint, count for nothing
 
     def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
-        """These are rolled out now; the groups of those that need not be, since a checkpoint had them."""
+        """Note that these are rolled out now. Returns the groups that a checkpoint had, which need no rollout."""
         self._ids |= {str(prompt.id): prompt.id for prompt in prompts}
         groups = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
         return {identity: _copy(group) for identity, group in groups.items() if group is not None}
@@ -56,7 +56,7 @@ class PromptLedger(RunExtension):
             self.ledger.finish(str(group.prompt.id), _copy(group))
 
     def reject(self, before: Sequence[Group], after: Sequence[Group], why: str) -> None:
-        """Some of the groups are left out of the current step."""
+        """Note that some groups are left out of the current step: those of ``before`` that are not in ``after``."""
         if len(after) < len(before):
             left = {str(group.prompt.id) for group in after}
             self._rejected |= {name: why for group in before if (name := str(group.prompt.id)) not in left}
@@ -75,7 +75,7 @@ class PromptLedger(RunExtension):
         self.ledger.undo(trained_after(lines, step), self._undone)
 
     def close(self, rollout: Rollout) -> Line:
-        """A step has trained this; the line to be written about it."""
+        """Close the prompts that a step has trained. Returns the line for ``ledger.jsonl``."""
         failed = {
             str(group.prompt.id)
             for group in rollout.groups

@@ -1,4 +1,4 @@
-"""What a run reports: metrics to trackers, samples and trajectories to files, how busy its parts were, profiles.
+"""The reports of a run: metrics to trackers, samples and trajectories to files, how busy its parts were, profiles.
 
 Invariant: a step is logged once, when all of it is done, with all its metrics. One that is saved has its line in the
 run's folder before. A file that the disk does not take is left out, and the run goes on.
@@ -67,7 +67,7 @@ class Reporter(RunExtension):
         return rollout_metrics(groups) | repeat_metrics(repeats)
 
     async def trained(self, step: int, rollout: Rollout, parts: Sequence[UpdateBatch] = ()) -> None:
-        """This was trained in this step: write a few samples of it, or all trajectories.
+        """Write a few samples of what a step has trained, or all trajectories.
 
         Args:
             parts: the batches that it became, for the trainer's log-probabilities of the tokens.
@@ -84,7 +84,7 @@ class Reporter(RunExtension):
             await self._write_trajectories("trajectories", step, rollout, rows)
 
     async def keep_bad(self, rollout: Rollout, parts: Sequence[UpdateBatch]) -> None:
-        """Write down what could not be learned from, for ``skyasync replay RUN --nonfinite``."""
+        """Write a batch that could not be learned from, for ``skyasync replay RUN --nonfinite``."""
         if self._context.run_dir is None:
             return
         step, rows = self._context.phases.step, TrainedRows(parts)
@@ -160,10 +160,10 @@ class TrainedRows:
 
     def __init__(self, parts: Sequence[UpdateBatch] = ()) -> None:
         self._parts = [part for part in parts if part.proximal_logprobs is not None]
-        self._rows: dict[int, dict[int, tuple[int, int]]] = {}  # by length, as far as it was asked for: by digest
+        self._rows: dict[int, dict[int, tuple[int, int]]] = {}  # by length, as far as it was requested: by digest
 
     def logprobs(self, tokens: Ints) -> Floats | None:
-        """The proximal policy's, one per token (0 if it was not asked); None for a sequence that was not trained."""
+        """The proximal policy's, one per token (0 if it was not computed); None for a sequence that was not trained."""
         length = len(tokens)
         if length not in self._rows:
             self._rows[length] = {

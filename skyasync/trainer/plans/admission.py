@@ -46,7 +46,7 @@ _ROUNDING = 1e-9  # so that a ratio of 0.1 of 10 prompts is one prompt
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """What bounds generation.
+    """The limits on generation.
 
     Args:
         batch_size: prompts per training step (P).
@@ -81,7 +81,7 @@ class AdmissionLimits:
 
     @classmethod
     def of(cls, cfg: Config, total: int, **rejecting: float) -> AdmissionLimits:
-        """Those of a ``skyasync.config.Config``."""
+        """The limits that the settings give, for ``total`` prompts."""
         trainer, generator = cfg.trainer, cfg.generator
         return cls(
             batch_size=trainer.train_batch_size,
@@ -171,7 +171,7 @@ class Admission:
 
     @property
     def making_do(self) -> bool:
-        """So many prompts were rejected since the last batch that the next one is not filled up any more."""
+        """Too many prompts were rejected since the last batch: the next one is not filled up any more."""
         return self._rejected >= max(self.limits.most_rejected, 1)
 
     def admit(self) -> list[int]:

@@ -176,7 +176,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         await self.finish_step(self._rollout())
 
     def _rollout(self) -> Rollout:
-        """What of the batch has been taken so far."""
+        """The groups of the batch that have been taken so far."""
         done, last = self._arrivals, self._last
         metrics = merged(done.metrics)
         return self.assemble(done.accepted, metrics, last.position, last.ahead, done.rejected, postprocessed=True)
