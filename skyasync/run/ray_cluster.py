@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
@@ -91,20 +91,16 @@ def start_on_loopback(
     keep_token_private()
     watchdog = Watchdog()
     _watched_by(watchdog)
-    ray_parameter, ray_services, prestart = (
-        cast(Any, parameter),
-        cast(Any, services),
-        "RAY_prestart_worker_first_driver",
-    )
+    prestart = "RAY_prestart_worker_first_driver"
     with (
         _loopback_only(),
         # Signals for the program's process group, as schedulers and terminals send them, do not end Ray under the run.
         # The kernel still ends Ray's processes with the program's.
-        _patched(ray_services, "ConsolePopen", partial(ray_services.ConsolePopen, process_group=0)),
+        _patched(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
         # What a run on one machine does not need is not started: the autoscaler, the server of a dashboard that is
         # switched off, and workers that wait for tasks when there are only actors. They are two fifths of Ray's start.
-        _patched(ray_parameter, "RayParams", partial(ray_parameter.RayParams, no_monitor=True)),
-        _patched(ray_services, "start_api_server", lambda *args, **options: (None, None)),  # no address, no process
+        _patched(parameter, "RayParams", partial(parameter.RayParams, no_monitor=True)),
+        _patched(services, "start_api_server", lambda *args, **options: (None, None)),  # no address, no process
         # Processes that are started inside, and their descendants, are the watchdog's.
         _variables({prestart: os.environ.get(prestart, "0"), VARIABLE: watchdog.mark, PLACE: watchdog.folder}),
     ):

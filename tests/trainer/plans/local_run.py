@@ -198,7 +198,9 @@ class LocalRun:
         colocation = self.colocation = (
             Colocation(self.dispatch, self.client, probe) if cfg.trainer.placement.colocate_all else None
         )
-        source, destination = (colocation.source, colocation.destination) if colocation else (self.dispatch, self.client)
+        source, destination = (
+            (colocation.source, colocation.destination) if colocation else (self.dispatch, self.client)
+        )
         self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), colocation=colocation)
 
     async def train(self) -> LocalRun:
