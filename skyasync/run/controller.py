@@ -26,7 +26,7 @@ import threading
 from collections.abc import Iterator
 from traceback import format_exception
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.config.resume import keeps_checkpoints
@@ -42,12 +42,9 @@ from skyasync.utils.task_group import afterwards
 
 if TYPE_CHECKING:
     import ray.exceptions
-    from ray import ObjectRef
 
     from skyasync.run.experiment import BasePPOExp
     from skyasync.utils.process_identity import ProcessIdentity
-
-R = TypeVar("R")
 
 POLL_S = 0.5
 ANSWER_S = 10.0  # for the controller to report
@@ -152,31 +149,17 @@ class Controller:
         return self._trainer.checkpointer.saved_step if self._trainer is not None else 0
 
 
-class RemoteMethod(Protocol[R]):
-    """A method of an actor's handle."""
-
-    def remote(self, *args: object, **options: object) -> ObjectRef[R]: ...
-
-
-class ControllerHandle(Protocol):
-    """The ``Controller`` from another process."""
-
-    run: RemoteMethod[dict[str, float] | None]
-    stop: RemoteMethod[int]
-    report: RemoteMethod[ProgressReport]
-    who: RemoteMethod[ProcessIdentity]
-
-
 class Heartbeat:
     """Asks the controller's process for its progress, and kills a process that stays silent.
 
     Only the time spent waiting for answers counts: a program that was itself stopped does not blame it.
 
     Args:
+        report: ``Controller.report`` of the actor's handle.
         limit_s: it is killed when it has been silent for so long; 0: never.
     """
 
-    def __init__(self, report: RemoteMethod[ProgressReport], process: ProcessIdentity, limit_s: float) -> None:
+    def __init__(self, report: Any, process: ProcessIdentity, limit_s: float) -> None:  # noqa: ANN401
         self._report, self._process, self._limit_s = report, process, limit_s
         self._answer_s = min(ANSWER_S, limit_s / 2) if limit_s else ANSWER_S
         self._silent_s = 0.0
@@ -252,19 +235,22 @@ def _controller_failed(error: ray.exceptions.RayError) -> bool:
 
 
 def _run(
-    controller: ControllerHandle, experiment: BasePPOExp, view: ProgressView, heard: threading.Event
+    controller: Any,  # noqa: ANN401  (the actor's handle)
+    experiment: BasePPOExp,
+    view: ProgressView,
+    heard: threading.Event,
 ) -> dict[str, float] | None:
     """Run the controller and poll its progress, until it or Ray ends; then stop it and free what it had reserved."""
     import ray
 
     from skyasync.run.placement import release
 
-    trainer, actor, get = experiment.cfg.trainer, cast(Any, controller), ray.get
+    trainer, get = experiment.cfg.trainer, ray.get
     try:
         try:
             process = get(controller.who.remote(), timeout=START_S)
         except ray.exceptions.GetTimeoutError:  # Ray tries for ever; its reasons are in the terminal by then
-            ray.kill(actor)
+            ray.kill(controller)
             problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
             raise RuntimeError(problem) from None
         running = controller.run.remote()
@@ -305,7 +291,7 @@ def _run(
                     get(controller.stop.remote(), timeout=GRACE_S + 5 + saving_s)
         finally:
             if not ended():
-                ray.kill(actor)
+                ray.kill(controller)
                 release(experiment.placement_name)
 
 
