@@ -48,7 +48,7 @@ from skyasync.trainer.checkpoint.checkpoints import Checkpoints
 from skyasync.trainer.context import Client, Metrics, Parts, RunContext
 from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import UNDONE, DivergenceGuard
-from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED, PromptLedger
+from skyasync.trainer.extensions.prompt_ledger import LEFT_OUT, NO_SIGNAL, TRUNCATED, PromptLedger
 from skyasync.trainer.extensions.reporting import Profiler, Reporter
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
@@ -383,7 +383,7 @@ class RayPPOTrainer(AlgorithmHooks):
             await self.reporter.keep_bad(rollout, learner.trained)
             guard.check_dropped()
             if "policy/loss" not in self.metrics:
-                checkpointer.ledger.leave_out()
+                checkpointer.ledger.undone = LEFT_OUT
         if guard.must_undo(self.metrics):
             guard.undone(restored := await checkpointer.roll_back())
             checkpointer.ledger.undo(restored, read_rows(run_dir.ledger) if run_dir is not None else ())

@@ -34,6 +34,7 @@ class PromptLedger(RunExtension):
 
     Attributes:
         ledger: the state of each prompt, by its name.
+        undone: why the current step, and those since a checkpoint, count for nothing; empty if they count.
     """
 
     def __init__(self, context: RunContext, generator: Generator) -> None:
@@ -43,7 +44,7 @@ class PromptLedger(RunExtension):
         self._saves = context.cfg.trainer.ckpt_rollouts and saves(context.cfg.trainer)
         self._ids: dict[str, PromptId] = {}  # of open prompts
         self._rejected: dict[str, str] = {}  # in the current step, and why
-        self._undone = ""  # why the current step, and those since a checkpoint, count for nothing
+        self.undone = ""
 
     def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
         """Note that these are rolled out now. Returns the groups that a checkpoint had, which need no rollout."""
@@ -61,18 +62,14 @@ class PromptLedger(RunExtension):
             left = {str(group.prompt.id) for group in after}
             self._rejected |= {name: why for group in before if (name := str(group.prompt.id)) not in left}
 
-    def leave_out(self) -> None:
-        """No update is made of the current step: its numbers are not finite."""
-        self._undone = LEFT_OUT
-
     def undo(self, step: int, lines: Iterable[Line]) -> None:
         """The models are what they were after that step again, and so the current step trains nothing either.
 
         Args:
             lines: of the run's ``ledger.jsonl``.
         """
-        self._undone = f"its step was undone, back to step {step} (trainer.on_spike=rollback)"
-        self.ledger.undo(trained_after(lines, step), self._undone)
+        self.undone = f"its step was undone, back to step {step} (trainer.on_spike=rollback)"
+        self.ledger.undo(trained_after(lines, step), self.undone)
 
     def close(self, rollout: Rollout) -> Line:
         """Close the prompts that a step has trained. Returns the line for ``ledger.jsonl``."""
@@ -84,11 +81,11 @@ class PromptLedger(RunExtension):
         rejected = {str(identity): NO_SIGNAL for identity in rollout.rejected} | self._rejected
         trained = {str(group.prompt.id): None for group in rollout.groups}
         others = [name for name in trained if name not in failed and name not in rejected]
-        self.ledger.close(others, "given_up" if self._undone else "trained", self._undone)
+        self.ledger.close(others, "given_up" if self.undone else "trained", self.undone)
         for name in sorted(rejected.keys() - failed):
             self.ledger.close([name], "rejected", rejected[name])
         self.ledger.close(sorted(failed), "given_up", FAILED)
-        self._rejected, self._undone = {}, ""
+        self._rejected, self.undone = {}, ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
 
