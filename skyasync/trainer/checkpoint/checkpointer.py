@@ -14,11 +14,11 @@ from typing import Any
 
 from skyasync.callbacks import RunExtension
 from skyasync.config.resume import Resume, saves
-from skyasync.errors import UserError, nearest
+from skyasync.errors import UserError
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state, refusal
 from skyasync.trainer.checkpoint.settings_check import check_recorded, record
 from skyasync.trainer.context import Metrics, RunContext
-from skyasync.trainer.extensions import load_states, save_states
+from skyasync.trainer.extensions import load_states, nearest_metric, save_states
 from skyasync.trainer.extensions.prompt_ledger import PromptLedger
 from skyasync.trainer.learner import Learner
 from skyasync.utils import manifest
@@ -106,8 +106,7 @@ class Checkpointer:
         if name not in metrics:
             if self._metric_seen:
                 return False  # no group of this step was worth training, for example
-            close = nearest(name, metrics, count=1)
-            hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+            hint = nearest_metric(name, metrics)
             raise UserError(f"trainer.ckpt_best_metric={name}: step {step} has no such metric: {hint}")
         self._metric_seen = True
         value, before, best = metrics[name], list(self._better.values()), self.checkpoints.best

@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyasync.callbacks import RunExtension
-from skyasync.errors import UserError
+from skyasync.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from skyasync.trainer.trainer import RayPPOTrainer
@@ -35,6 +35,12 @@ async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
         if inspect.isawaitable(answer):
             async with trainer.context.phases.limited(f"{type(extension).__name__}.{event}"):
                 await answer
+
+
+def nearest_metric(name: str, metrics: Mapping[str, float]) -> str:
+    """The end of an error about a metric that does not exist: the nearest name."""
+    close = nearest(name, metrics, count=1)
+    return f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
 
 
 def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:

@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from skyasync.callbacks import RunExtension, Watched
-from skyasync.errors import NonFiniteError, UserError, nearest
+from skyasync.errors import NonFiniteError, UserError
 from skyasync.rollout.types import Group, Trajectory
 from skyasync.trainer.context import RunContext
+from skyasync.trainer.extensions import nearest_metric
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,7 @@ class DivergenceGuard(RunExtension):
         if "policy/loss" in metrics:  # else nothing was trained
             for name in self._cfg.spike_limits.keys() - self._seen - metrics.keys():
                 if not name.startswith(("eval/", "sync/")):  # which are not in every step
-                    close = nearest(name, metrics, count=1)
-                    hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+                    hint = nearest_metric(name, metrics)
                     raise UserError(f"trainer.spike_limits names {name}, and a step has no such metric: {hint}")
         self._checked = {}
 
