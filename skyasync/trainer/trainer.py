@@ -61,7 +61,7 @@ from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import TrainingBatch
-    from skyasync.workers.protocol import WorkerDispatch
+    from skyasync.workers.dispatch import Dispatch
 
 #: Attributes of earlier versions, which plans and hooks of users may read.
 FORMER = {
@@ -179,7 +179,7 @@ class RayPPOTrainer(AlgorithmHooks):
 
     def attach(
         self,
-        dispatch: WorkerDispatch,
+        dispatch: Dispatch,
         weight_sync: WeightSyncing,
         *,
         timeline: Timeline | None = None,
@@ -613,5 +613,5 @@ class RayPPOTrainer(AlgorithmHooks):
     tracker = property(attrgetter("context.tracker"), doc="Receives ``log(metrics, step)``.")
     run_dir = property(attrgetter("context.run_dir"), doc="The run's ``RunDirectory``, or None.")
     inference_engine_client = property(attrgetter("context.client"), doc="The engines.")
-    dispatch = property(attrgetter("context.dispatch"), doc="The models, as a ``WorkerDispatch``.")
+    dispatch = property(attrgetter("context.dispatch"), doc="The models, as a ``Dispatch``.")
     weight_sync = property(attrgetter("weight_updates.weight_sync"), doc="How weights get to the engines.")
