@@ -31,8 +31,8 @@ SETTINGS = (
 RAYS = {
     "raylet": ("raylet/raylet", "Ray's raylet (process NUMBER) has ended with signal 9", False),
     "gcs": ("gcs/gcs_server", "Ray's GCS server (process NUMBER) has ended with signal 9", False),
-    "dashboard agent": ("ray::DashboardAgent", "behind its dashboard_agent", False),
-    "runtime environments' agent": ("ray::RuntimeEnvAgent", "behind its runtime_env_agent", False),
+    "dashboard agent": ("ray::DashboardAgent", "after its dashboard_agent", False),
+    "runtime environments' agent": ("ray::RuntimeEnvAgent", "after its runtime_env_agent", False),
     "log monitor": ("log_monitor.py", "", True),
 }
 

@@ -55,7 +55,7 @@ def sentence(plan: str, judging_s: float = 0.0, checkpoint_s: float = 0.0, **set
                 await asyncio.sleep(checkpoint_s)
 
         if checkpoint_s:
-            trainer.context.schedule.checkpoint = Mock(return_value=True)
+            trainer.context.schedule.reached = Mock(side_effect=lambda what, step: what == "checkpoint")
             trainer.save_checkpoint = save  # type: ignore[method-assign,assignment]
         await trainer.train()
         return rows.rows

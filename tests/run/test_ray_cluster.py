@@ -102,7 +102,7 @@ def test_a_process_of_rays_that_has_ended_is_named(monkeypatch: pytest.MonkeyPat
     (tmp_path / "raylet.out").write_text(
         "The raylet exited immediately because one Ray agent failed, agent_name = dashboard_agent."
     )
-    assert ray_cluster.ended() == f"{found}, behind its dashboard_agent"
+    assert ray_cluster.ended() == f"{found}, after its dashboard_agent"
     parts["gcs_server"].kill()
     parts["gcs_server"].wait()
     monkeypatch.setattr(worker, "_global_node", None)

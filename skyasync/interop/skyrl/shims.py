@@ -186,7 +186,7 @@ class TrainDataLoader:
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         if self._cursor is None:
-            self._cursor = self._stream.cursor(self._progress.position, self._progress.ahead)
+            self._cursor = self._stream.cursor(self._progress.position, self._progress.trained_early)
         for _ in range(self._steps):
             batch = self._cursor.take(self.batch_size)
             if not batch.prompts:

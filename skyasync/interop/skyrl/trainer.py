@@ -86,7 +86,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
         await self.callback_handler.settle()
         version = self.policy_version
         self.checkpointer.ledger.start(self._prompts_of(input_batch), version)
-        async with self.weight_updates.rollout(), self.context.phases.limited("generation"):
+        async with self.weight_updates.gate.entered(), self.context.phases.limited("generation"):
             self._rolling += 1
             try:
                 with self.context.phases.under_way():
@@ -136,7 +136,7 @@ class RayPPOTrainer(SkyRLNames, Ours):
 
     async def _learn(self, data: TrainingInputBatch) -> Metrics:
         batch, trainer, groups = self.add_teacher_advantages(data.as_training()), self.cfg.trainer, self._groups
-        self.checkpointer.step_begun()
+        self.checkpointer.between_steps = False
         with self.timed("update"):
             for _ in range(trainer.update_epochs_per_batch):
                 for part, _ in batch.mini_batches(trainer.policy_mini_batch_size):

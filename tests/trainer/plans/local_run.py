@@ -195,15 +195,17 @@ class LocalRun:
             generator=EpisodeGenerator(self.client, local_pool(), tokenizer, 64, rules),
         )
         probe = [[1, 2, 3, 4, 5], [9, 8, 7]]
-        turns = self.turns = (
+        colocation = self.colocation = (
             Colocation(self.dispatch, self.client, probe) if cfg.trainer.placement.colocate_all else None
         )
-        source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
-        self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), turns=turns)
+        source, destination = (
+            (colocation.source, colocation.destination) if colocation else (self.dispatch, self.client)
+        )
+        self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), colocation=colocation)
 
     async def train(self) -> LocalRun:
-        if self.turns:
-            await self.turns.start()
+        if self.colocation:
+            await self.colocation.start()
         elif not self._engine_is_up:
             await self.client.start()
         try:

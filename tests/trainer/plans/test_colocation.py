@@ -74,7 +74,7 @@ class Turns:
         for part, name in ((run.dispatch, "forward_backward"), (run.dispatch, "export"), (run.sync, "sync"),
                            (run.generator, "generate")):  # fmt: skip
             setattr(part, name, self._noting(name, getattr(part, name)))
-        run.trainer.weight_updates.turns = self
+        run.trainer.weight_updates.colocation = self
 
     async def make_way_for_policy(self) -> None:
         self.made.append("policy")

@@ -85,7 +85,7 @@ def test_rollouts_of_another_group_size_are_left_out_in_a_line(
     second = make_run(AsyncRayPPOTrainer, **shared, generator__n_samples_per_prompt=4, trainer__resume_mode="latest")
     second.train()
     assert set(second.trained) == set(second.generator.asked)
-    assert "are left out and generated anew: they are not of generator.n_samples_per_prompt=4" in caplog.text
+    assert "are left out and generated again: they are not of generator.n_samples_per_prompt=4" in caplog.text
 
 
 class Long(RayPPOTrainer):

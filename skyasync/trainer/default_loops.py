@@ -1,4 +1,4 @@
-"""The two loops of SkyRL's tutorial on asynchronous training, for a ``train()`` that brings none of its own.
+"""The two loops of SkyRL's tutorial on asynchronous training, for a ``train()`` that does not define its own.
 
     generation_buffer = asyncio.Queue(maxsize=1)
     generator_task = asyncio.create_task(self._run_generate_loop(generation_buffer))
@@ -12,7 +12,7 @@
 
 | who waits              | for what                              | woken by                                     |
 |------------------------|---------------------------------------|----------------------------------------------|
-| ``_run_generate_loop`` | room in the buffer; ``sync_finished`` | the plan, which takes a batch; which has synced |
+| ``_run_generate_loop`` | space in the buffer; ``sync_finished`` | the plan, which takes a batch; which has synced |
 | ``_run_training``      | a batch in the buffer                 | ``_run_generate_loop``                       |
 | the plan               | ``generation_ack``                    | ``_run_generate_loop``, whose batch is there |
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from skyasync.trainer.trainer import RayPPOTrainer
 
 
-class Batches:
+class RemainingBatches:
     """The batches that are left. Their number is that of the time when a loop over them began."""
 
     def __init__(self, trainer: RayPPOTrainer) -> None:
@@ -56,7 +56,7 @@ class Batches:
 
 
 @asynccontextmanager
-async def beginning(trainer: RayPPOTrainer) -> AsyncIterator[None]:
+async def running_default_loops(trainer: RayPPOTrainer) -> AsyncIterator[None]:
     """Around a plan that is made of these loops: what a plan of its own has in ``running``.
 
     A loop over ``trainer.epochs`` is gone through once at least: the first pass has all batches of the run.
@@ -65,24 +65,24 @@ async def beginning(trainer: RayPPOTrainer) -> AsyncIterator[None]:
         trainer.cfg = replace(trainer.cfg, trainer=replace(trainer.cfg.trainer, epochs=1))
     trainer.generation_ack, trainer.sync_finished = asyncio.Event(), asyncio.Event()
     async with trainer.running():
-        trainer.train_dataloader = Batches(trainer)
+        trainer.train_dataloader = RemainingBatches(trainer)
         yield
         await _end_last_step(trainer)
 
 
 def run_generate_loop(trainer: RayPPOTrainer, generation_buffer: asyncio.Queue[Rollout]) -> Coroutine[Any, Any, None]:
-    """Generate one batch ahead of training. The batches left are counted when this is called."""
+    """Generate one batch before it is trained. The batches left are counted when this is called."""
     trainer.train_dataloader.begin()
 
-    async def generate_ahead() -> None:
-        for ahead, prompts in enumerate(trainer.train_dataloader):
+    async def generate() -> None:
+        for index, prompts in enumerate(trainer.train_dataloader):
             await generation_buffer.put(await trainer.generate(prompts))
-            if ahead:
+            if index:
                 trainer.generation_ack.set()
                 await trainer.sync_finished.wait()
                 trainer.sync_finished.clear()
 
-    return generate_ahead()
+    return generate()
 
 
 async def run_training(trainer: RayPPOTrainer, generation_buffer: asyncio.Queue[Rollout]) -> Metrics:
