@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from skyasync.errors import Terminated
 from skyasync.inference.elastic import FILE as ENGINES_FILE
 from skyasync.inference.settings import chosen_backend
-from skyasync.observe.run_dir import RunDirectory, shown, unlock_run
+from skyasync.observability.run_dir import RunDirectory, shown, unlock_run
 from skyasync.run.controller import run_in_controller
 from skyasync.run.recovery import Recovery
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
     """Train; the last metrics, or None if the run was stopped."""
-    from skyasync.observe.report.page import write_report
-    from skyasync.observe.status import status_file
-    from skyasync.observe.timeline import to_the_end
+    from skyasync.observability.report.page import write_report
+    from skyasync.observability.status import status_file
+    from skyasync.observability.timeline import to_the_end
 
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
@@ -51,9 +51,9 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
 
 
 def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool]) -> dict[str, float] | None:
-    from skyasync.observe import jsonl
-    from skyasync.observe.plots import plot_reward
-    from skyasync.observe.summary import print_summary
+    from skyasync.observability import jsonl
+    from skyasync.observability.plots import plot_reward
+    from skyasync.observability.summary import print_summary
     from skyasync.run.logs import ProcessLogs
     from skyasync.run.ray_cluster import cluster
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyasync.observe.lines import write_plainly
+from skyasync.observability.lines import write_plainly
 
 Show = Callable[[Sequence[str], bool], None]
 

@@ -20,8 +20,8 @@ from uuid import uuid4
 from skyasync.config.frozen import freeze
 from skyasync.config.resume import keeps_checkpoints, written_ns
 from skyasync.errors import headline
-from skyasync.observe.jsonl import append_rows, read_rows
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.jsonl import append_rows, read_rows
+from skyasync.observability.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
@@ -111,7 +111,7 @@ class Recovery:
 
     async def restart_workers(self) -> RayPPOTrainer:
         """New processes for all roles, and a trainer that resumes from the newest checkpoint; engines stay."""
-        from skyasync.observe.timeline import Timeline, wall_clock
+        from skyasync.observability.timeline import Timeline, wall_clock
 
         run, colocation, began = self._experiment, self._experiment.parts.colocation, wall_clock()
         await run.parts.dispatch.shutdown()

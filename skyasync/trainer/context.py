@@ -17,10 +17,10 @@ from skyasync.callbacks import RunExtension
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.data.prompts import PromptStream
 from skyasync.inference.interface import PauseMode
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import Tracker
-from skyasync.observe.usage import Engines
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import Tracker
+from skyasync.observability.usage import Engines
 from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt

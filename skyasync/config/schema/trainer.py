@@ -121,7 +121,7 @@ class TrainerConfig(FaultToleranceConfig):
     """Folder that holds the runs' folders."""
     project_name: str = key("skyasync", open_ended=True)
     """Project name for external trackers."""
-    logger: list[str] = key(["jsonl"], registry="skyasync.observe:TRACKERS", open_ended=True)
+    logger: list[str] = key(["jsonl"], registry="skyasync.observability:TRACKERS", open_ended=True)
     """Trackers that receive the metrics."""
     terminal: str = key("auto", choices=("auto", "live", "lines"))
     """A live view where standard output is a terminal, else a line per step; or one of both wherever it goes."""
