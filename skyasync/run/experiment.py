@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observe.timeline import Timeline
     from skyasync.observe.trackers import Tracker
+    from skyasync.rollout.generator import Judges
     from skyasync.rollout.generator_api import Generator
-    from skyasync.rollout.judging import Judges
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
     from skyasync.run.placement import Placement
@@ -189,7 +189,7 @@ class BasePPOExp:
 
     def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Judges | None:
         """The models of ``environment.judges``, which judge what has been played; None without any."""
-        from skyasync.rollout.judging import Judges
+        from skyasync.rollout.generator import Judges
 
         if not cfg.environment.judges:
             return None

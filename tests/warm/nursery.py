@@ -60,7 +60,7 @@ OF_RUNS = (
     "skyasync.utils.retry",
     "skyasync.rollout.collate",
     "skyasync.rollout.generator",
-    "skyasync.rollout.judging",
+    "skyasync.rollout.generator",
     "skyasync.weight_sync.transfers.broadcast",
     "skyasync.models.fsdp.checkpoint",
     "skyasync.workers.critic",

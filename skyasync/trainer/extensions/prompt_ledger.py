@@ -92,12 +92,12 @@ class PromptLedger(RunExtension):
         """Write the open prompts into a checkpoint: finished groups, and the tokens so far of what is in flight."""
         if not self._keeps:
             return
-        begun = await self._generator.begun() if isinstance(self._generator, TrajectoryGenerator) else []
+        partial = await self._generator.partial_rollouts() if isinstance(self._generator, TrajectoryGenerator) else []
         if not self.ledger.versions:
             return
         versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
         in_flight = self.ledger.versions.keys() - self.ledger.finished.keys()
-        partial = [trajectory for trajectory in begun if str(trajectory.id.prompt) in in_flight]
+        partial = [trajectory for trajectory in partial if str(trajectory.id.prompt) in in_flight]
         kept = saved.RolloutState(versions, list(self.ledger.finished.values()), partial)
         if kept.tokens < TURN_TOKENS:
             saved.write(folder / saved.FILE, kept)
@@ -121,10 +121,10 @@ class PromptLedger(RunExtension):
         self.ledger.restore({str(identity): version for identity, version in kept.versions.items()}, groups)
         log.info("%d finished groups of that checkpoint will be trained as they are", len(kept.groups))
         if isinstance(self._generator, TrajectoryGenerator):
-            self._generator.go_on_from(kept.begun)
-            if kept.begun:
-                written = sum(len(action.tokens) for each in kept.begun for action in each.actions)
-                log.info("%d episodes of it go on from the %d tokens that they had", len(kept.begun), written)
+            self._generator.resume_from(kept.partial)
+            if kept.partial:
+                written = sum(len(action.tokens) for each in kept.partial for action in each.actions)
+                log.info("%d episodes of it go on from the %d tokens that they had", len(kept.partial), written)
 
     def open_positions(self, position: int, ahead: frozenset[int]) -> dict[int, int]:
         """Where the open prompts are in the stream, from ``position`` on, and the version when each was started."""
