@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from skyasync.algorithms.distillation import top_k_reverse_kl
+from skyasync.algorithms.kl import top_k_reverse_kl
 from skyasync.algorithms.objective import Objective
-from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.algorithms.off_policy import approximate_proximal
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError
 from skyasync.inference.settings import computes_on_mapped_weights, loads_as_files
