@@ -303,7 +303,7 @@ class Judges:
         for (func, _), score in zip(graded, scores, strict=True):
             if score.unjudged and self._on_timeout == "raise":
                 raise TimeoutError(
-                    f"reward function {func} gave no verdict; environment.reward_unjudged=zero counts it as 0"
+                    f"reward function {func} gave no grade; environment.reward_unjudged=zero counts it as 0"
                 )
         grades = zip(graded, scores, strict=True)
         trajectory.actions[-1].reward += sum(weight * score.reward for (_, weight), score in grades)

@@ -19,7 +19,7 @@ from skyasync.data.prompts import PromptStream
 from skyasync.observe.run_dir import RunDirectory
 from skyasync.observe.timeline import Timeline
 from skyasync.observe.trackers import Tracker
-from skyasync.observe.usage import Engines
+from skyasync.observe.usage import EngineStatsSource
 from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
@@ -34,7 +34,7 @@ T = TypeVar("T")
 Metrics = dict[str, float]
 
 
-class Client(weight_updates.Client, Engines, Protocol):
+class Client(weight_updates.Client, EngineStatsSource, Protocol):
     """What a trainer asks of the engines, besides what the generator and the weight sync do."""
 
 

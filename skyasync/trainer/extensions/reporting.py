@@ -16,7 +16,7 @@ import xxhash
 from skyasync.arrays import Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
-from skyasync.observe.progress import Sample
+from skyasync.observe.progress import LatestSample
 from skyasync.observe.usage import UsageMeter
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
@@ -39,7 +39,7 @@ class Reporter(RunExtension):
 
     def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
         self.last_metrics: Metrics = {}
-        self.last_sample: Sample | None = None
+        self.last_sample: LatestSample | None = None
         self._context, self._decode = context, decode
         self._samples = context.cfg.trainer.save_samples  # per step
         self._trajectories = context.cfg.trainer.dump_trajectories
@@ -106,7 +106,7 @@ class Reporter(RunExtension):
     ) -> None:
         assert self._context.run_dir is not None
         records = sample_records(list(groups), self._samples, decode, rows.logprobs)
-        self.last_sample = Sample.of(step, records[0]) if records else None
+        self.last_sample = LatestSample.of(step, records[0]) if records else None
         self._context.run_dir.write_samples(step, records)
 
     async def _write_trajectories(self, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
