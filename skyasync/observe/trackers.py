@@ -42,7 +42,8 @@ class Tracker(Protocol):
         """Take the metrics that belong to ``step``; later calls for the same step add to them."""
 
     def close(self) -> None:
-        """Everything logged is where it belongs when this returns. Safe to call twice."""
+        """Everything logged is where it belongs when this returns. Safe to call twice. By default nothing is left."""
+        return
 
 
 @dataclass(frozen=True)
