@@ -92,7 +92,7 @@ def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str
 def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     """Settings that make the run's engine have these weights."""
     from skyasync.cli.checkpoints import find, is_checkpoint_or_run
-    from skyasync.observe.report.settings import MODEL, read
+    from skyasync.observability.report.settings import MODEL, read
 
     if not name:
         return []
@@ -115,7 +115,7 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
 
 def _without_other_models(settings: Mapping[str, object]) -> list[str]:
     """Roles whose model is the policy's because none was named: the run has written down which that was."""
-    from skyasync.observe.report.settings import MODEL
+    from skyasync.observability.report.settings import MODEL
 
     policy = settings.get(MODEL)
     names = [key for key, value in settings.items() if key.endswith(".model.path") and key != MODEL and value == policy]

@@ -29,9 +29,9 @@ def report(argv: Sequence[str]) -> int | None:
     folders = [_run_folder(name) for name in names]
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
-    from skyasync.observe.jsonl import replace_text
-    from skyasync.observe.report.page import NAME, page
-    from skyasync.observe.status import read_status
+    from skyasync.observability.jsonl import replace_text
+    from skyasync.observability.report.page import NAME, page
+    from skyasync.observability.status import read_status
 
     path = Path(options.get("--out") or (folders[0] / NAME if len(folders) == 1 else COMPARISON))
     while True:

@@ -42,8 +42,8 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config
 from skyasync.models.config import complaints
-from skyasync.observe.jsonl import replace_text
-from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
+from skyasync.observability.jsonl import replace_text
+from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run
 from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.model import check_axes, check_model, check_one_label, check_routers, check_same_tokens

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 from skyasync.callbacks import RunExtension
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.data.prompts import PromptStream
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import Tracker
-from skyasync.observe.usage import EngineStatsSource
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import Tracker
+from skyasync.observability.usage import EngineStatsSource
 from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt

@@ -25,11 +25,11 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.algorithm import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.status import give_reason
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import Tracker
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.status import give_reason
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import Tracker
 from skyasync.rollout.episode_limits import check_given_up
 from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
 from skyasync.rollout.generator_api import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyasync.config.schema import Config
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.run.recovery import Recovery
 from skyasync.trainer.restarts import NAME
 from skyasync.utils.process_identity import born

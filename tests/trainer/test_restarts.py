@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyasync.config.resume import Resume, settle_resume_mode
 from skyasync.config.schema import TrainerConfig
-from skyasync.observe.jsonl import read_rows, write_rows
+from skyasync.observability.jsonl import read_rows, write_rows
 from skyasync.trainer.restarts import HOUR_S, NAME, Restarts
 
 
