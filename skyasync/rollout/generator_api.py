@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _PARALLEL = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
 _OPTIONAL = ("rollout_logprobs", "rollout_versions", "trajectory_metrics")
 
+FORMER = {"begun": "partial_rollouts", "go_on_from": "resume_from"}  # methods of ``TrajectoryGenerator``
+
 Numbers = NDArray[Any]
 
 
@@ -62,6 +65,13 @@ class TrajectoryGenerator:
     The library's generators override ``generate_trajectories``. A subclass of yours may override any of the three
     methods: the one closest to the lists is called.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Methods of subclasses by their former names are taken too."""
+        super().__init_subclass__()
+        for former in FORMER.keys() & vars(cls).keys():
+            warnings.warn(f"{cls.__name__}.{former}: the method is called {FORMER[former]} now", FutureWarning, 2)
+            setattr(cls, FORMER[former], vars(cls)[former])
 
     async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         """One trajectory per request, in that order."""

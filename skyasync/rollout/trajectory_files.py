@@ -31,14 +31,14 @@ _META = b"skyasync"
 class RecordedStep:
     """The groups of a step, and the position of the prompt stream after them.
 
-    ``out_of_order``: later positions that are done too (see ``Rollout``).
+    ``trained_early``: later positions that are trained too (see ``Rollout``).
     ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had computed them.
     """
 
     step: int
     groups: list[Group]
     position: int = 0
-    out_of_order: frozenset[int] = frozenset()
+    trained_early: frozenset[int] = frozenset()
     total_steps: int = 0
     trainer_logprobs: list[Floats | None] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
     for name, of in types.items():
         columns[name] = pa.array([row[name] for row in rows], of)
-    about = {"step": recorded.step, "position": recorded.position, "ahead": sorted(recorded.out_of_order)}
+    about = {"step": recorded.step, "position": recorded.position, "ahead": sorted(recorded.trained_early)}
     meta = json.dumps(about | {"total_steps": recorded.total_steps})
     table = pa.table(columns).replace_schema_metadata({_META: meta.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,8 +147,8 @@ def read(path: Path) -> RecordedStep:
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
     logprobs = [None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows]
-    out_of_order = frozenset(about["ahead"])
-    return RecordedStep(about["step"], groups, about["position"], out_of_order, about["total_steps"], logprobs)
+    trained_early = frozenset(about["ahead"])
+    return RecordedStep(about["step"], groups, about["position"], trained_early, about["total_steps"], logprobs)
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> Group:

@@ -209,7 +209,7 @@ class Group:
 class Rollout:
     """The groups of one step, their metrics, and the position of the prompt stream after them.
 
-    ``out_of_order``: later positions that are done too (``PromptBatch.ahead``).
+    ``trained_early``: later positions that are trained too (see ``PromptBatch``).
 
     ``rejected``: prompts that were rolled out for the step and are not among its groups.
     """
@@ -217,7 +217,7 @@ class Rollout:
     groups: list[Group]
     position: int
     metrics: dict[str, float] = field(default_factory=dict)
-    out_of_order: frozenset[int] = frozenset()
+    trained_early: frozenset[int] = frozenset()
     rejected: list[PromptId] = field(default_factory=list)
 
 

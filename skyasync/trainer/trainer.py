@@ -359,7 +359,7 @@ class RayPPOTrainer(AlgorithmHooks):
             self.metrics.setdefault(name, value)  # what a hook has found has precedence
         self.weight_updates.check_sampled_tokens(self.metrics)
         await self._guard_step(rollout)
-        self.context.progress.trained(rollout.position, rollout.out_of_order)
+        self.context.progress.trained(rollout.position, rollout.trained_early)
         self.checkpointer.step_done()
         step = self.global_step
         await self.reporter.ended(step, self.checkpointer.ledger.close(rollout))

@@ -112,7 +112,7 @@ class Reporter(RunExtension):
     async def _write_trajectories(self, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
         assert self._context.run_dir is not None
         total = self._context.length.steps
-        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.out_of_order, total)
+        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.trained_early, total)
         path = recorded.path_of(self._context.run_dir.path, step, *kind)
         await asyncio.to_thread(recorded.write, path, whole, rows.logprobs)
 
