@@ -27,9 +27,9 @@ from skyasync.config.resume import (
     STATE,
     Resume,
     checkpoints_of,
-    go_on_beside,
     refuse_foreign_checkpoints,
     settle_resume_mode,
+    settle_run_name,
 )
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.config.schema.judges import judges_of
@@ -92,7 +92,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     own_plan = is_ours("get_trainer")
     check_parts(cfg, [PLANS.find(trainer.plan)] if own_plan else plans_named_by(type(experiment).get_trainer))
 
-    go_on_beside(trainer)
+    settle_run_name(trainer)
     name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
     check_name(trainer.runs_dir, name)
     refuse_foreign_checkpoints(trainer)

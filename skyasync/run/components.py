@@ -143,7 +143,7 @@ class Components:
         if self._experiment.cfg.generator.weight_sync_dir and self.weight_sync is not None:
             with contextlib.suppress(Exception):  # the run may have ended because the policy did
                 async with asyncio.timeout(RELEASE_S):
-                    await self.weight_sync.release_kept()
+                    await self.weight_sync.release_retained()
         parts = [part for part in (self.client, self.dispatch) if part is not None]
         await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
 

@@ -17,7 +17,7 @@ from uuid import uuid4
 from skyasync.config.frozen import freeze
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.observability.run_dir import RunDirectory
-from skyasync.trainer.restarts import Restarts
+from skyasync.run.recovery import Restarts
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp

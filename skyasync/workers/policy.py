@@ -33,7 +33,7 @@ from skyasync.models.backend import (
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
-from skyasync.weight_sync.transfers.sender import WeightSender
+from skyasync.weight_sync.transfers.endpoints import WeightSender
 from skyasync.workers.critic import ValueLoss
 from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.roles import CRITIC_ROLE, ROLES

@@ -12,8 +12,7 @@ import pytest
 
 from skyasync.config.schema import Config
 from skyasync.observability.jsonl import read_rows
-from skyasync.run.recovery import Recovery
-from skyasync.trainer.restarts import NAME
+from skyasync.run.recovery import NAME, Recovery
 from skyasync.utils.process_identity import born
 
 DEATH = RuntimeError("gone")
