@@ -89,6 +89,7 @@ _MOVED = {
     "engines": "inference",
     "envs.gsm8k": "envs.reward",
     "experiment": "run.experiment",
+    "observe": "observability",
     "plans": "trainer.plans",
     "rollout.contract": "rollout.generator_api",
     "together": "utils.task_group",

@@ -1,6 +1,6 @@
 """How token losses become one number: a weight per token, made once for a whole mini-batch.
 
-Invariant: the loss is ``(weights * token_loss).sum()`` and the weights have seen the whole mini-batch, so cutting it
+Invariant: the loss is ``(weights * token_loss).sum()``, and the weights have seen the whole mini-batch. So cutting it
 into micro-batches, packing it or spreading it over ranks (whose gradients are summed) cannot change the gradient.
 Each reduction takes the mask ``[batch, length]`` and ``group_ids [batch]`` and returns weights ``[batch, length]``, 0
 outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, verl); with ``count_empty`` they do

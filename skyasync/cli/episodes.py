@@ -122,7 +122,7 @@ def _print(row: Row, console: Console, *, tokens: bool) -> None:
     console.print()
 
 
-def _table(sample: samples.Sample) -> Table:
+def _table(sample: samples.PageSample) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("", "token", "version", "engine", "trainer", "gap"):
         table.add_column(name, justify="left" if name == "token" else "right")

@@ -48,7 +48,9 @@ class ReplayTrainer(RayPPOTrainer):
                 if recorded.step != self.global_step + 1 and not self.alone:
                     raise UserError(f"{file} is of step {recorded.step}, and step {self.global_step + 1} comes next: "
                                     f"a replay needs every step from the first on")  # fmt: skip
-                rollout = self.assemble(recorded.groups, {}, recorded.position, recorded.ahead, postprocessed=True)
+                rollout = self.assemble(
+                    recorded.groups, {}, recorded.position, recorded.trained_early, postprocessed=True
+                )
                 status = await self.train_on(rollout)
                 await self.sync_policy_weights_to_inference_engines()
                 await self.end_step(status)

@@ -135,7 +135,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     run_dir = RunDirectory(trainer.runs_dir, name, resume=resumes)
     lock_run(run_dir.path)
     run_dir.secrets = Secrets.of(cfg)
-    run_dir.save_config(dump_config(cfg, secrets=False))
+    replace_text(run_dir.config, dump_config(cfg, secrets=False))
     replace_text(run_dir.origins, json.dumps(origins(cfg), indent=1) + "\n")
     freeze(cfg)
     return run_dir

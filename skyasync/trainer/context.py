@@ -20,7 +20,7 @@ from skyasync.inference.interface import PauseMode
 from skyasync.observability.run_dir import RunDirectory
 from skyasync.observability.timeline import Timeline
 from skyasync.observability.trackers import Tracker
-from skyasync.observability.usage import Engines
+from skyasync.observability.usage import EngineStatsSource
 from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
@@ -34,7 +34,7 @@ T = TypeVar("T")
 Metrics = dict[str, float]
 
 
-class Client(Engines, Protocol):
+class Client(EngineStatsSource, Protocol):
     """The engines as the trainer uses them; generator and weight sync have interfaces of their own."""
 
     async def cut(self) -> None: ...

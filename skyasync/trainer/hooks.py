@@ -49,7 +49,7 @@ class AlgorithmHooks:
 
         algorithm = self.cfg.trainer.algorithm
         keep, metric = group_filter(algorithm), algorithm.dynamic_sampling.metric
-        return [g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.judged_by(metric))]
+        return [g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.metric_values(metric))]
 
     def drop_truncated(self, groups: list[Group]) -> list[Group]:
         """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""

@@ -389,7 +389,7 @@ class RayPPOTrainer(AlgorithmHooks):
         if guard.must_undo(self.metrics):
             guard.undone(restored := await checkpointer.roll_back())
             checkpointer.ledger.undo(restored, read_rows(run_dir.ledger) if run_dir is not None else ())
-        self.context.progress.trained(rollout.position, rollout.ahead)
+        self.context.progress.trained(rollout.position, rollout.trained_early)
         checkpointer.between_steps = True
         step = self.global_step
         await self.reporter.ended(step, checkpointer.ledger.close(rollout))

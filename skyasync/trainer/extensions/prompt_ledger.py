@@ -93,7 +93,7 @@ class PromptLedger(RunExtension):
         """Write the open prompts into a checkpoint: finished groups, and the tokens so far of those in flight."""
         if not self._saves:
             return
-        partial = await self._generator.begun() if isinstance(self._generator, TrajectoryGenerator) else []
+        partial = await self._generator.partial_rollouts() if isinstance(self._generator, TrajectoryGenerator) else []
         if not self.ledger.versions:
             return
         versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
@@ -123,10 +123,10 @@ class PromptLedger(RunExtension):
         self.ledger.restore({str(identity): version for identity, version in state.versions.items()}, groups)
         log.info("%d finished groups of that checkpoint will be trained as they are", len(state.groups))
         if isinstance(self._generator, TrajectoryGenerator):
-            self._generator.go_on_from(state.begun)
-            if state.begun:
-                tokens = sum(len(action.tokens) for each in state.begun for action in each.actions)
-                log.info("%d episodes of it go on from the %d tokens that they had", len(state.begun), tokens)
+            self._generator.resume_from(state.partial)
+            if state.partial:
+                tokens = sum(len(action.tokens) for each in state.partial for action in each.actions)
+                log.info("%d episodes of it go on from the %d tokens that they had", len(state.partial), tokens)
 
     def open_positions(self, position: int, trained_early: frozenset[int]) -> dict[int, int]:
         """Where the open prompts are in the stream, from ``position`` on, and the version when each was started."""

@@ -18,7 +18,7 @@ import xxhash
 from skyasync.arrays import Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
-from skyasync.observability.progress import Sample
+from skyasync.observability.progress import LatestSample
 from skyasync.observability.usage import UsageMeter
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
@@ -41,7 +41,7 @@ class Reporter(RunExtension):
 
     def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
         self.last_metrics: Metrics = {}
-        self.last_sample: Sample | None = None
+        self.last_sample: LatestSample | None = None
         self._context, self._decode = context, decode
         self._samples = context.cfg.trainer.save_samples  # per step
         self._trajectories = context.cfg.trainer.dump_trajectories
@@ -78,7 +78,7 @@ class Reporter(RunExtension):
             return
         if self._samples and self._decode is not None:
             records = sample_records(list(rollout.groups), self._samples, self._decode, rows.logprobs)
-            self.last_sample = Sample.of(step, records[0]) if records else None
+            self.last_sample = LatestSample.of(step, records[0]) if records else None
             await self._write("samples", step, run_dir.write_samples, step, records)
         if self._trajectories:
             await self._write_trajectories("trajectories", step, rollout, rows)
@@ -103,7 +103,7 @@ class Reporter(RunExtension):
     async def _write_trajectories(self, what: str, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
         assert self._context.run_dir is not None
         total = self._context.length.steps
-        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.ahead, total)
+        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.trained_early, total)
         path = recorded.path_of(self._context.run_dir.path, step, *kind)
         await self._write(what, step, asyncio.to_thread, recorded.write, path, whole, rows.logprobs)
 

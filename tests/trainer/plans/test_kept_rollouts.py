@@ -232,7 +232,7 @@ async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_h
     with pytest.raises(Broken):
         await first.train()
     kept = saved.read(tmp_path / "step_000002" / saved.FILE, first.trainer.context.prompts.of_identity)
-    had = {str(t.id): t for t in kept.begun}
+    had = {str(t.id): t for t in kept.partial}
     assert sum(len(t.actions[0].tokens) for t in had.values() if t.actions) >= 40
 
     second = await run(resume_mode="latest").train()

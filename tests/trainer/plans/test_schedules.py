@@ -63,7 +63,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         await self.happens()
         self.history.ages.update(self.global_step - self.admitted_at[group.prompt.id] for group in rollout.groups)
         self.history.unsaved += [group.prompt.id for group in rollout.groups]
-        self.context.progress.trained(rollout.position, rollout.ahead)
+        self.context.progress.trained(rollout.position, rollout.trained_early)
         return {}
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:

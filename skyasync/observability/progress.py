@@ -23,8 +23,9 @@ from typing import Any
 
 from skyasync.observability.lines import FORMATS, Metrics
 from skyasync.observability.summary import limit, summarise
-from skyasync.observability.trackers import plain_metrics
+from skyasync.observability.trackers import Tracker, plain_metrics
 
+SAMPLE_CHARS = 2000  # of a prompt and of a response: no terminal shows more
 ETA_STEPS = 20  # a step's duration is averaged over so many: long enough to be calm, short enough to follow a change
 
 SHOWN = {*(name for name, _ in FORMATS), "idle/trainer", "idle/engines", "time/step_s"}
@@ -32,6 +33,22 @@ SHOWN = {*(name for name, _ in FORMATS), "idle/trainer", "idle/engines", "time/s
 FIGURES = re.compile(
     r"staleness/max|response/truncated|throughput/samples_per_s|throughput/engine_\d+_tokens_per_s|memory/[a-z_]+|time/.+"
 )
+
+
+@dataclass
+class LatestSample:
+    """A trajectory in short."""
+
+    step: int
+    prompt: str
+    response: str
+    reward: float
+
+    @classmethod
+    def of(cls, step: int, record: Mapping[str, Any]) -> LatestSample:
+        """From a record of ``samples.jsonl``."""
+        prompt, response = (str(record[name])[:SAMPLE_CHARS] for name in ("prompt", "response"))
+        return cls(step, prompt, response, nan if record["reward"] is None else float(record["reward"]))
 
 
 @dataclass
@@ -55,12 +72,12 @@ class ProgressReport:
     elapsed_s: float = 0.0
     eta_s: float | None = None
     limit: str = ""
-    sample: Sample | None = None
+    sample: LatestSample | None = None
     warnings: int = 0
     warning: str = ""
 
 
-class ProgressRecorder:
+class ProgressRecorder(Tracker):
     """The controller's side: a tracker that remembers what a view needs.
 
     Args:
@@ -70,12 +87,12 @@ class ProgressRecorder:
 
     def __init__(self, total: int = 0, *, start: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.total, self._step, self._clock = total, start, clock
-        self.sample: Sample | None = None
-        self._begun = clock()
+        self.sample: LatestSample | None = None
+        self._started = clock()
         self._phase = ""
         self._newest: dict[str, float | None] = {}
         self._rows: dict[int, dict[str, float | None]] = {}
-        self._ends: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS + 1)
+        self._finished: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS + 1)
         self._recent: deque[dict[str, float | None]] = deque(maxlen=ETA_STEPS)
         self._limit, self._warnings, self._warning = "", 0, ""
 
@@ -89,8 +106,8 @@ class ProgressRecorder:
         shown = {name: value for name, value in plain.items() if name in SHOWN}
         self._rows.setdefault(step, {}).update(shown)
         self._step = max(self._step, step)
-        if not self._ends or step > self._ends[-1][0]:
-            self._ends.append((step, self._clock()))
+        if not self._finished or step > self._finished[-1][0]:
+            self._finished.append((step, self._clock()))
         if plain.get("time/step_s") is not None:
             self._recent.append({**plain, "step": float(step)})
             self._limit = limit(summarise(list(self._recent)))
@@ -99,25 +116,18 @@ class ProgressRecorder:
         """Something was found wrong, and the run goes on."""
         self._warnings, self._warning = self._warnings + 1, text
 
-    def close(self) -> None:
-        """Nothing is held back."""
-
     def report(self, seen: int = -1) -> ProgressReport:
         """The present state, with the rows of steps after ``seen``; rows up to ``seen`` are forgotten."""
         self._rows = {step: row for step, row in self._rows.items() if step > seen}
         rows = [(step, dict(self._rows[step])) for step in sorted(self._rows)]
-        elapsed = self._clock() - self._begun
+        now, eta_s = self._clock(), None
+        if len(self._finished) > 1:
+            (first, started), (last, ended) = self._finished[0], self._finished[-1]
+            eta_s = max(0.0, (self.total - last) * (ended - started) / (last - first) - (now - ended))
         return ProgressReport(
-            self._step, self.total, self._phase, dict(self._newest), rows, elapsed, self._eta(),
+            self._step, self.total, self._phase, dict(self._newest), rows, now - self._started, eta_s,
             self._limit, self.sample, self._warnings, self._warning,
         )  # fmt: skip
-
-    def _eta(self) -> float | None:
-        if len(self._ends) < 2:
-            return None
-        (first, started), (last, ended) = self._ends[0], self._ends[-1]
-        left = (self.total - last) * (ended - started) / (last - first)
-        return max(0.0, left - (self._clock() - ended))
 
 
 class _Warnings(logging.Handler):
@@ -130,17 +140,13 @@ class _Warnings(logging.Handler):
         try:
             if record.levelno >= logging.WARNING:
                 self._recorder.warn(record.getMessage())
-            if logging.lastResort is not None and not self._others(logging.getLogger(record.name)):
+            logger: logging.Logger | None = logging.getLogger(record.name)
+            while logger is not None and all(handler is self for handler in logger.handlers):
+                logger = logger.parent if logger.propagate else None
+            if logging.lastResort is not None and logger is None:
                 logging.lastResort.handle(record)
         except Exception:
             self.handleError(record)
-
-    def _others(self, logger: logging.Logger | None) -> bool:
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return True
-            logger = logger.parent if logger.propagate else None
-        return False
 
 
 @contextmanager
@@ -156,22 +162,3 @@ def warnings_to(recorder: ProgressRecorder) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(former)
-
-
-SAMPLE_CHARS = 2000  # of a prompt and of a response: no terminal shows more
-
-
-@dataclass
-class Sample:
-    """A trajectory in short."""
-
-    step: int
-    prompt: str
-    response: str
-    reward: float
-
-    @classmethod
-    def of(cls, step: int, record: Mapping[str, Any]) -> Sample:
-        """From a record of ``samples.jsonl``."""
-        prompt, response = (str(record[name])[:SAMPLE_CHARS] for name in ("prompt", "response"))
-        return cls(step, prompt, response, nan if record["reward"] is None else float(record["reward"]))

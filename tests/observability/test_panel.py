@@ -6,7 +6,7 @@ import pytest
 from rich.cells import cell_len
 
 from skyasync.observability.panel import History, panel, sparkline
-from skyasync.observability.progress import ProgressReport, Sample
+from skyasync.observability.progress import LatestSample, ProgressReport
 
 METRICS = {
     "reward/mean": 0.634, "eval/score": 0.612, "response/length_mean": 9.81, "response/truncated": 0.02,
@@ -15,7 +15,7 @@ METRICS = {
     "staleness/max": 2.0, "idle/trainer": 0.12, "idle/engines": 0.31, "time/step_s": 1.42,
     "memory/controller_gib": 0.5, "memory/free_gib": 9.0,
 }  # fmt: skip
-SAMPLE = Sample(12, "Sort these:\n3 1 2", "1 2 3\x1b[2J漢字", 1.0)
+SAMPLE = LatestSample(12, "Sort these:\n3 1 2", "1 2 3\x1b[2J漢字", 1.0)
 REPORT = ProgressReport(
     12, 80, "training", dict(METRICS), elapsed_s=42.0, eta_s=233.0,
     limit="training is the bottleneck: more", sample=SAMPLE, warnings=2, warning="the disk\nis nearly full",

@@ -31,9 +31,17 @@ OVERHEADS = {"sync": "weight sync", "eval": "evaluation", "checkpoint": "saving 
 AFTER_STEP = ("eval", "checkpoint")  # not counted in time/step_s
 OVERHEAD_SHARE = 0.3  # an overhead is named as the limit when it takes more of the run than this
 BALANCED = 0.1  # idle shares closer than this are called equal
+FIGURES = (
+    ("throughput/samples_per_s", "samples/s", "{:,.0f}"),
+    ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
+    ("staleness/mean", "mean staleness", "{:.2f}"),
+    ("idle/trainer", "trainer idle", "{:.0%}"),
+    ("idle/engines", "engines idle", "{:.0%}"),
+    ("sync/logprob_gap", "largest log-prob gap", "{:.1e}"),
+)
 
 
-class Score(NamedTuple):
+class Evaluation(NamedTuple):
     value: float
     step: int
 
@@ -45,9 +53,9 @@ class Summary:
     steps: int = 0
     total_s: float = 0.0
     step_s: float | None = None
-    first: Score | None = None
-    last: Score | None = None
-    best: Score | None = None
+    first: Evaluation | None = None
+    last: Evaluation | None = None
+    best: Evaluation | None = None
     phases: dict[str, float] = field(default_factory=dict)  # mean seconds per step, longest first
     means: dict[str, float] = field(default_factory=dict)
     limit: str = ""
@@ -57,37 +65,32 @@ class Summary:
 def summarise(rows: Sequence[Row]) -> Summary:
     """The summary of the rows of ``metrics.jsonl``; a step is a row that has ``time/step_s``."""
     steps = [row for row in rows if row.get("time/step_s") is not None]
-    scores = [Score(float(row["eval/score"]), row["step"]) for row in rows if row.get("eval/score") is not None]
+    scores = [Evaluation(float(row["eval/score"]), row["step"]) for row in rows if row.get("eval/score") is not None]
     total = sum(float(row["time/step_s"]) for row in steps)
-    summary = Summary(
-        steps=len(steps), total_s=total, step_s=total / len(steps) if steps else None,
-        first=scores[0] if scores else None, last=scores[-1] if scores else None,
-        best=max(scores, key=lambda score: score.value, default=None),
-        phases=_phases(steps), means=_means(steps),
-        non_finite=int(sum(row.get("warnings/non_finite") or 0 for row in rows)),
-    )  # fmt: skip
-    summary.limit = limit(summary)
-    return summary
-
-
-def _phases(steps: Sequence[Row]) -> dict[str, float]:
     names = {key for row in steps for key in row if key.startswith("time/") and key.endswith("_s")} - {"time/step_s"}
-    means = {name[5:-2]: sum(row.get(name) or 0.0 for row in steps) / len(steps) for name in names}
-    return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _means(steps: Sequence[Row]) -> dict[str, float]:
-    """Means over time of rates and shares, and over steps of staleness; the largest log-probability gap."""
-    means = {}
+    phases = {name[5:-2]: sum(row.get(name) or 0.0 for row in steps) / len(steps) for name in names}
+    means = {}  # over time of rates and shares, and over steps of staleness
     for name in ("throughput/samples_per_s", "throughput/tokens_per_s", "idle/trainer", "idle/engines"):
         weighted = [(row[name], row["time/step_s"]) for row in steps if row.get(name) is not None]
         if (time := sum(seconds for _, seconds in weighted)) > 0:
             means[name] = sum(value * seconds for value, seconds in weighted) / time
     if stale := [row["staleness/mean"] for row in steps if row.get("staleness/mean") is not None]:
         means["staleness/mean"] = sum(stale) / len(stale)
-    if gaps := [row["sync/logprob_gap"] for row in steps if row.get("sync/logprob_gap") is not None]:
-        means["sync/logprob_gap"] = max(gaps)
-    return means
+    if differences := [row["sync/logprob_gap"] for row in steps if row.get("sync/logprob_gap") is not None]:
+        means["sync/logprob_gap"] = max(differences)
+    summary = Summary(
+        steps=len(steps),
+        total_s=total,
+        step_s=total / len(steps) if steps else None,
+        first=scores[0] if scores else None,
+        last=scores[-1] if scores else None,
+        best=max(scores, key=lambda score: score.value, default=None),
+        phases=dict(sorted(phases.items(), key=lambda item: (-item[1], item[0]))),
+        means=means,
+        non_finite=int(sum(row.get("warnings/non_finite") or 0 for row in rows)),
+    )
+    summary.limit = limit(summary)
+    return summary
 
 
 def limit(summary: Summary) -> str:
@@ -99,33 +102,27 @@ def limit(summary: Summary) -> str:
         for name, seconds in summary.phases.items()
     }
     name = max(OVERHEADS, key=lambda name: part.get(name, 0.0))
-    environments = _environments(summary, part)
+    trainer, engines = summary.means.get("idle/trainer"), summary.means.get("idle/engines")
+    # Episodes were played and no engine worked: environments and rewards did.
+    environments = 0.0 if engines is None else max(min(part.get("generate", 0.0), 1.0) - (1 - engines), 0.0)
     if OVERHEAD_SHARE < part.get(name, 0.0) >= environments:
         return f"{OVERHEADS[name]} is the bottleneck: it took {part[name]:.0%} of the time"
-    waited = sum(part.get(name, 0.0) for name in WAITS) if any(name in part for name in WAITS) else None
-    trainer, engines = summary.means.get("idle/trainer", waited), summary.means.get("idle/engines")
+    overlapping = any(
+        name in part for name in WAITS
+    )  # the plan lets both work at once, since its trainer waits for data
+    if trainer is None and overlapping:
+        trainer = sum(part.get(name, 0.0) for name in WAITS)
     if trainer is None:
         return "too few figures to say what limits the speed"
     if engines is None:
-        verdict = "generation" if trainer > 0.5 else "training"
-        return f"{verdict} is the bottleneck: the trainer waited {trainer:.0%} of the time"
+        bottleneck = "generation" if trainer > 0.5 else "training"
+        return f"{bottleneck} is the bottleneck: the trainer waited {trainer:.0%} of the time"
     if environments > max(1 - trainer, 1 - engines):
         return (
             f"environments and reward functions are the bottleneck: episodes waited for them in {environments:.0%} "
             f"of the time, the engines worked {1 - engines:.0%} of it, the trainer {1 - trainer:.0%}; faster ones, or "
             f"more processes for them (environment.num_workers), would help"
         )
-    return _weigh(trainer, engines, overlapping=waited is not None)
-
-
-def _environments(summary: Summary, part: Mapping[str, float]) -> float:
-    """The share of the time in which episodes were played and no engine worked: environments and rewards did."""
-    played = min(part.get("generate", 0.0), 1.0)
-    return max(played - (1 - summary.means["idle/engines"]), 0.0) if "idle/engines" in summary.means else 0.0
-
-
-def _weigh(trainer: float, engines: float, *, overlapping: bool) -> str:
-    """``overlapping``: the plan lets both work at once, since its trainer waits for data."""
     idle = f"the trainer waited {trainer:.0%} of the time, the engines {engines:.0%}"
     if not overlapping and (neither := trainer + engines - 1) > max(1 - trainer, 1 - engines):
         return (
@@ -148,16 +145,6 @@ def _weigh(trainer: float, engines: float, *, overlapping: bool) -> str:
 
 def render(summary: Summary) -> Group:
     """The summary for a terminal: figures, the breakdown of a step, the sentence."""
-    figures = Table.grid(padding=(0, 2))
-    for name, text in _figures(summary):
-        figures.add_row(Text(name, style="bold"), Text(text))
-    parts: list[Table | Text] = [figures]
-    if summary.phases and summary.step_s:
-        parts += [Text(), _breakdown(summary.phases, summary.step_s)]
-    return Group(*parts, Text(), Text(summary.limit, style="bold cyan"))
-
-
-def _figures(summary: Summary) -> list[tuple[str, str]]:
     lines = []
     if summary.first and summary.last and summary.best:
         first, last, best = summary.first, summary.last, summary.best
@@ -165,28 +152,24 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         lines.append(("held-out score", f"{scores}, best {best.value:.2f} (step {best.step})"))
     if summary.step_s is not None:
         lines.append(("steps", f"{summary.steps} in {duration(summary.total_s)}, {summary.step_s:.2f} s each"))
-    for name, label, form in (
-        ("throughput/samples_per_s", "samples/s", "{:,.0f}"), ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
-        ("staleness/mean", "mean staleness", "{:.2f}"), ("idle/trainer", "trainer idle", "{:.0%}"),
-        ("idle/engines", "engines idle", "{:.0%}"), ("sync/logprob_gap", "largest log-prob gap", "{:.1e}"),
-    ):  # fmt: skip
-        if name in summary.means:
-            lines.append((label, form.format(summary.means[name])))
+    lines += [(label, form.format(summary.means[name])) for name, label, form in FIGURES if name in summary.means]
     if summary.non_finite:
         lines.append(("not finite", f"{summary.non_finite} values were NaN or infinite"))
-    return lines
-
-
-def _breakdown(phases: Mapping[str, float], step_s: float) -> Table:
-    """Phases nest (an update is a part of training), and in asynchronous plans they overlap."""
-    title = "where a step's time goes (phases nest and overlap: shares do not add up to 100%)"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("phase")
-    table.add_column("seconds", justify="right")
-    table.add_column("of a step", justify="right")
-    for name, seconds in phases.items():
-        table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{seconds / step_s:.0%}")
-    return table
+    figures = Table.grid(padding=(0, 2))
+    for name, text in lines:
+        figures.add_row(Text(name, style="bold"), Text(text))
+    parts: list[Table | Text] = [figures]
+    if summary.phases and summary.step_s:
+        # Phases nest (an update is a part of training), and in asynchronous plans they overlap.
+        title = "where a step's time goes (phases nest and overlap: shares do not add up to 100%)"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("phase")
+        table.add_column("seconds", justify="right")
+        table.add_column("of a step", justify="right")
+        for name, seconds in summary.phases.items():
+            table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{seconds / summary.step_s:.0%}")
+        parts += [Text(), table]
+    return Group(*parts, Text(), Text(summary.limit, style="bold cyan"))
 
 
 def print_summary(metrics_path: Path | str) -> bool:

@@ -13,12 +13,9 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyasync.observability import jsonl
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +40,14 @@ def plot_reward(metrics_path: Path | str, out_path: Path | str) -> bool:
 
 def compare_runs(run_dirs: Sequence[Path], out_path: Path | str) -> bool:
     """The same for several runs in one picture, each in its colour; True if the picture was written."""
-    names = [run.resolve().name for run in run_dirs]
-    labels = names if len(set(names)) == len(names) else [str(run) for run in run_dirs]
-    return _guarded({label: run / "metrics.jsonl" for label, run in zip(labels, run_dirs, strict=True)}, Path(out_path))
+    sources = {label: run / "metrics.jsonl" for label, run in zip(labels(run_dirs), run_dirs, strict=True)}
+    return _guarded(sources, Path(out_path))
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The folders' names; their paths if two have the same."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 
 
 def _guarded(sources: Mapping[str, Path], out: Path) -> bool:
@@ -76,49 +78,41 @@ def _draw(runs: Mapping[str, Sequence[Row]], out: Path) -> None:
             top, bottom = figure.subplots(), None
         for number, (label, rows) in enumerate(runs.items()):
             colours = COLOURS if len(runs) == 1 else [COLOURS[number % len(COLOURS)]] * 2
-            _draw_reward(top, rows, label, colours)
-            if bottom is not None:
-                _draw_staleness(bottom, rows, PALE if len(runs) == 1 else colours[0])
+            prefix = f"{label}: " if label else ""
+            steps, rewards = series(rows, "reward/mean")
+            if steps:
+                top.plot(steps, rewards, color=colours[0], alpha=0.3, linewidth=1.2)
+                top.plot(steps, smooth(rewards), color=colours[0], linewidth=2, label=f"{prefix}training reward")
+            steps, scores = series(rows, "eval/score")
+            if steps:
+                top.plot(
+                    steps, scores, color=colours[1], linewidth=1, linestyle=(0, (4, 2)), marker="o", markersize=6,
+                    markeredgecolor="white", label=f"{prefix}held-out score", zorder=3,
+                )  # fmt: skip
+                for index in sorted({0, len(steps) - 1}):
+                    top.annotate(
+                        f"{scores[index]:.2f}", (steps[index], scores[index]), xytext=(0, 8),
+                        textcoords="offset points", ha="center", color=colours[1], fontweight="bold",
+                    )  # fmt: skip
+            if bottom is None:
+                continue
+            colour = PALE if len(runs) == 1 else colours[0]
+            steps, means = series(rows, "staleness/mean")
+            low_at, lows = series(rows, "staleness/min")
+            high_at, highs = series(rows, "staleness/max")
+            if low_at == high_at and low_at:
+                bottom.fill_between(low_at, lows, highs, step="mid", color=colour, alpha=0.2, linewidth=0)
+            bottom.plot(steps, means, color=colour, drawstyle="steps-mid", linewidth=1.8)
+            bottom.set_ylabel("staleness")
+            bottom.set_ylim(-0.15, max(1.0, *highs, *means, *bottom.get_ylim()) + 0.3)
+            locator: Any = bottom.yaxis.get_major_locator()  # a ``MaxNLocator``
+            locator.set_params(integer=True, nbins=3)
         top.set_ylabel("reward")
         top.legend(frameon=False, loc="best")
         (top if bottom is None else bottom).set_xlabel("training step")
         scratch = out.with_name(f".{out.name}.tmp")
         figure.savefig(scratch, format="png")
         os.replace(scratch, out)
-
-
-def _draw_reward(axes: Axes, rows: Sequence[Row], label: str, colours: Sequence[str]) -> None:
-    """The training reward as a line over its raw values, the held-out score as marked points."""
-    prefix = f"{label}: " if label else ""
-    steps, rewards = series(rows, "reward/mean")
-    if steps:
-        axes.plot(steps, rewards, color=colours[0], alpha=0.3, linewidth=1.2)
-        axes.plot(steps, smooth(rewards), color=colours[0], linewidth=2, label=f"{prefix}training reward")
-    steps, scores = series(rows, "eval/score")
-    if steps:
-        axes.plot(
-            steps, scores, color=colours[1], linewidth=1, linestyle=(0, (4, 2)), marker="o", markersize=6,
-            markeredgecolor="white", label=f"{prefix}held-out score", zorder=3,
-        )  # fmt: skip
-        for index in sorted({0, len(steps) - 1}):
-            axes.annotate(
-                f"{scores[index]:.2f}", (steps[index], scores[index]), xytext=(0, 8), textcoords="offset points",
-                ha="center", color=colours[1], fontweight="bold",
-            )  # fmt: skip
-
-
-def _draw_staleness(axes: Axes, rows: Sequence[Row], colour: str) -> None:
-    """Mean staleness as steps, with its range as a band."""
-    steps, means = series(rows, "staleness/mean")
-    low_at, lows = series(rows, "staleness/min")
-    high_at, highs = series(rows, "staleness/max")
-    if low_at == high_at and low_at:
-        axes.fill_between(low_at, lows, highs, step="mid", color=colour, alpha=0.2, linewidth=0)
-    axes.plot(steps, means, color=colour, drawstyle="steps-mid", linewidth=1.8)
-    axes.set_ylabel("staleness")
-    axes.set_ylim(-0.15, max(1.0, *highs, *means, *axes.get_ylim()) + 0.3)
-    locator: Any = axes.yaxis.get_major_locator()  # a ``MaxNLocator``
-    locator.set_params(integer=True, nbins=3)
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:

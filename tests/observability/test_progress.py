@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from skyasync.observability.lines import duration, status_line
-from skyasync.observability.progress import ProgressRecorder, Sample, warnings_to
+from skyasync.observability.progress import LatestSample, ProgressRecorder, warnings_to
 from skyasync.observability.terminal import ProgressView
 
 FULL = {
@@ -128,7 +128,7 @@ def test_the_recorder_says_what_limits_the_speed_and_keeps_the_newest_sample_and
     recorder = ProgressRecorder(9)
     for step in range(1, 4):
         recorder.log({"time/step_s": 1.0, "time/wait_data_s": 0.6, "idle/trainer": 0.6, "idle/engines": 0.1}, step)
-    recorder.sample = Sample.of(3, {"prompt": "x" * 9999, "response": "y", "reward": 1})
+    recorder.sample = LatestSample.of(3, {"prompt": "x" * 9999, "response": "y", "reward": 1})
     recorder.warn("first")
     recorder.warn("second")
     report = recorder.report()

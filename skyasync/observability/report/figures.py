@@ -13,11 +13,13 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from skyasync.observability.plots import Row, series, smooth
-from skyasync.observability.report.charts import Chart, Line, ages
+from skyasync.observability.report.charts import Chart, tokens_by_staleness
 from skyasync.observability.timeline import END, IDLE, Span
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ LineStyle = str | tuple[int, tuple[float, ...]]
 SIZE = (5.4, 3.1)  # inches: wide enough for a phone's column, and read there without zooming
 MOST_POINTS = 500
 COLOURS = 8
+STEPS = 5  # of a timeline, that are shown
+MOST_SPANS = 4000  # that are read
+MOST_LANES = 9
 _STYLES: tuple[LineStyle, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 _LARGE = 5000  # numbers of this size have their thousands apart
 _LONG = 22  # characters of a label that needs a line of the legend to itself
@@ -56,57 +61,54 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
     if chart.kind == "histogram":
         return _histogram(chart, runs)
     several = len(runs) > 1
-    wanted = [
-        (run, line, place)
-        for place, (run, rows) in enumerate(runs.items())
+    logged = [
+        (run, line, number)
+        for number, (run, rows) in enumerate(runs.items())
         for line in chart.lines
         if series(rows, line.metric)[0]
     ]
-    if not wanted:
+    if not logged:
         return ""
-    shown = list(dict.fromkeys(line for _, line, _ in wanted))
-    with canvas(chart.title) as (figure, axes, out):
-        for number, (run, line, place) in enumerate(wanted):
+    shown = list(dict.fromkeys(line for _, line, _ in logged))
+    with canvas(chart.title) as (figure, ax, out):
+        for count, (run, line, number) in enumerate(logged):
             label = (run if len(shown) == 1 else "") if several else line.label
             style = _STYLES[shown.index(line) % len(_STYLES)] if several else "-"
-            _draw_line(axes, runs[run], line, label, colour_of(place if several else number), style)
+            colour = colour_of(number if several else count)
+            steps, values = thinned(*series(runs[run], line.metric))
+            if line.low and line.high:
+                low_at, lows = thinned(*series(runs[run], line.low))
+                high_at, highs = thinned(*series(runs[run], line.high))
+                if low_at == high_at and low_at:
+                    ax.fill_between(low_at, lows, highs, color=colour, alpha=0.2, linewidth=0)
+            if line.smooth and len(values) > 8:
+                ax.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+                values = smooth(values)
+            dots: Any = {"marker": "o", "markersize": 4.5} if line.markers or len(values) == 1 else {}
+            ax.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=label or "_", **dots)
         if several and len(shown) > 1:  # colours are runs, as the page says; styles are lines
             for line, style in zip(shown, itertools.cycle(_STYLES), strict=False):
-                axes.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=line.label)
-        _finish(figure, axes, chart, len(wanted), "training step")
+                ax.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=line.label)
+        _finish(figure, ax, chart, len(logged), "training step")
     return out.getvalue()
 
 
-def _draw_line(axes: Axes, rows: Sequence[Row], line: Line, label: str, colour: str, style: LineStyle) -> None:
-    steps, values = thinned(*series(rows, line.metric))
-    if line.low and line.high:
-        low_at, lows = thinned(*series(rows, line.low))
-        high_at, highs = thinned(*series(rows, line.high))
-        if low_at == high_at and low_at:
-            axes.fill_between(low_at, lows, highs, color=colour, alpha=0.2, linewidth=0)
-    if line.smooth and len(values) > 8:
-        axes.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
-        values = smooth(values)
-    dots: Any = {"marker": "o", "markersize": 4.5} if line.marks or len(values) == 1 else {}
-    axes.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=label or "_", **dots)
-
-
 def _histogram(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
-    counts = {run: found for run, rows in runs.items() if (found := ages(rows))}
+    counts = {run: tokens for run, rows in runs.items() if (tokens := tokens_by_staleness(rows))}
     if not counts:
         return ""
-    with canvas(chart.title) as (figure, axes, out):
+    with canvas(chart.title) as (figure, ax, out):
         width = 0.8 / len(counts)
-        for place, (run, found) in enumerate(counts.items()):
-            total = sum(found.values()) or 1.0
-            at = [age + (place - (len(counts) - 1) / 2) * width for age in found]
-            shares = [count / total for count in found.values()]
-            bars = axes.bar(at, shares, width * 0.92, color=_SERIES[list(runs).index(run) % COLOURS], label=run)
-            if len(counts) == 1 and len(found) <= 12:
-                axes.bar_label(bars, [f"{share:.0%}" if share >= 0.005 else "" for share in shares], fontsize=10.5)
-        axes.set_xticks(sorted({age for found in counts.values() for age in found}))
-        axes.grid(visible=False, axis="x")
-        _finish(figure, axes, Chart(chart.title, (), percent=True), len(counts) if len(runs) > 1 else 1, "versions")
+        for number, (run, tokens) in enumerate(counts.items()):
+            total = sum(tokens.values()) or 1.0
+            at = [staleness + (number - (len(counts) - 1) / 2) * width for staleness in tokens]
+            shares = [count / total for count in tokens.values()]
+            bars = ax.bar(at, shares, width * 0.92, color=colour_of(list(runs).index(run)), label=run)
+            if len(counts) == 1 and len(tokens) <= 12:
+                ax.bar_label(bars, [f"{share:.0%}" if share >= 0.005 else "" for share in shares], fontsize=10.5)
+        ax.set_xticks(sorted({staleness for tokens in counts.values() for staleness in tokens}))
+        ax.grid(visible=False, axis="x")
+        _finish(figure, ax, Chart(chart.title, (), percent=True), len(counts) if len(runs) > 1 else 1, "versions")
     return out.getvalue()
 
 
@@ -120,33 +122,29 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float],
     size = -(-len(steps) // MOST_POINTS)
     if size <= 1:
         return list(map(float, steps)), list(values)
-    pieces = [slice(start, start + size) for start in range(0, len(steps), size)]
-    return [_mean(steps[piece]) for piece in pieces], [_mean(values[piece]) for piece in pieces]
+    slices = [slice(start, start + size) for start in range(0, len(steps), size)]
+    return [fmean(steps[part]) for part in slices], [fmean(values[part]) for part in slices]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _finish(figure: Figure, axes: Axes, chart: Chart, lines: int, below: str) -> None:
+def _finish(figure: Figure, ax: Axes, chart: Chart, lines: int, below: str) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
-    axes.set_xlabel(below)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    if chart.log and axes.dataLim.minposy == axes.dataLim.y0 > 0:
-        axes.set_yscale("log")
-    if not chart.log and axes.get_ylim()[1] >= _LARGE:
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    ax.set_xlabel(below)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    if chart.log and ax.dataLim.minposy == ax.dataLim.y0 > 0:
+        ax.set_yscale("log")
+    if not chart.log and ax.get_ylim()[1] >= _LARGE:
+        ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if chart.percent:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-        low, high = axes.get_ylim()
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        low, high = ax.get_ylim()
         if low > -0.1 and high < 1.1:
-            axes.set_ylim(min(0.0, max(low, -0.02)), max(high, 0.02))
-    if lines > 1 or (axes.lines and not axes.patches):
-        texts = [text for text in axes.get_legend_handles_labels()[1]]
+            ax.set_ylim(min(0.0, max(low, -0.02)), max(high, 0.02))
+    if lines > 1 or (ax.lines and not ax.patches):
+        texts = ax.get_legend_handles_labels()[1]
         columns = 1 if max(map(len, texts)) > _LONG or lines < 2 else 2
         figure.legend(
-            *axes.get_legend_handles_labels(), loc="outside upper left", ncols=columns, handlelength=1.6, borderpad=0.1
+            *ax.get_legend_handles_labels(), loc="outside upper left", ncols=columns, handlelength=1.6, borderpad=0.1
         )
 
 
@@ -165,30 +163,18 @@ def canvas(title: str, size: tuple[float, float] = SIZE) -> Iterator[tuple[Figur
         yield figure, figure.subplots(), out
         raw = io.StringIO()
         figure.savefig(raw, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    out.write(_for_page(raw.getvalue(), title))
-
-
-def _for_page(svg: str, title: str) -> str:
-    """The ``<svg>`` alone, as wide as its place, with the page's colours."""
+    # The ``<svg>`` alone, as wide as its column, with the page's colours.
+    svg = raw.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{_escaped(title)}" ', 1)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
     svg = re.sub(r"font-family: [^;\"]*", "font-family: var(--font)", svg)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for the whole page
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
-    return svg
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-
-
-STEPS = 5  # that are shown
-MOST_SPANS = 4000  # that are looked at
-MOST_LANES = 9
+    out.write(svg)
 
 
 def read_spans(path: Path) -> list[Span]:
@@ -238,32 +224,27 @@ def draw_timeline(spans: Sequence[Span]) -> str:
     if not spans:
         return ""
     start = min(s.start_s for s in spans)
-    tracks = sorted({s.track for s in spans}, key=_place)[:MOST_LANES]
+    order = {"trainer": 0, "evaluation": 1}  # then the other tracks' lanes in their order
+
+    def position(track: str) -> tuple[int, int, str]:
+        name, _, lane = track.partition(" (")
+        return order.get(name, 2), int(lane.rstrip(")")) if lane else 1, name
+
+    tracks = sorted({s.track for s in spans}, key=position)[:MOST_LANES]
     names = sorted({s.name for s in spans if s.track in tracks})
-    with canvas("timeline", (15.0, 1.0 + 0.28 * len(tracks))) as (figure, axes, out):
+    with canvas("timeline", (15.0, 1.0 + 0.28 * len(tracks))) as (figure, ax, out):
         for row, track in enumerate(tracks):
             own = sorted((s for s in spans if s.track == track), key=lambda s: s.start_s - s.end_s)
             for span in own:  # the longest first: what lies within it is drawn on it, and less high
                 inside = any(o is not span and o.start_s <= span.start_s and span.end_s <= o.end_s for o in own[:50])
-                _bar(axes, span, start, row, 0.5 if inside else 0.8, colour_of(names.index(span.name)))
+                height, width_s = 0.5 if inside else 0.8, max(span.end_s - span.start_s, 1e-4)
+                bar = [(span.start_s - start, width_s)], (row - height / 2, height)
+                ax.broken_barh(*bar, color=colour_of(names.index(span.name)), linewidth=0)
         for number, name in enumerate(names):
-            axes.barh([-1], [0], color=colour_of(number), label=name.replace("_", " "))
-        axes.set_yticks(range(len(tracks)), tracks)
-        axes.set_ylim(len(tracks) - 0.4, -0.6)
-        axes.grid(visible=False, axis="y")
-        axes.set_xlabel("seconds")
+            ax.barh([-1], [0], color=colour_of(number), label=name.replace("_", " "))
+        ax.set_yticks(range(len(tracks)), tracks)
+        ax.set_ylim(len(tracks) - 0.4, -0.6)
+        ax.grid(visible=False, axis="y")
+        ax.set_xlabel("seconds")
         figure.legend(loc="outside upper left", ncols=min(len(names), 8), handlelength=1, columnspacing=1.2)
     return out.getvalue()
-
-
-def _bar(axes: Axes, span: Span, start: float, row: int, height: float, colour: str) -> None:
-    axes.broken_barh(
-        [(span.start_s - start, max(span.end_s - span.start_s, 1e-4))], (row - height / 2, height), color=colour,
-        linewidth=0,
-    )  # fmt: skip
-
-
-def _place(track: str) -> tuple[int, int, str]:
-    """The trainer first, then the evaluation, then the other tracks' lanes in their order."""
-    name, _, lane = track.partition(" (")
-    return ({"trainer": 0, "evaluation": 1}.get(name, 2), int(lane.rstrip(")")) if lane else 1, name)

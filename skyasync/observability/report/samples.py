@@ -34,7 +34,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Sample:
+class PageSample:
     name: str
     prompt: str
     response: str
@@ -53,7 +53,7 @@ class Sample:
 @dataclass(frozen=True)
 class Step:
     number: int
-    samples: list[Sample]
+    samples: list[PageSample]
 
 
 def chosen(rows: Sequence[Row], columns: int = COLUMNS) -> list[Step]:
@@ -61,49 +61,33 @@ def chosen(rows: Sequence[Row], columns: int = COLUMNS) -> list[Step]:
     steps = sorted({row["step"] for row in rows})
     if not steps:
         return []
-    places = {round(n * (len(steps) - 1) / max(columns - 1, 1)) for n in range(columns)}
-    wanted = [steps[place] for place in sorted(places)]
-    return [Step(step, [sample(row) for row in rows if row["step"] == step]) for step in wanted]
+    shown = sorted({steps[round(n * (len(steps) - 1) / max(columns - 1, 1))] for n in range(columns)})
+    return [Step(step, [sample(row) for row in rows if row["step"] == step]) for step in shown]
 
 
-def sample(row: Row) -> Sample:
-    tokens = list(_tokens(row))
-    gaps = [abs(token.gap) for token in tokens if token.gap is not None]
-    return Sample(
-        name=str(row.get("prompt_id", "")),
-        prompt=_text(row.get("prompt", "")),
-        response=_text(row.get("response", "")),
-        label=_text("" if row.get("label") is None else row["label"]),
-        reward=math.nan if row.get("reward") is None else float(row["reward"]),
-        stop_reason=str(row.get("stop_reason", "")),
-        versions=list(row.get("versions") or []),
-        tokens=tokens,
-        gap=max(gaps, default=None),
-    )
-
-
-def _tokens(row: Row) -> list[Token]:
+def sample(row: Row) -> PageSample:
+    """The sample of a row of ``samples.jsonl``."""
     columns = row.get("tokens") or {}
     texts, versions = columns.get("text") or [], columns.get("versions") or []
     engine = columns.get("logprobs") or [None] * len(texts)
     trainer = columns.get("trainer_logprobs") or [None] * len(texts)
-    newest, found = row["step"] - 1, []
+    tokens = []
     for text, version, theirs, ours in zip(texts, versions, engine, trainer, strict=False):
+        staleness = row["step"] - 1 - version
+        words = [f"version {version}" + (f", {staleness} old" if staleness > 0 else "")]
+        words += [f"engine {theirs:.3f}"] if theirs is not None else []
+        words += [f"trainer {ours:.3f}"] if ours is not None else []
         gap = ours - theirs if ours is not None and theirs is not None else None
-        found.append(Token(text, version, gap, _says(version, newest - version, theirs, ours), theirs, ours))
-    return found
-
-
-def _says(version: int, age: int, engine: float | None, trainer: float | None) -> str:
-    if version < 0:
-        return "from the environment"
-    words = [f"version {version}" + (f", {age} old" if age > 0 else "")]
-    if engine is not None:
-        words.append(f"engine {engine:.3f}")
-    if trainer is not None:
-        words.append(f"trainer {trainer:.3f}")
-    return " · ".join(words)
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else str(value)
+        title = "from the environment" if version < 0 else " · ".join(words)
+        tokens.append(Token(text, version, gap, title, theirs, ours))
+    return PageSample(
+        name=str(row.get("prompt_id", "")),
+        prompt=str(row.get("prompt", "")),
+        response=str(row.get("response", "")),
+        label="" if row.get("label") is None else str(row["label"]),
+        reward=math.nan if row.get("reward") is None else float(row["reward"]),
+        stop_reason=str(row.get("stop_reason", "")),
+        versions=list(row.get("versions") or []),
+        tokens=tokens,
+        gap=max((abs(token.gap) for token in tokens if token.gap is not None), default=None),
+    )

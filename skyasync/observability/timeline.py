@@ -1,8 +1,8 @@
 """What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Invariant: the file is usable at any moment. It is a JSON array with one event per line and the comma in
-front, so every line but the last brackets a valid array, and both viewers accept an array without its end. Once it is
-closed, every lane is full from the run's beginning to its end: what is no work is a span named ``idle``.
+Invariant: the file is usable at any moment. It is a JSON array with one event per line and the comma in front. So
+every line but the last brackets a valid array, and both viewers accept an array without its end. Once it is closed,
+every lane is full from the run's beginning to its end: what is no work is a span named ``idle``.
 
 ``Span`` and ``Lanes`` are pure: how spans that overlap are laid out in rows. ``Timeline`` has the clock and the file.
 All times are the timeline's clock, in seconds. The default clock is ``wall_clock``, so that spans measured by
@@ -24,6 +24,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+logger = logging.getLogger(__name__)
+
+IDLE = "idle"  # nothing was done: a span that fills a gap
+END = "end"  # the parts are shut down, the last figures are written
+_WALL_MINUS_MONOTONIC = time.time() - time.perf_counter()
+
+Clock = Callable[[], float]
+Interval = tuple[float, float]
+
 
 class Span(NamedTuple):
     """``[start_s, end_s)`` on one track (a trainer, an engine), on whatever clock all spans share."""
@@ -33,9 +42,6 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     step: int | None = None
-
-
-Interval = tuple[float, float]
 
 
 class Lanes:
@@ -55,8 +61,12 @@ class Lanes:
 
     def place(self, span: Span) -> int:
         """The number of the first row that can take the span; later spans respect it."""
-        number = next((row for row in range(len(self._rows)) if self._fits(row, span)), len(self._rows))
-        if number == len(self._rows):
+        for number, row in enumerate(self._rows):
+            inside = all(left >= span.start_s and right <= span.end_s for left, right in row[_overlap(row, span)])
+            if inside and span.start_s >= self._forgotten[number]:
+                break
+        else:
+            number = len(self._rows)
             self._rows.append([])
             self._forgotten.append(float("-inf"))
             self._reported.append(float("-inf"))
@@ -93,11 +103,6 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _fits(self, number: int, span: Span) -> bool:
-        row = self._rows[number]
-        inside = all(left >= span.start_s and right <= span.end_s for left, right in row[_overlap(row, span)])
-        return inside and span.start_s >= self._forgotten[number]
-
 
 def _overlap(row: Sequence[tuple[float, float]], span: Span) -> slice:
     """Which of the disjoint ascending intervals share more than a border with the span."""
@@ -105,16 +110,6 @@ def _overlap(row: Sequence[tuple[float, float]], span: Span) -> slice:
     while start > 0 and row[start - 1][1] > span.start_s:
         start -= 1
     return slice(start, stop)
-
-
-logger = logging.getLogger(__name__)
-
-Clock = Callable[[], float]
-
-IDLE = "idle"  # nothing was done: a span that fills a gap
-END = "end"  # the parts are shut down, the last figures are written
-
-_WALL_MINUS_MONOTONIC = time.time() - time.perf_counter()
 
 
 def wall_clock() -> float:
@@ -151,8 +146,18 @@ class Timeline:
         self._file: TextIO | None = None
         self._first, self._part = True, 1
         if path is not None:
-            self._file, self._part = _open_array(Path(path))
-            self._first = self._part == 1
+            # Of earlier parts (of a resumed run) the closing bracket and a torn last line are cut off.
+            path = Path(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = path.read_bytes() if path.exists() else b""
+            complete = content[: content.rfind(b"\n") + 1].removesuffix(b"]\n")
+            parts = complete.count(b'"name": "process_name"')
+            self._file = path.open("r+" if content else "w", encoding="utf-8")
+            self._file.truncate(len(complete) if parts else 0)
+            self._file.seek(0, 2)
+            if not parts:
+                self._file.write("[\n")
+            self._first, self._part = not parts, parts + 1
             name = "skyasync" if self._first else f"skyasync (resumed, part {self._part})"
             self._emit({"ph": "M", "name": "process_name", "args": {"name": name}})
 
@@ -177,13 +182,14 @@ class Timeline:
 
     def add_span(self, name: str, track: str, start_s: float, end_s: float,
                  step: int | None = None, **args: object) -> None:  # fmt: skip
-        """Record a span measured elsewhere; spans that overlap on a track are drawn in lanes below each other."""
+        """Record a span that is measured already; spans that overlap on a track are drawn in lanes below each other."""
         span = Span(name, track, start_s, max(start_s, end_s), step)
         with self._lock:
             self._recent.append(span)
             lanes = self._lanes.setdefault(track, Lanes())
             lane = lanes.place(span)
-            self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, _args(step, args))
+            more = args if step is None else {"step": step, **args}
+            self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, more)
             open_since = min((s.start_s for s in self._open.values() if s.track == track), default=float("inf"))
             self._emit_gaps(track, lane, lanes.gaps(lane, self._began, open_since))
 
@@ -255,21 +261,22 @@ def to_the_end(path: Path) -> Iterator[None]:
 
 def prolong(path: Path, until_s: float) -> None:
     """Fill the lanes of a closed trace's last part up to here, which goes on after the trainer's end."""
-    part, ends, line = 0, dict[int, int](), ""
+    part, full_until, line = 0, dict[int, int](), ""  # by thread
     with path.open(encoding="utf-8") as file:
         for line in file:
             if '"ph": "X"' in line:
                 event = json.loads(line.lstrip(","))
                 if event["pid"] > part:
-                    part, ends = event["pid"], {}
+                    part, full_until = event["pid"], {}
                 if event["pid"] == part:
-                    ends[event["tid"]] = max(ends.get(event["tid"], 0), event["ts"] + event["dur"])
+                    thread, end = event["tid"], event["ts"] + event["dur"]
+                    full_until[thread] = max(full_until.get(thread, 0), end)
     if line != "]\n":  # the run ended without closing it
         return
     until = _micros(until_s)
     more: list[dict[str, object]] = [
         {"pid": part, "tid": thread, "ph": "X", "name": END, "ts": end, "dur": until - end, "args": {}}
-        for thread, end in ends.items()
+        for thread, end in full_until.items()
         if end < until
     ]
     with path.open("r+", encoding="utf-8") as file:
@@ -278,29 +285,8 @@ def prolong(path: Path, until_s: float) -> None:
         file.write("".join(f",{_encode(event)}\n" for event in more) + "]\n")
 
 
-def _open_array(path: Path) -> tuple[TextIO, int]:
-    """The file, ready for its next event, and which part of the trace (1, 2, ...) that event begins.
-
-    Of an earlier part the closing bracket and a torn last line are cut off.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    raw = path.read_bytes() if path.exists() else b""
-    kept = raw[: raw.rfind(b"\n") + 1].removesuffix(b"]\n")
-    parts = kept.count(b'"name": "process_name"')
-    file = path.open("r+" if raw else "w", encoding="utf-8")
-    file.truncate(len(kept) if parts else 0)
-    file.seek(0, 2)
-    if not parts:
-        file.write("[\n")
-    return file, parts + 1
-
-
 def _micros(seconds: float) -> int:
     return round(seconds * 1e6)
-
-
-def _args(step: int | None, args: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(args) if step is None else {"step": step, **args}
 
 
 def _encode(event: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from skyasync.observability import summary
-from skyasync.observability.summary import Score, render, summarise
+from skyasync.observability.summary import Evaluation, render, summarise
 
 
 def step(number, step_s=2.0, **values):
@@ -27,7 +27,7 @@ def test_scores_name_their_steps():
         step(3, eval__score=0.8),
     ]
     result = summarise(rows)
-    assert (result.first, result.best, result.last) == (Score(0.5, 0), Score(0.9, 1), Score(0.8, 3))
+    assert (result.first, result.best, result.last) == (Evaluation(0.5, 0), Evaluation(0.9, 1), Evaluation(0.8, 3))
     assert "0.50 (step 0) → 0.80 (step 3), best 0.90 (step 1)" in text_of(result)
 
 

@@ -89,11 +89,7 @@ METRICS = (
     Metric("critic/returns_mean", "Mean return, which the critic learns."),
     Metric("critic/grad_norm", "Norm of the critic's gradient before clipping."),
     Metric("critic/lr", "The critic's learning rate."),
-    Metric(
-        "policy/teacher_kl",
-        "Reverse KL over the trainer.teacher.top_k tokens and the rest.",
-        "nats per token",
-    ),
+    Metric("policy/teacher_kl", "Reverse KL over the trainer.teacher.top_k tokens and the rest.", "nats per token"),
     Metric("teacher/kl", "Mean log policy - log teacher of the sampled tokens: the reverse KL.", "nats per token"),
     Metric("off_policy/ratio_mean", "Mean of w = proximal / behaviour probability of the trained tokens."),
     Metric("off_policy/ratio_max", "The largest w."),
@@ -118,7 +114,7 @@ METRICS = (
     Metric("off_policy/masked_fraction", "Tokens whose correction factor is 0.", SHARE),
     Metric("off_policy/clipped_fraction", "Tokens whose factor is neither 0 nor w.", SHARE),
     Metric("off_policy/staleness_<n>/<name>", "The same of the tokens that are n versions old."),
-    Metric("staleness/mean", "Versions from a token's sampling to its training, by its stamp.", "versions"),
+    Metric("staleness/mean", "Versions from a token's sampling to its training.", "versions"),
     Metric("staleness/min", "The least.", "versions"),
     Metric("staleness/max", "The most.", "versions"),
     Metric("staleness/head_mean", "Of the trajectories' first tokens.", "versions"),
@@ -126,11 +122,7 @@ METRICS = (
     Metric("staleness/tokens_<n>", "Tokens that were n versions old.", TOKENS),
     Metric("sync/logprob_gap", "Largest gap of log-probabilities, trainer to engine, on probe prompts.", "nats"),
     Metric("sync/logprob_gap_mean", "Its mean.", "nats"),
-    Metric(
-        "sync/logprob_gap_limit",
-        "What rounding does to the mean: a larger mean ends the run.",
-        "nats",
-    ),
+    Metric("sync/logprob_gap_limit", "What rounding does to the mean: a larger mean ends the run.", "nats"),
     Metric("sync/bytes", "What a sync that need not send all weights has sent.", "bytes"),
     Metric("sync/share_changed", "Weights that differ from those of the sync before (weight_sync_mode=delta).", SHARE),
     Metric("sync/fallbacks", "Such syncs so far that sent all weights, the first left out."),
@@ -187,7 +179,7 @@ METRICS = (
     Metric(
         "nonfinite/skipped",
         "Optimizer steps left out of this step (trainer.on_nonfinite=skip): weights, moments and their count are those "
-        "before it; the step has its number, its prompts and its hand-over all the same.",
+        "before it; the step has its number, its prompts and its weight sync all the same.",
     ),
     Metric("nonfinite/rewards", "Episodes whose reward was not finite."),
     Metric("spikes/count", "Metrics beyond their limit (trainer.spike_limits)."),

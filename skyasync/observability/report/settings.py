@@ -54,12 +54,18 @@ def read_origins(file: Path) -> dict[str, str]:
 def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
     """The keys that differ from their defaults, in the schema's order; then keys of the user's own."""
     keys = Keys.of(Config)
-    found = [
+    model = values.get(MODEL)
+
+    def is_users(path: str) -> bool:
+        """Not the run's location, nor a model that defaults to the policy's."""
+        is_model = path.endswith(".model.path") and path != MODEL
+        return path not in _WHERE and not (is_model and values[path] == model)
+
+    return [
         Setting(key.path, [written(values[key.path])], written(key.default), key.doc, _origin(key.path, origins))
         for key in keys
-        if key.path in values and values[key.path] != key.default and not _settled(key.path, values)
-    ]
-    return found + [
+        if key.path in values and values[key.path] != key.default and is_users(key.path)
+    ] + [
         Setting(path, [written(value)], "", origin=_origin(path, origins))
         for path, value in values.items()
         if path not in keys
@@ -72,23 +78,19 @@ def _origin(path: str, origins: Mapping[str, str]) -> str:
     return ", ".join(dict.fromkeys(mine))
 
 
-def _settled(path: str, values: Values) -> bool:
-    """The run's location, and models that default to the policy's: not set by a user."""
-    others = path.endswith(".model.path") and path != MODEL
-    return path in _WHERE or (others and values[path] == values.get(MODEL))
-
-
 def differing(runs: list[Values]) -> list[Setting]:
     """The keys in which the runs differ from each other."""
     keys = Keys.of(Config)
     paths = dict.fromkeys([*keys.by_path, *(path for values in runs for path in values)])
-    found = []
+    settings = []
     for path in paths:
         values_of = [written(values[path]) if path in values else "(not set)" for values in runs]
         if len(set(values_of)) > 1 and path not in _WHERE:
             known = keys.by_path.get(path)
-            found.append(Setting(path, values_of, written(known.default) if known else "", known.doc if known else ""))
-    return found
+            settings.append(
+                Setting(path, values_of, written(known.default) if known else "", known.doc if known else "")
+            )
+    return settings
 
 
 def _leaves(node: object, prefix: str, keys: Keys) -> Iterator[tuple[str, Any]]:

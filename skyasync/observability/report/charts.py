@@ -6,7 +6,7 @@ Invariant: data only; a metric that a run does not log leaves its line out, a pi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class Line:
 
     metric: str
     label: str
-    marks: bool = False  # points that are joined: measured now and then
+    markers: bool = False  # points that are joined: measured now and then
     smooth: bool = False  # over its raw values
     low: str = ""
     high: str = ""
@@ -46,24 +46,9 @@ class Section:
     charts: tuple[Chart, ...]
 
 
-def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
-    """The sections of a report on these rows: of one run, or of ``several`` together, with fewer lines of each."""
-    names = {name for row in rows for name, value in row.items() if value is not None}
-    return [
-        Section("reward", "Reward and evaluation", (_REWARD, *_domains(names))),
-        Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
-        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, _by_staleness(names), _ESS, _GAP)),
-        Section("responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *_environment(names))),
-        Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else _phases(rows, names))),
-    ]
-
-
 _REWARD = Chart(
     "Reward and score",
-    (
-        Line("reward/mean", "training reward", smooth=True),
-        Line("eval/score", "held-out score", marks=True),
-    ),
+    (Line("reward/mean", "training reward", smooth=True), Line("eval/score", "held-out score", markers=True)),
     says="The mean reward of what was trained, and the score of the held-out prompts.",
 )
 _SIGNAL = Chart(
@@ -111,7 +96,7 @@ _CRITIC = Chart(
 _STALENESS = Chart(
     "Staleness",
     (Line("staleness/mean", "mean over tokens", low="staleness/min", high="staleness/max"),),
-    says="Versions between a token's sampling and its training, by the token's own stamp; the band is least to most.",
+    says="Versions between a token's sampling and its training, by the token's own version; the band is least to most.",
 )
 _HISTOGRAM = Chart(
     "Tokens by staleness",
@@ -130,9 +115,9 @@ _ESS = Chart(
 _GAP = Chart(
     "Trainer and engine",
     (
-        Line("sync/logprob_gap_mean", "mean difference of log-probabilities", marks=True),
+        Line("sync/logprob_gap_mean", "mean difference of log-probabilities", markers=True),
         Line("sync/logprob_gap_limit", "limit of the mean"),
-        Line("sync/logprob_gap", "largest difference", marks=True),
+        Line("sync/logprob_gap", "largest difference", markers=True),
     ),
     says="On probe prompts under the same weights: what rounding leaves.",
     missing="Verified syncs fill this: generator.verify_weight_sync=true, every generator.verify_interval steps.",
@@ -145,76 +130,70 @@ _LENGTHS = Chart(
 )
 _TRUNCATED = Chart(
     "Truncated responses",
-    (Line("response/truncated", "in training"), Line("eval/response_truncated", "in evaluation", marks=True)),
+    (Line("response/truncated", "in training"), Line("eval/response_truncated", "in evaluation", markers=True)),
     says="Cut by generator.sampling_params.max_generate_length, or for want of room.",
     percent=True,
 )
-_THROUGHPUT = Chart(
-    "Throughput",
-    (Line("throughput/tokens_per_s", "generated tokens/s", smooth=True),),
-)
+_THROUGHPUT = Chart("Throughput", (Line("throughput/tokens_per_s", "generated tokens/s", smooth=True),))
 _IDLE = Chart(
     "Idle shares",
     (Line("idle/trainer", "trainer", smooth=True), Line("idle/engines", "engines", smooth=True)),
     says="Of each step's time, by the parts' own clocks.",
     percent=True,
 )
-
-
 _STEP = Chart("Seconds per step", (Line("time/step_s", "seconds", smooth=True),))
 
 
-def _domains(names: Iterable[str]) -> list[Chart]:
-    found = sorted({name.removeprefix("reward/mean/") for name in names if name.startswith("reward/mean/")})
-    scored = sorted({name.removeprefix("eval/score/") for name in names if name.startswith("eval/score/")})
-    missing = "Rows with a domain (data.domain_key) fill this."
-    return [
-        Chart("Reward by domain", tuple(Line(f"reward/mean/{d}", d, smooth=True) for d in found), missing=missing),
-        Chart(
-            "Score by domain", tuple(Line(f"eval/score/{d}", d, marks=True) for d in scored),
-            missing="Held-out rows with a domain (data.domain_key) fill this.",
-        ),
-    ]  # fmt: skip
-
-
-def _by_staleness(names: Iterable[str]) -> Chart:
-    found = {int(m[1]) for name in names if (m := re.fullmatch(r"off_policy/staleness_(\d+)/ratio_mean", name))}
-    lines = [
-        Line(f"off_policy/staleness_{age}/abs_log_ratio", f"{age} version{'s'[: age != 1]} old")
-        for age in sorted(found)
-    ]
-    return Chart(
+def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
+    """The sections of a report on these rows: of one run, or of ``several`` together, with fewer lines of each."""
+    names = {name for row in rows for name, value in row.items() if value is not None}
+    rewarded = sorted(name for name in names if name.startswith("reward/mean/"))
+    evaluated = sorted(name for name in names if name.startswith("eval/score/"))
+    stale = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"off_policy/staleness_(\d+)/ratio_mean", name)))
+    reported = sorted(name for name in names if name.startswith("env/"))[:6]
+    phases = [name for name in names if re.fullmatch(r"time/\w+_s", name) and name != "time/step_s"]
+    longest = sorted(phases, key=lambda name: (-sum(row.get(name) or 0.0 for row in rows), name))[:MOST_PHASES]
+    rewards = Chart(
+        "Reward by domain",
+        tuple(Line(name, name.removeprefix("reward/mean/"), smooth=True) for name in rewarded),
+        missing="Rows with a domain (data.domain_key) fill this.",
+    )
+    scores = Chart(
+        "Score by domain",
+        tuple(Line(name, name.removeprefix("eval/score/"), markers=True) for name in evaluated),
+        missing="Held-out rows with a domain (data.domain_key) fill this.",
+    )
+    by_staleness = Chart(
         "Log-ratio by staleness",
-        tuple(lines),
+        tuple(Line(f"off_policy/staleness_{n}/abs_log_ratio", f"{n} version{'s'[: n != 1]} old") for n in stale),
         says="Mean |log(trainer / engine)| of the tokens of each staleness: what a correction has to mend.",
         missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
     )
-
-
-def _environment(names: Iterable[str]) -> list[Chart]:
-    """One picture of what the environments report, if they report anything."""
-    found = sorted(name for name in names if name.startswith("env/"))[:6]
-    if not found:
-        return []
-    return [Chart("Environments' own metrics", tuple(Line(name, name.removeprefix("env/")) for name in found))]
-
-
-def _phases(rows: Sequence[Row], names: Iterable[str]) -> Chart:
-    known = [name for name in names if re.fullmatch(r"time/\w+_s", name) and name != "time/step_s"]
-    found = sorted(known, key=lambda name: (-sum(row.get(name) or 0.0 for row in rows), name))[:MOST_PHASES]
-    lines = [Line("time/step_s", "the step"), *(Line(name, name[5:-2].replace("_", " ")) for name in found)]
-    return Chart(
+    environments = [
+        Chart("Environments' own metrics", tuple(Line(name, name.removeprefix("env/")) for name in reported))
+    ]
+    named = [Line(name, name[5:-2].replace("_", " ")) for name in longest]
+    steps = Chart(
         "Seconds per step",
-        tuple(lines if found else ()),
+        (Line("time/step_s", "the step"), *named) if named else (),
         says="The longest phases; they nest and overlap, and add up to more than the step.",
     )
+    return [
+        Section("reward", "Reward and evaluation", (_REWARD, rewards, scores)),
+        Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
+        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, _GAP)),
+        Section(
+            "responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *(environments if reported else []))
+        ),
+        Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else steps)),
+    ]
 
 
-def ages(rows: Sequence[Row]) -> dict[int, float]:
-    """Tokens by staleness, over all rows."""
-    found: dict[int, float] = {}
+def tokens_by_staleness(rows: Sequence[Row]) -> dict[int, float]:
+    """Over all rows."""
+    totals: dict[int, float] = {}
     for row in rows:
         for name, value in row.items():
             if value is not None and (match := re.fullmatch(r"staleness/tokens_(-?\d+)", name)):
-                found[int(match[1])] = found.get(int(match[1]), 0.0) + float(value)
-    return dict(sorted(found.items()))
+                totals[int(match[1])] = totals.get(int(match[1]), 0.0) + float(value)
+    return dict(sorted(totals.items()))

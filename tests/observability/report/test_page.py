@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.observability.report.charts import ages, sections
+from skyasync.observability.report.charts import sections, tokens_by_staleness
 from skyasync.observability.report.figures import last_steps, read_spans
 from skyasync.observability.report.page import page, write_report
 from skyasync.observability.report.samples import chosen
@@ -177,7 +177,9 @@ def test_the_timeline_shows_the_last_steps(run: Path) -> None:
 
 
 def test_ages_are_added_up() -> None:
-    assert ages([{"staleness/tokens_1": 2.0}, {"staleness/tokens_1": 3.0, "staleness/tokens_0": None}]) == {1: 5.0}
+    assert tokens_by_staleness(
+        [{"staleness/tokens_1": 2.0}, {"staleness/tokens_1": 3.0, "staleness/tokens_0": None}]
+    ) == {1: 5.0}
 
 
 def test_every_picture_says_what_would_fill_it() -> None:

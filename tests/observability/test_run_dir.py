@@ -4,7 +4,7 @@ import pytest
 
 from skyasync.errors import UserError
 from skyasync.observability import RunDirectory, default_run_name
-from skyasync.observability.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows, replace_text
 from skyasync.observability.run_dir import shown
 from tests.full_disk import files_end_at
 
@@ -45,8 +45,8 @@ def test_the_files_lie_in_the_folder_even_if_the_working_directory_changes(tmp_p
 
 def test_the_configuration_is_kept_as_given(tmp_path):
     run = RunDirectory(tmp_path, "run")
-    run.save_config("trainer:\n  seed: 1\n")
-    run.save_config("trainer:\n  seed: 2\n")
+    replace_text(run.config, "trainer:\n  seed: 1\n")
+    replace_text(run.config, "trainer:\n  seed: 2\n")
     assert run.config.read_text() == "trainer:\n  seed: 2\n"
     assert list(run.path.iterdir()) == [run.config]
 
@@ -107,9 +107,9 @@ def test_a_full_disk_does_not_take_the_place_of_the_error_that_ended_a_run(tmp_p
 
 def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_scratch(tmp_path):
     run = RunDirectory(tmp_path, "run")
-    run.save_config("old")
+    replace_text(run.config, "old")
     with files_end_at(2), pytest.raises(OSError, match="too large"):
-        run.save_config("new and longer")
+        replace_text(run.config, "new and longer")
     assert [path.name for path in run.path.iterdir()] == ["config.yaml"] and run.config.read_text() == "old"
 
 

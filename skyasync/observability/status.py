@@ -69,8 +69,13 @@ def read_status(folder: Path) -> Status:
         status = Status(**{name: values[name] for name in Status.__dataclass_fields__ if name in values})
     except (OSError, ValueError, TypeError):
         return Status(FAILED if (folder / "error.txt").exists() else UNKNOWN)
-    if status.state == RUNNING and status.host == socket.gethostname() and not _lives(status.pid):
-        return replace(status, state=LOST)
+    if status.state == RUNNING and status.host == socket.gethostname():
+        try:
+            os.kill(status.pid, 0)
+        except ProcessLookupError:
+            return replace(status, state=LOST)
+        except PermissionError:  # of another user, and alive
+            pass
     return status
 
 
@@ -79,13 +84,3 @@ def _write(folder: Path, status: Status) -> None:
         replace_text(folder / NAME, json.dumps(asdict(status)) + "\n")
     except OSError as error:
         logger.warning("%s was not written: %s", folder / NAME, error)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Protocol, SupportsFloat, SupportsIndex
+from typing import Any, Protocol
 
 from skyasync.errors import UserError
 from skyasync.observability import TRACKERS, jsonl
@@ -42,7 +42,8 @@ class Tracker(Protocol):
         """Take the metrics that belong to ``step``; later calls for the same step add to them."""
 
     def close(self) -> None:
-        """Everything logged is where it belongs when this returns. Safe to call twice."""
+        """Everything logged is where it belongs when this returns. Safe to call twice. By default nothing is left."""
+        return
 
 
 @dataclass(frozen=True)
@@ -62,21 +63,17 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     Raises:
         TypeError: for a value that is no number, naming the metric.
     """
-    plain = {name: _plain(name, value) for name, value in metrics.items()}
-    broken = sum(value is None for value in plain.values())
-    return {**plain, NON_FINITE: float(broken)} if broken else plain
-
-
-def _plain(name: str, value: SupportsFloat | SupportsIndex | str | bytes | None) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, str | bytes):
-        raise TypeError(f"metric {name!r} is {value!r}, not a number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"metric {name!r} is {value!r}, not a number") from error
-    return number if math.isfinite(number) else None
+    plain: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        if isinstance(value, str | bytes):
+            raise TypeError(f"metric {name!r} is {value!r}, not a number")
+        try:
+            number = math.nan if value is None else float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"metric {name!r} is {value!r}, not a number") from error
+        plain[name] = number if math.isfinite(number) else None
+    non_finite = sum(value is None for value in plain.values())
+    return {**plain, NON_FINITE: float(non_finite)} if non_finite else plain
 
 
 class MultiTracker:
@@ -105,7 +102,7 @@ class MultiTracker:
         """What is known of a step that a checkpoint is about to have, for trackers in the run's own folder: ``log``
         follows."""
         plain = plain_metrics(metrics)
-        self._each(lambda tracker: tracker.keep(plain, step) if isinstance(tracker, JsonlTracker) else None)
+        self._each(lambda tracker: tracker.log(plain, step) if isinstance(tracker, JsonlTracker) else None)
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
@@ -122,7 +119,7 @@ class MultiTracker:
 
 
 @TRACKERS.register("jsonl")
-class JsonlTracker:
+class JsonlTracker(Tracker):
     """``metrics.jsonl``: ``{"step": k, "time": seconds since 1970, "reward/mean": ..., ...}``.
 
     The last line is written again whenever its step gets more metrics. The first step that is logged says
@@ -140,24 +137,19 @@ class JsonlTracker:
         if self._last is None:
             earlier = [row for row in jsonl.read_rows(self._path) if row["step"] <= step]
             self._last = self._settle([*earlier, {"step": step}])
-        news = {"step": step, "time": round(time.time(), 3), **metrics}
+        row = {"step": step, "time": round(time.time(), 3), **metrics}
         if step < self._last["step"]:
-            self._last = self._settle([*jsonl.read_rows(self._path), news])
+            self._last = self._settle([*jsonl.read_rows(self._path), row])
         elif step == self._last["step"]:
-            self._write_last({**self._last, **news})
+            self._write_last({**self._last, **row})
         else:
             if self._taken:
                 self._before, self._offset = [], self._path.stat().st_size
             else:
                 self._before.append(self._last)
-            self._write_last(news)
+            self._write_last(row)
 
-    def keep(self, metrics: Metrics, step: int) -> None:
-        """As of ``MultiTracker``."""
-        self.log(metrics, step)
-
-    def close(self) -> None:
-        """Nothing is held back."""
+    keep = log  # the row is complete on disk after every call
 
     def _settle(self, rows: list[jsonl.Row]) -> jsonl.Row:
         """Rewrite the rows, one per step and in order; returns the last."""
@@ -179,7 +171,7 @@ class JsonlTracker:
 
 
 @TRACKERS.register("console")
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """One line per call on standard output."""
 
     def __init__(self, context: TrackerContext) -> None:
@@ -187,9 +179,6 @@ class ConsoleTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         print(status_line(step, metrics), flush=True)
-
-    def close(self) -> None:
-        """Nothing is held back."""
 
 
 def need(package: str) -> ModuleType:
@@ -265,8 +254,8 @@ class MlflowTracker:
             self._run = id_file.read_text()
             self._client.update_run(self._run, "RUNNING")
             return
-        found = self._client.get_experiment_by_name(context.project_name)
-        experiment = found.experiment_id if found else self._client.create_experiment(context.project_name)
+        known = self._client.get_experiment_by_name(context.project_name)
+        experiment = known.experiment_id if known else self._client.create_experiment(context.project_name)
         self._run = self._client.create_run(experiment, run_name=context.run_dir.name).info.run_id
         id_file.write_text(self._run)
         params = [self._entities.Param(name, str(value)[:MLFLOW_VALUE_CHARS]) for name, value in _flat(context.config)]

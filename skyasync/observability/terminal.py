@@ -1,9 +1,9 @@
 """What the user sees while a run goes on: a live panel below, and above it all that anybody prints.
 
-Invariant: nothing that is written to the terminal meanwhile is lost or torn by the panel: standard output and standard
-error lead into a file of the run, for every writer (also libraries in C and other processes), and from there
-to the terminal, whole lines above the panel. The terminal is never put into a mode that a killed process would leave
-behind. Without a terminal each step is one line.
+Invariant: nothing that is written to the terminal meanwhile is lost or torn by the panel. Standard output and standard
+error lead into a file of the run, for every writer (also libraries in C and other processes). From there whole lines go
+to the terminal, above the panel. The terminal is never put into a mode that a killed process would leave on. Without a
+terminal each step is one line.
 
 | who waits  | for what            | woken by                                      |
 |------------|---------------------|-----------------------------------------------|
@@ -80,17 +80,17 @@ class ProgressView:
         self._printed = 0  # the step of the last line
         self.seen = -1
 
-    @property
-    def live(self) -> bool:
-        return self._live is not None
-
     def __enter__(self) -> ProgressView:
-        if self._wants_panel():
+        size, console = self._console.size, self._console
+        able = (
+            console.is_terminal and not console.is_dumb_terminal and size.width >= LEAST[0] and size.height >= LEAST[1]
+        )
+        if self._mode == "live" or (self._mode == "auto" and able):
             if self._folder is not None and self._console.file is sys.stdout:
                 force = self._mode == "live"
                 with suppress(OSError):  # no room for the file: then the panel may be torn
                     self._captured = _Captured(self._folder / "driver.log", force=force)
-                    self._console = self._captured.console(force=force)
+                    self._console = ScreenConsole(file=self._captured.tty, force_terminal=True if force else None)
             self._live = Live(
                 console=self._console, auto_refresh=False, transient=True,
                 redirect_stdout=self._captured is None, redirect_stderr=self._captured is None,
@@ -145,7 +145,8 @@ class ProgressView:
         try:
             self._print(self._captured.lines() if self._captured else [])
             if self._live is not None:
-                self._live.update(self.render(report), refresh=True)
+                lines = panel(report, self._history, *self._console.size)  # of the terminal as it is now
+                self._live.update(Group(*lines), refresh=True)
         except OSError:
             self._lose_terminal()
         except Exception as error:
@@ -157,28 +158,19 @@ class ProgressView:
     def say(self, lines: Sequence[str], error: bool) -> None:
         """What another process has written, from any thread."""
         with self._lock:
-            if self._live is not None and (self._captured is None or self._captured.takes(error)):
+            # With captured streams: those that lead to the panel's terminal.
+            if self._live is not None and (self._captured is None or (2 if error else 1) in self._captured.streams):
                 self._print(lines)
                 return
         with suppress(OSError):  # the terminal is gone; the lines are in a file
             write_plainly(lines, error)
 
-    def render(self, report: ProgressReport) -> Group:
-        """The panel for the terminal as it is now."""
-        width, height = self._console.size
-        return Group(*panel(report, self._history, width, height))
-
-    def _wants_panel(self) -> bool:
-        if self._mode == "live":
-            return True
-        console = self._console
-        size = console.size
-        able = console.is_terminal and not console.is_dumb_terminal and size.width >= LEAST[0]
-        return self._mode == "auto" and able and size.height >= LEAST[1]
-
     def _print(self, lines: Sequence[str]) -> None:
         try:
-            self._write(lines)
+            for line in lines:
+                if line or self._live is not None:
+                    text = Text.from_ansi(line) if self._live is not None else Text(line)
+                    self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         except OSError:
             self._lose_terminal()
 
@@ -188,12 +180,6 @@ class ProgressView:
         if live is not None:
             with suppress(OSError):
                 live.stop()
-
-    def _write(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            if line or self._live is not None:
-                text = Text.from_ansi(line) if self._live is not None else Text(line)
-                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Captured:
@@ -206,23 +192,16 @@ class _Captured:
         path.parent.mkdir(parents=True, exist_ok=True)
         sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         taken = [number for number in (1, 2) if os.isatty(number) or (force and number == 1)]
-        self._taken = {number: os.dup(number) for number in taken}
+        self.streams = {number: os.dup(number) for number in taken}
         raw = os.fdopen(os.dup(1), "wb")
-        self._tty: IO[str] = TextIOWrapper(raw, encoding=sys.stdout.encoding or "utf-8", errors="replace")
+        self.tty: IO[str] = TextIOWrapper(raw, encoding=sys.stdout.encoding or "utf-8", errors="replace")
         self._source = os.open(path, os.O_RDONLY)
         os.lseek(self._source, 0, os.SEEK_END)
         self._torn = b""
         self._flush()
-        for number in self._taken:
+        for number in self.streams:
             os.dup2(sink, number)
         os.close(sink)
-
-    def console(self, *, force: bool) -> ScreenConsole:
-        return ScreenConsole(file=self._tty, force_terminal=True if force else None)
-
-    def takes(self, error: bool) -> bool:
-        """Whether what is written there goes to the panel's terminal."""
-        return (2 if error else 1) in self._taken
 
     def lines(self) -> list[str]:
         """What has been written since the last call, in whole lines."""
@@ -230,31 +209,30 @@ class _Captured:
         while chunk := os.read(self._source, 1 << 16):
             self._torn += chunk
         *whole, self._torn = self._torn.split(b"\n")
-        return [_last_state(line) for line in whole]
+        # Each as a terminal would leave it: what follows its last carriage return.
+        return [line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in whole]
 
     def rest(self) -> list[str]:
         """As ``lines``, and the line that was not ended."""
-        return [*self.lines(), *([_last_state(self._torn)] if self._torn.strip() else [])]
+        whole = self.lines()
+        if not self._torn.strip():
+            return whole
+        return [*whole, self._torn.decode(errors="replace").rstrip("\r").rpartition("\r")[2]]
 
     def restore(self) -> None:
         """The streams are the terminal again. Safe to call twice."""
         self._flush()
-        for number, before in self._taken.items():
+        for number, before in self.streams.items():
             os.dup2(before, number)
 
     def close(self) -> None:
-        for number in [self._source, *self._taken.values()]:
+        for number in [self._source, *self.streams.values()]:
             os.close(number)
-        self._tty.close()
+        self.tty.close()
 
     @staticmethod
     def _flush() -> None:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not getattr(stream, "closed", False):
+            if stream is not None and not getattr(stream, "closed", False):  # the user may have replaced it
                 with suppress(OSError):  # a full disk: what is left goes to the terminal later
                     stream.flush()
-
-
-def _last_state(line: bytes) -> str:
-    """A line as a terminal would leave it: what follows its last carriage return."""
-    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

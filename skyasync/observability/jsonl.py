@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,16 @@ def read_rows(path: Path | str) -> list[Row]:
     path = Path(path)
     if not path.exists():
         return []
+    rows = []
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:  # JSON leaves U+2028, U+0085 as they are
-        return [row for row in map(_decode, lines) if row is not None]
-
-
-def keep_rows(path: Path, keep: Callable[[Row], bool]) -> None:
-    """Rewrite the file, in one move, with the rows that ``keep`` accepts; torn lines go too."""
-    if path.exists():
-        write_rows(path, [row for row in read_rows(path) if keep(row)])
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append(row)
+    return rows
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
@@ -66,11 +68,3 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
         except OSError:
             file.truncate(before)
             raise
-
-
-def _decode(line: str) -> Row | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

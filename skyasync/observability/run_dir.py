@@ -65,6 +65,10 @@ class RunDirectory:
         resume: use exactly ``name``, whether it exists or not.
 
     Attributes:
+        origins: who has set each setting; see ``skyasync.config.load.origins``.
+        ledger: how every prompt ended; see ``skyasync.trainer.checkpoint.ledger.audit``.
+        logs: what the run's processes have printed.
+        error: what ended the run, if an error did: the whole traceback.
         secrets: replaced in every file of the run.
 
     Raises:
@@ -72,61 +76,24 @@ class RunDirectory:
     """
 
     def __init__(self, root: Path | str, name: str, *, resume: bool = False) -> None:
-        root = check_name(root, name)
-        self._new = not (resume and (root / name).exists())
-        self.path = root / name if resume else _create_unused(root / name)
-        self.path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
+        first = path = check_name(root, name) / name
+        self._new = not (resume and path.exists())
+        numbers = itertools.count(2)
+        while not resume:
+            try:
+                path.mkdir(OWNER_ALONE, parents=True)  # safe if two runs start at once
+                break
+            except FileExistsError:
+                path = first.with_name(f"{first.name}-{next(numbers)}")
+        path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
+        self.path, self.name = path, path.name
+        self.metrics, self.samples, self.ledger = (path / f"{n}.jsonl" for n in ("metrics", "samples", "ledger"))
+        self.config, self.origins, self.timeline = path / "config.yaml", path / "origins.json", path / "timeline.json"
+        self.reward_plot, self.error = path / "reward.png", path / "error.txt"
+        self.logs, self.checkpoints = path / "logs", path / "checkpoints"
         self.secrets = Secrets()
         self._rewound: set[Path] = set()  # files already cut back to the step at which this run began
-        self._ledger_due: list[tuple[int, Mapping[str, Any]]] = []  # not written yet, in step order
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def origins(self) -> Path:
-        """Who has set each setting; see ``skyasync.config.load.origins``."""
-        return self.path / "origins.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        """How every prompt ended; see ``skyasync.trainer.checkpoint.ledger.audit``."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.json"
-
-    @property
-    def reward_plot(self) -> Path:
-        return self.path / "reward.png"
-
-    @property
-    def logs(self) -> Path:
-        """What the run's processes have printed."""
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def error(self) -> Path:
-        """What ended the run, if an error did: the whole traceback."""
-        return self.path / "error.txt"
+        self._unwritten: list[tuple[int, Mapping[str, Any]]] = []  # rows of the ledger, in step order
 
     def save_error(self, traceback: str) -> None:
         """A full disk costs a warning: the error itself still reaches the user."""
@@ -142,10 +109,6 @@ class RunDirectory:
         if self._new:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def save_config(self, yaml: str) -> None:
-        """Write the resolved configuration; a resumed run's replaces the first one's."""
-        jsonl.replace_text(self.config, yaml)
-
     def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """Append one line per record, ``step`` first."""
         hide = self.secrets.hide
@@ -154,30 +117,19 @@ class RunDirectory:
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
         """How the prompts of a step ended; what a full disk refuses is written with a later step."""
-        self._ledger_due.append((step, ended))
-        while self._ledger_due:
-            due, how = self._ledger_due[0]
-            self._append(self.ledger, due, [how])
-            self._ledger_due.pop(0)
+        self._unwritten.append((step, ended))
+        while self._unwritten:
+            first, row = self._unwritten[0]
+            self._append(self.ledger, first, [row])
+            self._unwritten.pop(0)
 
     def _append(self, file: Path, step: int, records: Iterable[Mapping[str, Any]]) -> None:
         """The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone."""
         if file not in self._rewound:
-            jsonl.keep_rows(file, lambda row: row["step"] < step)
+            if file.exists():
+                jsonl.write_rows(file, [row for row in jsonl.read_rows(file) if row["step"] < step])
             self._rewound.add(file)
         jsonl.append_rows(file, ({"step": step, **record} for record in records))
-
-
-def _create_unused(path: Path) -> Path:
-    """Create the first of ``path``, ``path-2``, ... that does not exist; safe when two runs start at once."""
-    for number in itertools.count(1):
-        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
-        try:
-            candidate.mkdir(OWNER_ALONE, parents=True)
-        except FileExistsError:
-            continue
-        return candidate
-    raise AssertionError("unreachable")
 
 
 def lock_run(folder: Path) -> None:
@@ -193,7 +145,7 @@ def lock_run(folder: Path) -> None:
         return
     try:
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as problem:  # a full disk: reported elsewhere
+    except OSError as problem:  # a full disk: reported by whatever needs it
         log.warning("%s is not guarded against a second command: %s", folder, problem)
         return
     try:

@@ -23,15 +23,17 @@ class Usage:
 
 
 class EngineWork(Protocol):
-    """What an engine says of its work since it started."""
+    """An engine's work since it started; ``gone``: it has left."""
 
     @property
     def busy_s(self) -> float: ...
     @property
     def generated_tokens(self) -> int: ...
+    @property
+    def gone(self) -> bool: ...
 
 
-class Engines(Protocol):
+class EngineStatsSource(Protocol):
     async def stats(self) -> Sequence[EngineWork]: ...
 
 
@@ -47,7 +49,7 @@ class UsageMeter:
         dispatch: its ``stats()`` gives ``busy_s``.
     """
 
-    def __init__(self, client: Engines, dispatch: Workers) -> None:
+    def __init__(self, client: EngineStatsSource, dispatch: Workers) -> None:
         self._client, self._dispatch = client, dispatch
         self._last: Usage | None = None
 
@@ -63,17 +65,19 @@ class UsageMeter:
         before, now = self._last, await self.read()
         assert before is not None, "start() comes first"
         self._last, wall_s = now, max(wall_s, 1e-9)
-        places = [n for n, engine in enumerate(now.engines) if not getattr(engine, "gone", False)]
-        both = [(before.engines[n] if n < len(before.engines) else None, now.engines[n]) for n in places]
-        engines_s = sum(_since(old.busy_s if old else 0.0, new.busy_s) for old, new in both) / max(len(both), 1)
-        generated = [_since(old.generated_tokens if old else 0, new.generated_tokens) for old, new in both]
-        each = dict(zip(places, generated, strict=True)) if 1 < len(generated) <= NAMED else {}
+        busy_s, tokens = 0.0, dict[int, float]()
+        for number, new in enumerate(now.engines):
+            if not new.gone:
+                old = before.engines[number] if number < len(before.engines) else None
+                busy_s += _since(old.busy_s if old else 0.0, new.busy_s)
+                tokens[number] = _since(old.generated_tokens if old else 0, new.generated_tokens)
+        each = tokens if 1 < len(tokens) <= NAMED else {}
         return {
-            **{f"throughput/engine_{n}_tokens_per_s": tokens / wall_s for n, tokens in each.items()},
+            **{f"throughput/engine_{n}_tokens_per_s": count / wall_s for n, count in each.items()},
             "time/step_s": wall_s,
-            "idle/engines": _idle(engines_s / wall_s),
+            "idle/engines": _idle(busy_s / max(len(tokens), 1) / wall_s),
             "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / wall_s),
-            "throughput/tokens_per_s": sum(generated) / wall_s,
+            "throughput/tokens_per_s": sum(tokens.values()) / wall_s,
             "throughput/samples_per_s": samples / wall_s,
         }
 
