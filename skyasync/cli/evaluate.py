@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import number, take
+from skyasync.cli.commands import Arguments, number, take
 from skyasync.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def evaluate(argv: Arguments) -> int | None:
         settings = _settings_of(options.get("--of", ""), stack, best="--best" in options)
         given = {argument.partition("=")[0] for argument in rest}
         rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
-        from skyasync.cli.playing import RolloutExperiment
+        from skyasync.cli.rollout_experiment import RolloutExperiment
         from skyasync.cli.train import configuration
         from skyasync.config.schema.data import most_samples
         from skyasync.rollout.evaluation import Scoring
@@ -91,7 +90,7 @@ def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str
 
 def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     """Settings that make the run's engine have these weights."""
-    from skyasync.cli.checkpoints import find, is_checkpoint_or_run
+    from skyasync.cli.export import find, is_checkpoint_or_run
     from skyasync.observability.report.settings import MODEL, read
 
     if not name:

@@ -9,9 +9,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyasync.cli.checkpoints import find, settings_of
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import take
+from skyasync.cli.commands import Arguments, take
+from skyasync.cli.export import find, settings_of
 from skyasync.errors import UserError, unknown
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import number, take
+from skyasync.cli.commands import Arguments, number, take
 from skyasync.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> No
         "trainer.export_path": '""',  # the recording run's is not written over
         "trainer.ckpt_path": '""',
     }
-    from skyasync.cli.replaying import Replay
+    from skyasync.cli.replay_experiment import Replay
 
     more = [f"{key}={value}" for key, value in own.items() if key not in given]
     Replay.recorded, Replay.alone = tuple(file.resolve() for file in files), nonfinite

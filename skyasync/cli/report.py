@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyasync.cli.options import take
+from skyasync.cli.commands import take
 from skyasync.errors import UserError
 
 HELP = """\

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import number, take
+from skyasync.cli.commands import Arguments, number, take
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +31,7 @@ def rollout(argv: Arguments) -> None:
         return
     flags = ("--held-out", "--show-prompts", "--json")
     options, rest = take(argv, {"--prompts": "4", "--samples": "8"}, flags, settings=True)
-    from skyasync.cli.playing import RolloutExperiment
+    from skyasync.cli.rollout_experiment import RolloutExperiment
     from skyasync.cli.train import configuration
 
     held_out = "--held-out" in options

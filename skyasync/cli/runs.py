@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import take
+from skyasync.cli.commands import Arguments, take
 from skyasync.config.load import COMMAND_LINE
 from skyasync.errors import UserError, unknown
 from skyasync.observability import jsonl
