@@ -40,9 +40,7 @@ def stand_ins() -> Iterator[None]:
     """While the block runs, ``openrlhf.utils`` can be imported."""
     known = sys.modules.get(_ROOT)
     spec = known.__spec__ if known is not None else importlib.util.find_spec(_ROOT)
-    if (
-        spec is not None and spec.origin is not None
-    ):  # a package, and not only a folder of this name
+    if spec is not None and spec.origin is not None:  # a package, and not only a folder of this name
         yield
         return
     with _LOCK:
