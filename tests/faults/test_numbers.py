@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.cli.replaying import ReplayTrainer
+from skyasync.cli.replay_experiment import ReplayTrainer
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnvStepOutput
