@@ -78,7 +78,7 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
 
     config = training_config(origin, settings.get("config_kwargs"))
     name = str(config.dtype).rpartition(".")[2] if dtype == "auto" else dtype
-    chosen: torch.dtype = getattr(torch, name, None) or torch.float32
+    chosen: torch.dtype = vars(torch).get(name, torch.float32)
     weights = read_weights(checkpoint)
     lora = policy.get("lora", {})
     if lora.get("rank"):

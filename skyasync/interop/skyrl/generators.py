@@ -28,6 +28,7 @@ from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.interop.skyrl.gym import numbers
+from skyasync.interop.skyrl.shims import Delegate
 from skyasync.rollout.types import PromptId, TrajectoryId
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -94,7 +95,7 @@ GeneratorOutput: TypeAlias = SkyRLGeneratorOutput
 class GeneratorInterface:
     """Subclass it and define ``async def generate(self, input_batch)``."""
 
-    inference_engine_client: Foreign
+    inference_engine_client: Foreign = None
 
     def __init_subclass__(cls, **more: object) -> None:
         super().__init_subclass__(**more)
@@ -112,8 +113,7 @@ def _for_both_callers(theirs: Callable[[Foreign, Foreign], Awaitable[Foreign]]) 
         if "is_eval" not in input_batch:  # a loop of theirs, or super().generate
             return await theirs(self, input_batch)
         ids, sampling = input_batch["trajectory_ids"], input_batch["sampling_params"]
-        client = getattr(self, "inference_engine_client", None)
-        if isinstance(client, InferenceEngineClient):
+        if isinstance(client := self.inference_engine_client, InferenceEngineClient):
             await client.open_endpoint(sampling)
         phase = "eval" if input_batch["is_eval"] else "train"
         metadata = BatchMetadata(max((t.prompt.epoch for t in ids), default=0), phase)
@@ -160,7 +160,7 @@ def as_sampling(given: Mapping[str, Any] | SamplingParams | None, usual: Samplin
     return SamplingParams(**{**asdict(usual), **{k: v for k, v in changes.items() if v is not None}})
 
 
-class InferenceEngineClient:
+class InferenceEngineClient(Delegate):
     """The run's inference client, which also answers batches as SkyRL's does; everything else is the client's own.
 
     Args:
@@ -174,13 +174,11 @@ class InferenceEngineClient:
         self, client: Foreign, tokenizer: Callable[[], Foreign], sampling: SamplingParams, max_model_len: int,
         model_name: str = "policy",
     ) -> None:  # fmt: skip
+        super().__init__(client)
         self._client, self._tokenizer, self._sampling, self._max_model_len = client, tokenizer, sampling, max_model_len
         self.model_name = model_name
         self._numbers = itertools.count()
         self._endpoint: OpenEndpoint | None = None
-
-    def __getattr__(self, name: str) -> Foreign:
-        return getattr(object.__getattribute__(self, "_client"), name)
 
     async def generate(self, request: Foreign, model: str | None = None) -> Foreign:
         """One ``GenerationRequest``, or a batch in SkyRL's form."""
@@ -205,10 +203,10 @@ class InferenceEngineClient:
                     f"a prompt of {len(prompt)} tokens leaves no room for a response: raise generator.max_model_len="
                     f"{self._max_model_len}"
                 )
-            number = next(self._numbers)
-            session = str(sessions[index]) if index < len(sessions) else f"skyrl-session-{number}"
+            request_id = f"skyrl-{next(self._numbers)}"
+            session = str(sessions[index]) if index < len(sessions) else f"skyrl-session-{next(self._numbers)}"
             limited = replace(sampling, max_tokens=min(sampling.max_tokens, free))
-            requests.append(GenerationRequest(f"skyrl-{number}", ints(list(prompt)), limited, session_id=session))
+            requests.append(GenerationRequest(request_id, ints(list(prompt)), limited, session_id=session))
         answers = await asyncio.gather(*(self._client.generate(request) for request in requests))
         ids = [answer.token_ids.tolist() for answer in answers]
         with_logprobs = "logprobs" not in given or given["logprobs"] is not None

@@ -67,11 +67,22 @@ class SettingsView:
         return (SettingsView, (self._ours, self._theirs))
 
 
-class LoggedTracker:
+class Delegate:
+    """An object with a few more names; all others are the target's."""
+
+    def __init__(self, target: Foreign) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Foreign:
+        return getattr(object.__getattribute__(self, "_target"), name)
+
+
+class LoggedTracker(Delegate):
     """Takes ``commit``, knows ``finish``, and lets callbacks see what is logged."""
 
     def __init__(self, tracker: trackers.Tracker, seen: Callable[[dict[str, Any]], object]) -> None:
-        self._tracker, self._seen = tracker, seen
+        super().__init__(tracker)
+        self._seen = seen
 
     def log(self, metrics: Mapping[str, Any], step: int, commit: bool = False) -> None:
         logs = dict(metrics)
@@ -80,26 +91,20 @@ class LoggedTracker:
 
     def add(self, metrics: Mapping[str, Any], step: int) -> None:
         """More of a step that was logged."""
-        self._tracker.log(numbers(metrics), step=step)
+        self._target.log(numbers(metrics), step=step)
 
     def close(self) -> None:
-        self._tracker.close()
+        self._target.close()
 
     finish = close
 
-    def __getattr__(self, name: str) -> Foreign:
-        return getattr(object.__getattribute__(self, "_tracker"), name)
 
-
-class DispatchView:
+class DispatchView(Delegate):
     """Our workers, with the calls that their loops make of them."""
 
     def __init__(self, dispatch: Foreign, sync: Callable[[], Awaitable[None]]) -> None:
-        self._dispatch, self._sync = dispatch, sync
-
-    async def save_weights_for_sampler(self) -> None:
-        """Send the newest weights to the engines."""
-        await self._sync()
+        super().__init__(dispatch)
+        self.save_weights_for_sampler = sync
 
     def get_lcm_dp_size(self) -> int:
         """1: batches of any size are divided among the ranks."""
@@ -109,9 +114,6 @@ class DispatchView:
         """The weight sync is ready, and saves are complete, without these calls."""
 
     init_weight_sync_state = empty_cache = finalize_pending_saves = _nothing
-
-    def __getattr__(self, name: str) -> Foreign:
-        return getattr(object.__getattribute__(self, "_dispatch"), name)
 
 
 class PolicyModel:

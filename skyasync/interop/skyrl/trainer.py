@@ -197,7 +197,7 @@ class SkyRLTrainer(SkyRLNames, trainer.RayPPOTrainer):
         return output, list(uids), False
 
     def _nothing(self, *arguments: object, **named: object) -> None:
-        """Workers and weight sync are ready, and ``trainer.profile`` works, without these calls."""
+        """Workers and weight sync are ready, and ``trainer.profile_steps`` works, without these calls."""
 
     init_weight_sync_state = build_models = _profiler_start = _profiler_step = _profiler_stop = _nothing
 
