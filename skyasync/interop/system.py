@@ -48,7 +48,7 @@ class System:
     agent_programs: tuple[str, ...] = ()
     has_our_keys: bool = False
 
-    def adapter(self, name: str) -> Any:
+    def adapter(self, name: str) -> Any:  # noqa: ANN401  (one of many kinds)
         module, colon, attribute = self.adapters[name].partition(":")
         path = f"{__package__}.{self.name}.{module}"
         return getattr(import_module(path), attribute) if colon else path
