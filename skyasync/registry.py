@@ -38,7 +38,7 @@ REGISTRIES = (
     "skyasync.agents.parsers:TOOL_PARSERS",
     "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
-    "skyasync.observe:TRACKERS",
+    "skyasync.observability:TRACKERS",
     "skyasync.trainer.plans:PLANS",
     "skyasync.rewards:REWARDS",
     "skyasync.workers.roles:ROLES",

@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from skyasync.agents.api.chat import ChatApi
-from skyasync.agents.api.completions import CompletionsApi
+from skyasync.agents.api.chat import ChatApi, CompletionsApi
 from skyasync.agents.api.messages import MessagesApi
 from skyasync.agents.api.responses import ResponsesApi
 from skyasync.agents.api.types import Api, Body, RequestError, ServerSentEvent, from_json

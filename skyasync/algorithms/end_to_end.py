@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class EndToEnd:
+class JoinedRows:
     """Rows of one trajectory, laid end to end.
 
     Args:

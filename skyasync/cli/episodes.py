@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from skyasync.errors import UserError
-from skyasync.observe import jsonl
-from skyasync.observe.report import samples, settings
+from skyasync.observability import jsonl
+from skyasync.observability.report import samples, settings
 from skyasync.rollout.trajectory_files import NONFINITE
 
 Row = Mapping[str, Any]

@@ -101,7 +101,7 @@ def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str
 
 def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     """Settings with which the run's engine has the weights of ``--of``."""
-    from skyasync.observe.report.settings import MODEL, read
+    from skyasync.observability.report.settings import MODEL, read
 
     if not name:
         return []

@@ -59,7 +59,7 @@ def replay(argv: Arguments) -> int | None:
 
 def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> None:
     from skyasync.cli.train import main
-    from skyasync.observe.report.settings import read
+    from skyasync.observability.report.settings import read
     from skyasync.rollout.trajectory_files import NONFINITE, files_of, need_pyarrow
 
     need_pyarrow()

@@ -19,7 +19,7 @@ from skyasync.trainer import RayPPOTrainer
 if TYPE_CHECKING:
     from skyasync.inference.client import InferenceClient
     from skyasync.inference.interface import EngineStats
-    from skyasync.observe.trackers import Tracker
+    from skyasync.observability.trackers import Tracker
     from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.trainer.context import Client

@@ -41,9 +41,9 @@ def report(argv: Sequence[str]) -> int | None:
             raise UserError(f"{folder} is no run's folder: it has neither metrics.jsonl nor config.yaml")
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
-    from skyasync.observe.jsonl import replace_text
-    from skyasync.observe.report.page import NAME, page
-    from skyasync.observe.status import read_status
+    from skyasync.observability.jsonl import replace_text
+    from skyasync.observability.report.page import NAME, page
+    from skyasync.observability.status import read_status
 
     path = Path(options.get("--out") or (folders[0] / NAME if len(folders) == 1 else COMPARISON))
     while True:

@@ -19,7 +19,7 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.data import eval_sources
 from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.preflight.data import check_data
 from skyasync.preflight.parts import check_parts
 from skyasync.preflight.prepare import check_judges, settle_models, settle_references

@@ -18,10 +18,10 @@ from rich.text import Text
 from skyasync.cli.commands import Arguments, take_options
 from skyasync.config.load import COMMAND_LINE
 from skyasync.errors import UserError, unknown
-from skyasync.observe import jsonl
-from skyasync.observe.lines import duration
-from skyasync.observe.report import settings
-from skyasync.observe.status import FAILED, FINISHED, LOST, RUNNING, STOPPED, read_status
+from skyasync.observability import jsonl
+from skyasync.observability.lines import duration
+from skyasync.observability.report import settings
+from skyasync.observability.status import FAILED, FINISHED, LOST, RUNNING, STOPPED, read_status
 
 HELP = """\
 usage: skyasync runs [FOLDER] [--sort METRIC] [--json]

@@ -12,7 +12,7 @@ from skyasync.callbacks import RunExtension
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
 from skyasync.errors import RayEndedError, Terminated, UserError, headline
-from skyasync.observe.run_dir import RunDirectory, shown
+from skyasync.observability.run_dir import RunDirectory, shown
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp

@@ -67,7 +67,7 @@ def restarts_workers(trainer: TrainerConfig) -> bool:
     return trainer.max_restarts > 0 and keeps_checkpoints(trainer)
 
 
-def go_on_beside(trainer: TrainerConfig) -> None:
+def settle_run_name(trainer: TrainerConfig) -> None:
     """A run that was ended before its first checkpoint has its second try in ``<run_name>-2``, and so on: the same
     command goes on where one of them has come further. Settles ``run_name``."""
     if trainer.resume_mode != "auto" or not trainer.run_name or trainer.ckpt_path or _has_checkpoints(trainer):

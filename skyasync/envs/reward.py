@@ -52,7 +52,7 @@ class RewardEnv(BaseTextEnv):
     def judged_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
         """All reward functions of the row with their weights, judges included, where one of them is a judge.
 
-        Judges are asked by whoever plays the episode (``skyasync.rollout.judging``), behind its end.
+        Judges are asked by whoever plays the episode (``skyasync.rollout.generator``), behind its end.
         """
         settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
         weighted = settings.weighted(extras)

@@ -21,7 +21,7 @@ from skyasync.config.keys import Key, Keys
 from skyasync.config.schema.sampling import INT32, SamplingConfig
 from skyasync.errors import UserError
 from skyasync.registry import About, Registry, resolve_reference
-from skyasync.weight_sync.update import TakerDiedError, WakePart, WeightUpdate
+from skyasync.weight_sync.update import WakePart, WeightReceiverFailedError, WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PauseMode = Literal["keep", "abort", "wait"]
@@ -207,7 +207,7 @@ def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
     return GenerationOutput(name, finish_reason="error", error=f"request {name!r} cannot be answered: {why:.1000}")
 
 
-class EngineFailedError(TakerDiedError):
+class EngineFailedError(WeightReceiverFailedError):
     """The engine can answer nothing any more; whatever it was computing is lost."""
 
 

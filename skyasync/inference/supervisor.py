@@ -32,7 +32,7 @@ from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineFailedError, InferenceEngine
 from skyasync.inference.pool import LostWork
-from skyasync.observe.timeline import Timeline
+from skyasync.observability.timeline import Timeline
 from skyasync.utils.task_group import within
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 

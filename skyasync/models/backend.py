@@ -21,8 +21,7 @@ from torch import Tensor
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import LoraConfig, OptimizerConfig, TrainerConfig
-from skyasync.models import VOCABULARY
-from skyasync.models.axes import Axes
+from skyasync.models import VOCABULARY, Axes
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.registry import resolve_reference
 from skyasync.utils.manifest import Sums

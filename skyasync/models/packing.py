@@ -22,9 +22,9 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from skyasync.models import MAX_PADDING, MIN_SAVED_TOKENS
 from skyasync.models.attention import PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
-from skyasync.models.limits import MAX_PADDING, MIN_SAVED_TOKENS
 
 
 @dataclass

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.models import MAX_LOGITS
 from skyasync.models.attention import attention_inputs, pack_rows
 from skyasync.models.backend import ENTROPY, LOGPROBS, TOKEN_LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.config import load_config
-from skyasync.models.limits import MAX_LOGITS
 from skyasync.models.packing import Layout
 
 if TYPE_CHECKING:

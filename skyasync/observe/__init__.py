@@ -9,11 +9,11 @@ from skyasync.registry import Registry
 #: name -> class built from a ``TrackerContext``; ``trainer.logger`` lists the ones a run uses.
 TRACKERS = Registry(
     "tracker",
-    {"skyasync.observe.trackers": "jsonl console tensorboard wandb mlflow trackio swanlab"},
+    {"skyasync.observability.trackers": "jsonl console tensorboard wandb mlflow trackio swanlab"},
     capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or another package
 )
 
-from skyasync.observe.run_dir import RunDirectory, default_run_name  # noqa: E402
-from skyasync.observe.timeline import Timeline  # noqa: E402
+from skyasync.observability.run_dir import RunDirectory, default_run_name  # noqa: E402
+from skyasync.observability.timeline import Timeline  # noqa: E402
 
 __all__ = ["TRACKERS", "RunDirectory", "Timeline", "default_run_name"]

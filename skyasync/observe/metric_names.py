@@ -1,4 +1,4 @@
-"""What the metrics of a run mean: ``python -m skyasync.observe.metric_names`` prints ``docs/metrics.md``.
+"""What the metrics of a run mean: ``python -m skyasync.observability.metric_names`` prints ``docs/metrics.md``.
 
 Invariant: every metric that a run logs by itself has an entry here (a test holds it); a name in angle brackets stands
 for what differs from run to run.
@@ -198,7 +198,7 @@ METRICS = (
 _INTRODUCTION = """\
 # Metrics
 
-This page is made by `python -m skyasync.observe.metric_names > docs/metrics.md`.
+This page is made by `python -m skyasync.observability.metric_names > docs/metrics.md`.
 
 What a run writes to `metrics.jsonl`, one row per step, and to its trackers. A metric that does not apply is absent; one
 that was NaN or infinite is null. Algorithms and callbacks of your own add theirs.

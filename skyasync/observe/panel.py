@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from rich.cells import cell_len
 from rich.text import Text
 
-from skyasync.observe.lines import Metrics, duration
-from skyasync.observe.progress import ProgressReport, Sample
+from skyasync.observability.lines import Metrics, duration
+from skyasync.observability.progress import ProgressReport, Sample
 
 BARS = "▁▂▃▄▅▆▇█"
 HOLDERS = ("controller", "workers", "engines", "environments")

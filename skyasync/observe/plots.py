@@ -1,6 +1,6 @@
 """Pictures of a run: ``reward.png``, and runs side by side.
 
-    python -m skyasync.observe.plots RUN_DIR [RUN_DIR ...] [--out PICTURE]
+    python -m skyasync.observability.plots RUN_DIR [RUN_DIR ...] [--out PICTURE]
 
 Invariant: a picture that cannot be drawn is a warning and never an error; an old picture is replaced only
 by a complete new one.
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyasync.observe import jsonl
+from skyasync.observability import jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,7 +139,9 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m skyasync.observe.plots", description="Draw runs' reward curves.")
+    parser = argparse.ArgumentParser(
+        prog="python -m skyasync.observability.plots", description="Draw runs' reward curves."
+    )
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, help="default: reward.png in the run's folder, or comparison.png here")
     given = parser.parse_args(arguments)

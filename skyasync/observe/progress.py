@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
-from skyasync.observe.lines import FORMATS, Metrics
-from skyasync.observe.summary import limit, summarise
-from skyasync.observe.trackers import plain_metrics
+from skyasync.observability.lines import FORMATS, Metrics
+from skyasync.observability.summary import limit, summarise
+from skyasync.observability.trackers import plain_metrics
 
 ETA_STEPS = 20  # a step's duration is averaged over so many: long enough to be calm, short enough to follow a change
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
-from skyasync.observe import jsonl
+from skyasync.observability import jsonl
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from skyasync.observe.jsonl import replace_text
+from skyasync.observability.jsonl import replace_text
 
 NAME = "status.json"
 RUNNING, FINISHED, STOPPED, FAILED, LOST, UNKNOWN = "running", "finished", "stopped", "failed", "lost", "unknown"

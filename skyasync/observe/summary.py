@@ -1,6 +1,6 @@
 """What a run achieved, where its time went, and the one thing that limits its speed.
 
-    python -m skyasync.observe.summary RUN_DIR
+    python -m skyasync.observability.summary RUN_DIR
 
 Invariant: a pure function of the rows of ``metrics.jsonl``; figures that were not logged are left out, never
 guessed. Shares and rates are weighted by the time of their steps, so that they hold for the whole run.
@@ -19,8 +19,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from skyasync.observe import jsonl
-from skyasync.observe.lines import duration
+from skyasync.observability import jsonl
+from skyasync.observability.lines import duration
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the summary of one run's folder."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     if len(given) != 1:
-        print("usage: python -m skyasync.observe.summary RUN_DIR", file=sys.stderr)
+        print("usage: python -m skyasync.observability.summary RUN_DIR", file=sys.stderr)
         return 2
     if not print_summary(Path(given[0]) / "metrics.jsonl"):
         print(f"no metrics in {given[0]}", file=sys.stderr)

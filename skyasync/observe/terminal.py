@@ -28,9 +28,9 @@ from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
-from skyasync.observe.lines import status_line, write_plainly
-from skyasync.observe.panel import History, panel
-from skyasync.observe.progress import ProgressReport
+from skyasync.observability.lines import status_line, write_plainly
+from skyasync.observability.panel import History, panel
+from skyasync.observability.progress import ProgressReport
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from types import ModuleType
 from typing import Any, Protocol, SupportsFloat, SupportsIndex
 
 from skyasync.errors import UserError
-from skyasync.observe import TRACKERS, jsonl
-from skyasync.observe.lines import status_line
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability import TRACKERS, jsonl
+from skyasync.observability.lines import status_line
+from skyasync.observability.run_dir import RunDirectory
 
 NON_FINITE = "warnings/non_finite"
 MLFLOW_VALUE_CHARS = 500  # characters of a parameter's value, the most that MLflow's servers take

@@ -20,7 +20,7 @@ from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
 from skyasync.heap import KEPT
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
-from skyasync.models.axes import Axes
+from skyasync.models import Axes
 from skyasync.planning.memory import (
     FLOAT32,
     GIB,
@@ -43,7 +43,7 @@ from skyasync.planning.memory import (
 from skyasync.planning.shape import ModelShape, adapter_parameters, between_halves, divided, filters
 from skyasync.run.placement import ENGINES, Slots, plan_slots
 from skyasync.weight_sync.update import PART_BYTES
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, wanted_roles
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, roles_with_ranks
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)?", re.IGNORECASE)
@@ -291,13 +291,13 @@ def make_plan(
         shapes: by role, those of models of their own; a role that names none has the policy's.
     """
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
-    slots = plan_slots(cfg, gpus=gpus, roles=wanted_roles(cfg))
+    slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
     rank, own = trained_rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
     per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
     others = tuple(
         other_role(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
-        for role in wanted_roles(cfg)
+        for role in roles_with_ranks(cfg)
         if role.name != POLICY and role.own_model(cfg) is not None
     )
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0

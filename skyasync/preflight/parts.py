@@ -26,7 +26,7 @@ from skyasync.envs.base import STEP_FORM, BaseTextEnv
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
-from skyasync.observe import TRACKERS
+from skyasync.observability import TRACKERS
 from skyasync.registry import Registry, python_file
 from skyasync.rewards.registry import REWARDS
 from skyasync.rollout.evaluation import answer_reader

@@ -27,9 +27,9 @@ from skyasync.config.resume import (
     STATE,
     Resume,
     checkpoints_of,
-    go_on_beside,
     refuse_foreign_checkpoints,
     settle_resume_mode,
+    settle_run_name,
 )
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.config.schema.judges import judges_of
@@ -42,8 +42,8 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config
 from skyasync.models.config import complaints
-from skyasync.observe.jsonl import replace_text
-from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
+from skyasync.observability.jsonl import replace_text
+from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run
 from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.model import check_axes, check_model, check_one_label, check_routers, check_same_tokens
@@ -92,7 +92,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     own_plan = is_ours("get_trainer")
     check_parts(cfg, [PLANS.find(trainer.plan)] if own_plan else plans_named_by(type(experiment).get_trainer))
 
-    go_on_beside(trainer)
+    settle_run_name(trainer)
     name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
     check_name(trainer.runs_dir, name)
     refuse_foreign_checkpoints(trainer)

@@ -29,9 +29,9 @@ from skyasync.rollout.episode_limits import (
     warn_of_full_sequence,
     warn_of_lost_process,
 )
+from skyasync.rollout.generator import NO_JUDGES, Judges
 from skyasync.rollout.generator_api import Generator, TrajectoryGenerator, request_seed
 from skyasync.rollout.group_sampling import GroupMonitor, StopRule, play_episodes, with_extra_samples
-from skyasync.rollout.judging import NO_JUDGES, Judges
 from skyasync.rollout.partial_rollouts import PartialRollouts, request_id
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import RolloutRequest, Segment, Trajectory, TrajectoryId, action_of

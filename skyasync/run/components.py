@@ -20,8 +20,8 @@ from skyasync.trainer import RayPPOTrainer
 if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.inference.elastic import ElasticEngines
     from skyasync.inference.supervisor import EngineSupervisor
-    from skyasync.observe.timeline import Timeline
-    from skyasync.observe.trackers import Tracker
+    from skyasync.observability.timeline import Timeline
+    from skyasync.observability.trackers import Tracker
     from skyasync.run.experiment import BasePPOExp
     from skyasync.run.resource_monitor import ResourceMonitor
     from skyasync.weight_sync.colocation import Colocation
@@ -84,7 +84,7 @@ class Components:
 
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, at the same time unless they share devices, and hand them to the trainer."""
-        from skyasync.observe.timeline import Timeline
+        from skyasync.observability.timeline import Timeline
         from skyasync.run.resource_monitor import ResourceMonitor
 
         experiment, settings = self._experiment, self._experiment.cfg.trainer
@@ -143,7 +143,7 @@ class Components:
         if self._experiment.cfg.generator.weight_sync_dir and self.weight_sync is not None:
             with contextlib.suppress(Exception):  # the run may have ended because the policy did
                 async with asyncio.timeout(RELEASE_S):
-                    await self.weight_sync.release_kept()
+                    await self.weight_sync.release_retained()
         parts = [part for part in (self.client, self.dispatch) if part is not None]
         await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
 

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.config.schema import TrainerConfig
 from skyasync.errors import RayEndedError, Terminated, UserError
-from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
-from skyasync.observe.terminal import ProgressView
+from skyasync.observability.progress import ProgressRecorder, ProgressReport, warnings_to
+from skyasync.observability.terminal import ProgressView
 from skyasync.registry import UserParts, add_user_parts, user_parts
 from skyasync.run.logs import ProcessLogs, last_words
 from skyasync.run.ray_cluster import await_end, ended

@@ -23,7 +23,7 @@ from skyasync.inference.interface import ENGINES, EngineConfig, InferenceEngine
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config, engines_per_device, rounding
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.preflight.prepare import prepare
 from skyasync.rollout.tokenizer import with_template
 from skyasync.run import launch
@@ -38,10 +38,10 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.inference.client import InferenceClient
     from skyasync.inference.elastic import ElasticEngines
     from skyasync.inference.supervisor import EngineSupervisor
-    from skyasync.observe.timeline import Timeline
-    from skyasync.observe.trackers import Tracker
+    from skyasync.observability.timeline import Timeline
+    from skyasync.observability.trackers import Tracker
+    from skyasync.rollout.generator import Judges
     from skyasync.rollout.generator_api import Generator
-    from skyasync.rollout.judging import Judges
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
     from skyasync.run.placement import Placement
@@ -102,7 +102,7 @@ class BasePPOExp:
 
     def get_tracker(self) -> Tracker:
         """What receives the metrics of every step, by default the trackers of ``trainer.logger``."""
-        from skyasync.observe.trackers import MultiTracker
+        from skyasync.observability.trackers import MultiTracker
 
         trainer = self.cfg.trainer
         assert self.run_dir is not None
@@ -189,7 +189,7 @@ class BasePPOExp:
 
     def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Judges | None:
         """The models of ``environment.judges``, which judge what has been played; None without any."""
-        from skyasync.rollout.judging import Judges
+        from skyasync.rollout.generator import Judges
 
         if not cfg.environment.judges:
             return None

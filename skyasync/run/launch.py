@@ -20,7 +20,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import Terminated
 from skyasync.inference.elastic import FILE as ENGINES_FILE
 from skyasync.inference.settings import chosen_backend
-from skyasync.observe.run_dir import RunDirectory, shown, unlock_run
+from skyasync.observability.run_dir import RunDirectory, shown, unlock_run
 from skyasync.run.controller import run_in_controller
 from skyasync.run.recovery import Recovery
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
     """Train; the last metrics, or None if the run was stopped."""
-    from skyasync.observe.status import status_file
-    from skyasync.observe.timeline import to_the_end
+    from skyasync.observability.status import status_file
+    from skyasync.observability.timeline import to_the_end
 
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
@@ -97,9 +97,9 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _report(folder: RunDirectory, since: float) -> None:
     """Show what the run has reached, if it has logged anything since then: it may have ended before its first step."""
-    from skyasync.observe import jsonl
-    from skyasync.observe.plots import plot_reward
-    from skyasync.observe.summary import print_summary
+    from skyasync.observability import jsonl
+    from skyasync.observability.plots import plot_reward
+    from skyasync.observability.summary import print_summary
 
     if any(row.get("time", 0.0) >= since for row in jsonl.read_rows(folder.metrics)):
         plot_reward(folder.metrics, folder.reward_plot)
@@ -109,7 +109,7 @@ def _report(folder: RunDirectory, since: float) -> None:
 
 def _make_page(cfg: Config, folder: RunDirectory) -> None:
     """Behind all else: what the page says of the run's end is then written down."""
-    from skyasync.observe.report.page import write_report
+    from skyasync.observability.report.page import write_report
 
     if cfg.trainer.report and folder.metrics.exists():
         write_report(folder.path)

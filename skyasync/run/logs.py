@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skyasync.observe.lines import write_plainly
+from skyasync.observability.lines import write_plainly
 
 Show = Callable[[Sequence[str], bool], None]
 

@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from skyasync.config.frozen import freeze
 from skyasync.config.resume import keeps_checkpoints
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.trainer.restarts import Restarts
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.run.recovery import Restarts
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
@@ -66,7 +66,7 @@ class Recovery:
 
     async def restart_workers(self) -> RayPPOTrainer:
         """New processes for all roles, and a trainer that resumes from the newest checkpoint; engines stay."""
-        from skyasync.observe.timeline import Timeline, wall_clock
+        from skyasync.observability.timeline import Timeline, wall_clock
 
         run, turns, began = self._experiment, self._experiment.parts.turns, wall_clock()
         await run.parts.dispatch.shutdown()

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from skyasync.errors import UserError
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.simulate.run import Outcome, simulate, train_s_per_token, work
 from skyasync.simulate.settings import SimulationConfig
 

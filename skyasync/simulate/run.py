@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from skyasync.callbacks import RunExtension
-from skyasync.observe.timeline import Timeline
+from skyasync.observability.timeline import Timeline
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
 from skyasync.simulate.parts import (

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 from skyasync.callbacks import RunExtension
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.data.prompts import PromptStream
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import Tracker
-from skyasync.observe.usage import Engines
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import Tracker
+from skyasync.observability.usage import Engines
 from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
@@ -28,7 +28,7 @@ from skyasync.trainer.rollouts import Refill, RewardModelScorer
 from skyasync.utils.task_group import within
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.protocol import WorkerDispatch
+    from skyasync.workers.dispatch import Dispatch
 
 T = TypeVar("T")
 Metrics = dict[str, float]
@@ -257,7 +257,7 @@ class RunContext:
         supervised: the plan's ``train`` has begun.
     """
 
-    dispatch: WorkerDispatch
+    dispatch: Dispatch
 
     def __init__(self, cfg: Config, prompts: PromptStream, tracker: Tracker, client: Client) -> None:
         self.cfg, self.prompts, self.tracker, self.client = cfg, prompts, tracker, client

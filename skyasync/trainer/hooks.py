@@ -140,7 +140,7 @@ class AlgorithmHooks:
         Raises:
             ValueError: if the batch lacks the policy's log-probabilities, which the teacher's are compared with.
         """
-        from skyasync.algorithms.distillation import teacher_advantages
+        from skyasync.algorithms.kl import teacher_advantages
 
         if batch.teacher_logprobs is None:
             return batch

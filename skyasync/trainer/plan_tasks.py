@@ -23,7 +23,7 @@ from functools import wraps
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyasync.trainer import one_ahead
+from skyasync.trainer import default_loops as one_ahead
 from skyasync.trainer.context import Phases
 from skyasync.trainer.extensions import notify
 

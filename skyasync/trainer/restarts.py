@@ -14,7 +14,7 @@ from pathlib import Path
 
 from skyasync.config.resume import written_ns
 from skyasync.errors import headline
-from skyasync.observe.jsonl import append_rows, read_rows
+from skyasync.observability.jsonl import append_rows, read_rows
 
 log = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.algorithm import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.status import give_reason
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import Tracker
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.status import give_reason
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import Tracker
 from skyasync.rollout.episode_limits import check_given_up
 from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
 from skyasync.rollout.generator_api import (
@@ -42,15 +42,14 @@ from skyasync.rollout.generator_api import (
 from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
-from skyasync.trainer import one_ahead
+from skyasync.trainer import default_loops as one_ahead
 from skyasync.trainer.checkpoint.checkpointer import Checkpointer
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints
 from skyasync.trainer.context import Client, Metrics, Parts, RunContext
 from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import DivergenceGuard
-from skyasync.trainer.extensions.profiling import Profiler
 from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED, PromptLedger
-from skyasync.trainer.extensions.reporting import Reporter
+from skyasync.trainer.extensions.reporting import Profiler, Reporter
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
 from skyasync.trainer.plan_tasks import RunStopped, supervised
@@ -62,7 +61,7 @@ from skyasync.workers.roles import POLICY
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import TrainingBatch
-    from skyasync.workers.protocol import WorkerDispatch
+    from skyasync.workers.dispatch import Dispatch
 
 T = TypeVar("T")
 
@@ -173,7 +172,7 @@ class RayPPOTrainer(AlgorithmHooks):
 
     def attach(
         self,
-        dispatch: WorkerDispatch,
+        dispatch: Dispatch,
         weight_sync: WeightSyncing,
         *,
         timeline: Timeline | None = None,
@@ -624,7 +623,7 @@ class RayPPOTrainer(AlgorithmHooks):
         return self.context.client
 
     @property
-    def dispatch(self) -> WorkerDispatch:
+    def dispatch(self) -> Dispatch:
         """The models that are trained or asked."""
         return self.context.dispatch
 

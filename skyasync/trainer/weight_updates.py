@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from skyasync.config.schema.sampling import samples_as_scored
 from skyasync.errors import UserError
 from skyasync.inference.interface import PauseMode
-from skyasync.rollout.gate import RolloutGate
+from skyasync.rollout.generator_api import RolloutGate
 from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import Paused

@@ -190,8 +190,8 @@ class ColocatedPolicy(WeightTransfer):
     async def release(self, update: WeightUpdate) -> None:
         await self._turns.policy.transfer.release(update)
 
-    async def release_kept(self) -> None:
-        await self._turns.policy.transfer.release_kept()
+    async def release_retained(self) -> None:
+        await self._turns.policy.transfer.release_retained()
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
         """What was sent in parts is read from the policy, while it is in host memory.

@@ -45,9 +45,9 @@ from typing import Protocol
 from skyasync.utils.task_group import afterwards, together
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import (
-    TakerDiedError,
     TransferInterruptedError,
     WeightMismatchError,
+    WeightReceiverFailedError,
     WeightsMovedError,
     WeightSyncError,
     WeightUpdate,
@@ -186,7 +186,7 @@ class WeightSync:
             async with together() as both:
                 both.start(transfer.send(update))
                 loaded = both.start(self.destination.update_weights(update))
-        except TakerDiedError as error:  # for which the others wait
+        except WeightReceiverFailedError as error:  # for which the others wait
             self._lost = transfer.engine_failed(error)
             raise
         self._unproven = loaded.result() or ()
@@ -233,10 +233,10 @@ class WeightSync:
                 await stack.enter_async_context(turn.pop_all())
                 return update
 
-    async def release_kept(self) -> None:
+    async def release_retained(self) -> None:
         """No engine will join late any more: free what was kept for one. A file with a name would stay otherwise."""
         if self._published is not None:
-            await self.source.transfer.release_kept()
+            await self.source.transfer.release_retained()
 
     async def verify(self, version: int) -> dict[str, float]:
         """Compare the probe's log-probabilities, where it is due; the engines are not paused. Returns metrics.

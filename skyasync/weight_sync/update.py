@@ -22,7 +22,7 @@ BROKEN_OFF: dict[str, Any] = {"broken_off": True}
 """Instead of a part's ``info``: the other parts will not come."""
 
 
-class TakerDiedError(RuntimeError):
+class WeightReceiverFailedError(RuntimeError):
     """What was to load weights has failed."""
 
 

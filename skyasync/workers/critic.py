@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from skyasync.algorithms.losses.value import clipped_value_loss
+from skyasync.algorithms.values import clipped_value_loss
 from skyasync.config.schema import CriticConfig
 from skyasync.models.backend import MODEL, VALUES, LossFn, LossTerm, OutputRequest
 from skyasync.models.batch import TokenBatch, UpdateBatch

@@ -65,7 +65,7 @@ class Started(dict[str, RoleRanks]):
 
 
 class Dispatch:
-    """Implements :class:`skyasync.workers.protocol.WorkerDispatch`.
+    """Implements :class:`skyasync.workers.dispatch.Dispatch`.
 
     Args:
         groups: of the run's roles, by their names, the policy first.

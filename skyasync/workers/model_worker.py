@@ -25,7 +25,7 @@ from skyasync.models.backend import (
 )
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.models.packing import sequences_as_batch
-from skyasync.workers.learning_rate import learning_rate
+from skyasync.workers.model_worker import learning_rate
 from skyasync.workers.worker import LOOPBACK, Worker
 
 SPEC_KEYS = (

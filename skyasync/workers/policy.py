@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from skyasync.algorithms.distillation import top_k_reverse_kl
+from skyasync.algorithms.kl import top_k_reverse_kl
 from skyasync.algorithms.objective import Objective
-from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.algorithms.off_policy import approximate_proximal
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError
 from skyasync.inference.settings import computes_on_mapped_weights, loads_as_files
@@ -33,7 +33,7 @@ from skyasync.models.backend import (
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
-from skyasync.weight_sync.transfers.sender import WeightSender
+from skyasync.weight_sync.transfers.endpoints import WeightSender
 from skyasync.workers.critic import ValueLoss
 from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.roles import CRITIC_ROLE, ROLES

@@ -13,7 +13,7 @@ from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.transfers.base import WeightTransfer
 
 
-class WorkerDispatch(Protocol):
+class Dispatch(Protocol):
     """The roles of a run as one object, however many ranks each has (``skyasync.workers.roles``)."""
 
     async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:

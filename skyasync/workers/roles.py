@@ -15,8 +15,7 @@ from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError, unknown
-from skyasync.models import SCORE, VALUE, VOCABULARY
-from skyasync.models.axes import Axes
+from skyasync.models import SCORE, VALUE, VOCABULARY, Axes
 from skyasync.registry import absolute_reference, resolve_reference
 
 POLICY, REFERENCE, CRITIC_ROLE, REWARD_ROLE, TEACHER_ROLE = "policy", "reference", "critic", "reward", "teacher"
@@ -219,6 +218,6 @@ def register_role(role: Role) -> None:
     ROLES[role.name] = replace(role, worker=worker)
 
 
-def wanted_roles(cfg: Config) -> list[Role]:
+def roles_with_ranks(cfg: Config) -> list[Role]:
     """The roles that a run of this configuration has, the policy first."""
     return [role for role in ROLES.values() if role.wanted(cfg)]

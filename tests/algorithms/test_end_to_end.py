@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, LOSS_REDUCTIONS
 from skyasync.algorithms.advantages import compute_advantages
-from skyasync.algorithms.end_to_end import EndToEnd
+from skyasync.algorithms.masked import JoinedRows
 from skyasync.algorithms.objective import loss_weights
 from tests.algorithms.batches import config, random_batch
 
@@ -25,7 +25,7 @@ def in_pieces(whole: torch.Tensor, pieces: int = 2) -> torch.Tensor:
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), seeds)
 def test_splitting_undoes_joining_whatever_the_order_of_the_rows(owners: list[int], seed: int) -> None:
-    samples = EndToEnd(torch.tensor(owners))
+    samples = JoinedRows(torch.tensor(owners))
     values = torch.rand(len(owners), 3, generator=torch.Generator().manual_seed(seed))
     joined = samples.join(values)
     assert torch.equal(samples.split(joined), values)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from skyasync.inference.elastic import FILE
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines

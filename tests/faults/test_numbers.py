@@ -18,8 +18,8 @@ from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnvStepOutput
 from skyasync.errors import NonFiniteError, NonFiniteRewardError, UserError
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 from skyasync.trainer.plans import PLANS
 from tests import warm

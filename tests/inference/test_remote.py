@@ -24,7 +24,7 @@ from skyasync.inference.backends.vllm.setup import sampling_fields
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.inference.remote import RemoteRequest, check_servers, versions_of
 from skyasync.run.placement import plan_slots, share_threads
-from skyasync.workers.roles import wanted_roles
+from skyasync.workers.roles import roles_with_ranks
 
 CONFIG = EngineConfig("model", dtype="float32", max_model_len=512)
 URL = "http://127.0.0.1:1"
@@ -79,7 +79,7 @@ def test_a_run_with_servers_starts_no_engine_of_its_own() -> None:
     cfg = with_engines()
     assert not check_config(cfg)
     assert backend(cfg) == "vllm_server"
-    slots = plan_slots(cfg, gpus=False, roles=wanted_roles(cfg))
+    slots = plan_slots(cfg, gpus=False, roles=roles_with_ranks(cfg))
     assert slots.of["engines"] == () and len(slots.bundles) == 1
     assert share_threads(cfg, 2, overlap=True)[0] == 2, "the policy has the cores"
 

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from skyasync.observe.summary import summarise
+from skyasync.observability.summary import summarise
 from skyasync.rollout.types import GeneratorInput, Trajectory
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.parts import VirtualGenerator

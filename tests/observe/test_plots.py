@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from skyasync.observe import plots
+from skyasync.observability import plots
 
 
 def a_run(folder, steps=12, stale=True):

@@ -5,9 +5,9 @@ import pickle
 import pytest
 from rich.console import Console
 
-from skyasync.observe.lines import duration, status_line
-from skyasync.observe.progress import ProgressRecorder, Sample, warnings_to
-from skyasync.observe.terminal import ProgressView
+from skyasync.observability.lines import duration, status_line
+from skyasync.observability.progress import ProgressRecorder, Sample, warnings_to
+from skyasync.observability.terminal import ProgressView
 
 FULL = {
     "reward/mean": 0.634, "eval/score": 0.612, "response/length_mean": 9.81, "throughput/tokens_per_s": 1512.3,

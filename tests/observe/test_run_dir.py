@@ -3,9 +3,9 @@ import json
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.observe import RunDirectory, default_run_name
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import shown
+from skyasync.observability import RunDirectory, default_run_name
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import shown
 from tests.full_disk import files_end_at
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.observe import run_dir
+from skyasync.observability import run_dir
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from skyasync.observe.run_dir import lock_run
+from skyasync.observability.run_dir import lock_run
 lock_run(Path(sys.argv[1]))
 if os.fork() == 0:  # outlives its parent, and holds nothing
     time.sleep(3)

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.observe.timeline import Lanes, Span
+from skyasync.observability.timeline import Lanes, Span
 
 times = st.integers(0, 40)
 spans = st.lists(st.builds(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observe.status import NAME, read_status, status_file
+from skyasync.observability.status import NAME, read_status, status_file
 
 
 def test_a_run_that_goes_on_and_one_that_is_over(tmp_path: Path) -> None:

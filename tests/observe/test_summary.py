@@ -4,8 +4,8 @@ import json
 import pytest
 from rich.console import Console
 
-from skyasync.observe import summary
-from skyasync.observe.summary import Score, render, summarise
+from skyasync.observability import summary
+from skyasync.observability.summary import Score, render, summarise
 
 
 def step(number, step_s=2.0, **values):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.screen import ROOT, InTerminal, Screen
+from tests.observability.screen import ROOT, InTerminal, Screen
 
 pytestmark = pytest.mark.slow
 
@@ -19,8 +19,8 @@ DRIVER = """
 import logging, os, subprocess, sys, time
 from pathlib import Path
 old = logging.StreamHandler()  # holds the stream of before
-from skyasync.observe.progress import ProgressRecorder
-from skyasync.observe.terminal import ProgressView
+from skyasync.observability.progress import ProgressRecorder
+from skyasync.observability.terminal import ProgressView
 folder, end = Path(sys.argv[1]), sys.argv[2]
 print("before")
 recorder = ProgressRecorder(5)

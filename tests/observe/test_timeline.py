@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.observe.timeline import Lanes, Timeline, prolong, to_the_end, wall_clock
-from tests.observe import chrome_trace, perfetto
+from skyasync.observability.timeline import Lanes, Timeline, prolong, to_the_end, wall_clock
+from tests.observability import chrome_trace, perfetto
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def test_every_prefix_of_whole_lines_is_a_valid_trace(tmp_path, clock):
 
 def test_a_killed_process_leaves_what_it_recorded(tmp_path):
     code = (
-        "import os, signal, sys; from skyasync.observe import Timeline\n"
+        "import os, signal, sys; from skyasync.observability import Timeline\n"
         "t = Timeline(sys.argv[1])\n"
         "with t.span('train', 'trainer'): pass\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from skyasync.errors import UserError
-from skyasync.observe import TRACKERS, RunDirectory, jsonl
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.trackers import NON_FINITE, JsonlTracker, MultiTracker, TrackerContext, plain_metrics
+from skyasync.observability import TRACKERS, RunDirectory, jsonl
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.trackers import NON_FINITE, JsonlTracker, MultiTracker, TrackerContext, plain_metrics
 from skyasync.preflight.parts import check_installed
 from tests.full_disk import files_end_at
 
@@ -265,7 +265,7 @@ def test_swanlab_writes_an_offline_run_into_the_folder(run, monkeypatch):
 
 
 def test_importing_the_package_and_its_trackers_imports_nothing_heavy():
-    code = "import sys, skyasync.observe.trackers; print({'torch', 'ray', 'matplotlib'} & {*sys.modules})"
+    code = "import sys, skyasync.observability.trackers; print({'torch', 'ray', 'matplotlib'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

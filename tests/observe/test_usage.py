@@ -3,7 +3,7 @@
 import pytest
 
 from skyasync.inference.interface import EngineStats
-from skyasync.observe.usage import UsageMeter
+from skyasync.observability.usage import UsageMeter
 from tests.virtual_time import virtual_time
 
 

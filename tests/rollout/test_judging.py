@@ -14,8 +14,7 @@ from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.rewards import llm_judge
 from skyasync.rewards.settings import env_settings
-from skyasync.rollout.generator import EpisodeGenerator
-from skyasync.rollout.judging import Judges
+from skyasync.rollout.generator import EpisodeGenerator, Judges
 from tests.rewards.openai_server import serving
 from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
 

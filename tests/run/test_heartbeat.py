@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from skyasync.observe.progress import ProgressReport
+from skyasync.observability.progress import ProgressReport
 from skyasync.run.controller import Heartbeat
 
 LIMIT_S = 6.0

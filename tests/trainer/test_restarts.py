@@ -8,8 +8,8 @@ from pathlib import Path
 
 from skyasync.config.resume import Resume, settle_resume_mode
 from skyasync.config.schema import TrainerConfig
-from skyasync.observe.jsonl import read_rows, write_rows
-from skyasync.trainer.restarts import HOUR_S, NAME, Restarts
+from skyasync.observability.jsonl import read_rows, write_rows
+from skyasync.run.recovery import HOUR_S, NAME, Restarts
 
 
 def test_workers_and_controller_draw_on_one_budget_of_the_hour(tmp_path: Path) -> None:

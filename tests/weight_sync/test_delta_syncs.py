@@ -143,5 +143,5 @@ async def test_nothing_is_left_behind(pair):
     before = files()
     for _ in range(3):
         await hand_over(pair)
-    await pair.sync.release_kept()
+    await pair.sync.release_retained()
     assert files() == before

@@ -13,10 +13,9 @@ import torch
 from skyasync.weight_sync.delta import DeltaDecoder
 from skyasync.weight_sync.tensors import specs_of
 from skyasync.weight_sync.transfers.base import WeightTransfer
+from skyasync.weight_sync.transfers.endpoints import ReceivedWeights, WeightReader, WeightSender
 from skyasync.weight_sync.transfers.file import FileTransfer
-from skyasync.weight_sync.transfers.received import ReceivedWeights, WeightReader
 from skyasync.weight_sync.transfers.remote import RemoteEngines
-from skyasync.weight_sync.transfers.sender import WeightSender
 from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
 from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 from skyasync.weight_sync.verify.digests import digests_of

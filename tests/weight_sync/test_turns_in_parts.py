@@ -11,7 +11,7 @@ import pytest
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.update import WeightsMovedError, WeightUpdate
-from tests.weight_sync.test_turns import PROBE, Device, Engines, Policy
+from tests.weight_sync.test_colocation import PROBE, Device, Engines, Policy
 
 PARTS = 3
 

@@ -170,7 +170,7 @@ class TrainerConfig(FaultToleranceConfig):
     runs_dir: str = key("runs", "Folder that holds the runs' folders.", open_ended=True)
     project_name: str = key("skyasync", "Project name for external trackers.", open_ended=True)
     logger: list[str] = key(
-        ["jsonl"], "Trackers that receive the metrics.", registry="skyasync.observe:TRACKERS", open_ended=True
+        ["jsonl"], "Trackers that receive the metrics.", registry="skyasync.observability:TRACKERS", open_ended=True
     )
     terminal: str = key(
         "auto",

@@ -18,7 +18,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from skyasync.agents.api.completions import FIELDS as COMPLETION_FIELDS
+from skyasync.agents.api.chat import FIELDS as COMPLETION_FIELDS
 from skyasync.agents.programs import Score
 from skyasync.envs.base import Conversation
 from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object

@@ -22,7 +22,7 @@ from skyasync.rollout.types import Prompt
 from skyasync.trainer.context import Progress
 
 if TYPE_CHECKING:
-    from skyasync.observe import trackers
+    from skyasync.observability import trackers
 
 log = logging.getLogger("skyrl")
 

@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyasync.errors import NonFiniteError
 from skyasync.heap import keep_freed
-from skyasync.models import VALUE
+from skyasync.models import MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.backend import (
     MODEL,
     TOKEN_LOGPROBS,
@@ -66,7 +66,6 @@ from skyasync.models.fsdp.sharding import (
     shard_placement,
 )
 from skyasync.models.heads import HEADS, copy_own_part, new_head
-from skyasync.models.limits import MICRO_BATCH_TOKENS
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
 from skyasync.models.token_model import SCORE_LAYER, TokenModel, can_share_prefixes

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
+from skyasync.models import STEPPED_AT_ONCE
 from skyasync.models.fsdp.sharding import local
-from skyasync.models.limits import STEPPED_AT_ONCE
 
 STEP, FIRST, SECOND, SCALE = "step", "exp_avg", "exp_avg_sq", "_scale"
 _PARAMETERS = 1 << 20

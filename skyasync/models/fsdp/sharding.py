@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from skyasync.models.axes import Axes
+from skyasync.models import Axes
 
 DATA, CONTEXT, TENSOR, REPLICA, SHARD = "data", "context", "tensor", "replica", "shard"
 

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyasync.observe.plots import Row, series, smooth
-from skyasync.observe.report.charts import Chart, Line, ages
-from skyasync.observe.timeline import END, IDLE, Span
+from skyasync.observability.plots import Row, series, smooth
+from skyasync.observability.report.charts import Chart, Line, ages
+from skyasync.observability.timeline import END, IDLE, Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.values import written
-from skyasync.observe import jsonl
-from skyasync.observe.lines import duration
-from skyasync.observe.plots import Row, series
-from skyasync.observe.report import figures, samples, settings
-from skyasync.observe.report.charts import sections
-from skyasync.observe.status import FAILED, LOST, RUNNING, STOPPED, Status, read_status
-from skyasync.observe.summary import Summary, summarise
+from skyasync.observability import jsonl
+from skyasync.observability.lines import duration
+from skyasync.observability.plots import Row, series
+from skyasync.observability.report import figures, samples, settings
+from skyasync.observability.report.charts import sections
+from skyasync.observability.status import FAILED, LOST, RUNNING, STOPPED, Status, read_status
+from skyasync.observability.summary import Summary, summarise
 
 if TYPE_CHECKING:
     from jinja2 import Template

@@ -92,7 +92,7 @@ def audit(lines: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:
     return found
 
 
-def trained_behind(lines: Iterable[Mapping[str, object]], step: int) -> list[str]:
+def trained_after(lines: Iterable[Mapping[str, object]], step: int) -> list[str]:
     """The prompts that steps behind this one have trained, if that has not been undone."""
     ends = ((name, end.partition("@")) for name, ends in audit(lines).items() for end in ends)
     return [name for name, (end, _, when) in ends if end == "trained" and int(when) > step]

@@ -18,7 +18,7 @@ from skyasync.config.resume import saves
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.generator_api import Generator, TrajectoryGenerator
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
-from skyasync.trainer.checkpoint.ledger import Ledger, Line, trained_behind
+from skyasync.trainer.checkpoint.ledger import Ledger, Line, trained_after
 from skyasync.trainer.context import RunContext
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class PromptLedger(RunExtension):
             lines: of the run's ``ledger.jsonl``.
         """
         self._undone = f"its step was undone, back to step {step} (trainer.on_spike=rollback)"
-        self.ledger.undo(trained_behind(lines, step), self._undone)
+        self.ledger.undo(trained_after(lines, step), self._undone)
 
     def close(self, rollout: Rollout) -> Line:
         """A step has trained this; what is to be written about it."""

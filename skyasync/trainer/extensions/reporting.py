@@ -16,8 +16,8 @@ import xxhash
 from skyasync.arrays import Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
-from skyasync.observe.progress import Sample
-from skyasync.observe.usage import UsageMeter
+from skyasync.observability.progress import Sample
+from skyasync.observability.usage import UsageMeter
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
 from skyasync.rollout.types import Group, Rollout

@@ -77,7 +77,7 @@ class WeightTransfer(ABC):
         """Around whatever changes the policy's weights."""
         return nullcontext()
 
-    async def release_kept(self) -> None:
+    async def release_retained(self) -> None:
         """No engine will join late any more: free what is kept for one."""
         return
 

@@ -95,7 +95,7 @@ class FileTransfer(WeightTransfer):
         assert update is not None
         return update if self._remote is None else await self._remote.announce(update, late=True)
 
-    async def release_kept(self) -> None:
+    async def release_retained(self) -> None:
         last, self._last = self._last, None
         if last is not None:
             await self._rank_0("remove", last.info["path"])

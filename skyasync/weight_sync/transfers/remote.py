@@ -23,7 +23,7 @@ import torch
 from skyasync.weight_sync.tensors import bytes_of, from_message, specs_of, to_message
 from skyasync.weight_sync.transfers.base import PolicyRanks
 from skyasync.weight_sync.transfers.broadcast import BroadcastSender, interrupt_soon
-from skyasync.weight_sync.transfers.received import ReceivedWeights, WeightReader
+from skyasync.weight_sync.transfers.endpoints import ReceivedWeights, WeightReader
 from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 
 

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from skyasync.observe.timeline import Timeline
+from skyasync.observability.timeline import Timeline
 
 
 def metrics(step: int) -> dict[str, Any]:

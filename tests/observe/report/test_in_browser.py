@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.screenshots import ask, browser, shoot
-from skyasync.observe.report.page import page
-from tests.observe.report.folders import make_run
+from skyasync.observability.report.page import page
+from tests.observability.report.folders import make_run
 
 pytestmark = [
     pytest.mark.slow,

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.observe.report.charts import ages, sections
-from skyasync.observe.report.figures import last_steps, read_spans
-from skyasync.observe.report.page import page, write_report
-from skyasync.observe.report.samples import chosen
-from skyasync.observe.status import status_file
-from tests.observe.report.folders import make_run, sample
+from skyasync.observability.report.charts import ages, sections
+from skyasync.observability.report.figures import last_steps, read_spans
+from skyasync.observability.report.page import page, write_report
+from skyasync.observability.report.samples import chosen
+from skyasync.observability.status import status_file
+from tests.observability.report.folders import make_run, sample
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,7 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.local import LocalDispatch
-from skyasync.workers.roles import POLICY, wanted_roles
+from skyasync.workers.roles import POLICY, roles_with_ranks
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -37,7 +37,7 @@ class RecordingDispatch(LocalDispatch):
     """Remembers what it was trained on, and lets one look at the weights."""
 
     def __init__(self, cfg: Config) -> None:
-        super().__init__(cfg, roles=[role.name for role in wanted_roles(cfg)])
+        super().__init__(cfg, roles=[role.name for role in roles_with_ranks(cfg)])
         self.batches: list[UpdateBatch] = []
 
     async def start(self, total_steps: int = 0) -> None: ...

@@ -12,8 +12,8 @@ import torch
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.inference.client import InferenceClient
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.trainer import RayPPOTrainer

@@ -52,7 +52,7 @@ from skyasync.inference.interface import (
     refusal,
 )
 from skyasync.inference.stop_strings import StopStrings
-from skyasync.weight_sync.transfers.received import ReceivedWeights, WeightReader
+from skyasync.weight_sync.transfers.endpoints import ReceivedWeights, WeightReader
 from skyasync.weight_sync.update import CurrentContent, WakePart, WeightUpdate
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor
 from skyasync.inference.backends.transformers.model import EmbeddedModel
 from skyasync.weight_sync.adapters import Adapter, base_mark, with_added
 from skyasync.weight_sync.delta import DeltaDecoder, put_changes
-from skyasync.weight_sync.transfers.received import ReceivedWeights
+from skyasync.weight_sync.transfers.endpoints import ReceivedWeights
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.verify.digests import digest, digests_of, refuse
 

@@ -55,8 +55,8 @@ from skyasync.utils.task_group import not_halfway
 from skyasync.weight_sync.delta import Encoded
 from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.transfers.cuda_ipc import own_part
+from skyasync.weight_sync.transfers.endpoints import WeightReader
 from skyasync.weight_sync.transfers.file import read_about, remove_weights, write_encoded
-from skyasync.weight_sync.transfers.received import WeightReader
 from skyasync.weight_sync.update import (
     CUDA_IPC,
     CurrentContent,
