@@ -1,4 +1,4 @@
-"""A run whose rollouts come from files: workers as ever, and no engines."""
+"""A run whose rollouts come from files: with workers, without engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from skyasync.cli.replay import without_engines
 from skyasync.config.schema import Config
 from skyasync.data.prompts import CountedPrompts
 from skyasync.errors import UserError
@@ -37,15 +36,15 @@ class ReplayTrainer(RayPPOTrainer):
     | ``train`` | the update         | the workers |
     """
 
-    asynchronous = True  # samples are as old as they were
+    asynchronous = True  # samples have the staleness that they had
     files: Sequence[Path] = ()
-    alone = False  # batches that do not follow each other
+    independent = False  # batches that do not follow each other
 
     async def train(self) -> None:
         async with self.running():
             for file in self.files:
                 recorded = await asyncio.to_thread(read, file)
-                if recorded.step != self.global_step + 1 and not self.alone:
+                if recorded.step != self.global_step + 1 and not self.independent:
                     raise UserError(f"{file} is of step {recorded.step}, and step {self.global_step + 1} comes next: "
                                     f"a replay needs every step from the first on")  # fmt: skip
                 rollout = self.assemble(
@@ -56,19 +55,28 @@ class ReplayTrainer(RayPPOTrainer):
                 await self.end_step(status)
 
 
-class Replay(BasePPOExp):
-    """``recorded``: the files of the steps, in order."""
+class ReplayExperiment(BasePPOExp):
+    """``recorded``: the files of the steps, in order. ``independent``: they do not follow each other."""
 
     recorded: ClassVar[tuple[Path, ...]] = ()
-    alone: ClassVar[bool] = False
+    independent: ClassVar[bool] = False
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        self.files, self.each_alone = self.recorded, self.alone  # what a class says is not known in the controller
-        without_engines(cfg)
+        # The controller's process does not have what is set on the class here.
+        self.files, self.files_independent = self.recorded, self.independent
+        # Settings that only engines and prompts read.
+        trainer, generator = cfg.trainer, cfg.generator
+        generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
+        generator.backend = "transformers"  # which needs nothing installed
+        trainer.placement.colocate_all, trainer.allow_uncorrected = False, True
+        trainer.epochs, trainer.max_training_steps, trainer.eval_before_train = 1, 0, False
+        cfg.environment.domains = {}  # rewards are recorded
+        if trainer.ckpt_best_metric.startswith("eval/"):
+            trainer.ckpt_best_metric = ""
 
     def get_train_dataset(self) -> Sequence[Prompt]:
-        """As many prompts as the run had, so that schedules end where they did."""
+        """As many prompts as the run had, so that schedules end at the same step."""
         return CountedPrompts(read(self.files[0]).total_steps * self.cfg.trainer.train_batch_size)
 
     def get_eval_dataset(self) -> None:
@@ -94,12 +102,12 @@ class Replay(BasePPOExp):
         trainer = ReplayTrainer(
             cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
         )
-        trainer.files, trainer.alone = self.files, self.each_alone
+        trainer.files, trainer.independent = self.files, self.files_independent
         return trainer
 
 
 class NoEngines:
-    """In the place of the inference client."""
+    """Replaces the inference client."""
 
     engines: ClassVar[list[object]] = []
 
@@ -118,7 +126,7 @@ class NoGenerator(TrajectoryGenerator):
 
 
 class NoSync:
-    """In the place of the weight sync."""
+    """Replaces the weight sync."""
 
     async def measure_floor(self) -> None: ...
     async def sync(self, version: int, paused: Paused = nullcontext) -> None: ...

@@ -1,15 +1,15 @@
-"""Engines and environments without workers: prompts are played, nothing is trained.
+"""Rollouts by engines and environments alone, without workers; nothing is trained.
 
-Invariant: what is played is what a run of the same settings would play in its first step (prompts, chat template,
-sampling, environments, engines), by the same parts. Nothing is left running, and no run folder is made; an error leaves
-its traceback and the processes' logs in a temporary folder, which its line names.
+Invariant: the rollouts are those of the first step of a run with the same settings (prompts, chat template, sampling,
+environments, engines), by the same parts. No process is left running, and no run folder is made. An error leaves its
+traceback and the processes' logs in a temporary folder, which its line names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from traceback import format_exception
 from typing import Any
 from uuid import uuid4
@@ -29,39 +29,38 @@ from skyasync.rollout.types import Group, Prompt, RolloutRequest
 from skyasync.run.experiment import BasePPOExp
 from skyasync.workers.roles import POLICY, ROLES, Role
 
-Progress = Callable[[int, int], None]
-
 
 class RolloutExperiment(BasePPOExp):
-    """An experiment that has engines alone."""
+    """An experiment that has engines alone. It is checked, and its references settled, before any process starts.
 
-    def __init__(self, cfg: Config) -> None:
+    Args:
+        evaluation: with the prompts and the sampling of evaluation.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
+
+    def __init__(self, cfg: Config, *, evaluation: bool) -> None:
         super().__init__(cfg)
+        self.evaluation = evaluation
         cfg.trainer.placement.colocate_all = False  # the engines have their devices for themselves
+        settle_references(self.cfg)
+        check_parts(self.cfg, [])
+        if evaluation and not eval_sources(self.cfg.data):
+            raise UserError("there are no held-out prompts: name data.val_data or data.val_sets")
+        check_data(self.cfg, self.data_rows, train=not evaluation, evaluate=evaluation)
+        settle_models(self.cfg, [ROLES[POLICY]], own_tokenizer=False)
+        self.judge_keys = check_judges(self.cfg)
 
     def roles(self) -> list[Role]:
         return []
 
-    def settle(self, *, held_out: bool) -> None:
-        """Check and settle what can be before any process starts.
-
-        Raises:
-            UserError: for the first thing that is wrong.
-        """
-        settle_references(self.cfg)
-        check_parts(self.cfg, [])
-        if held_out and not eval_sources(self.cfg.data):
-            raise UserError("there are no held-out prompts: name data.val_data or data.val_sets")
-        check_data(self.cfg, self.data_rows, train=not held_out, evaluate=held_out)
-        settle_models(self.cfg, [ROLES[POLICY]], own_tokenizer=False)
-        self.judge_keys = check_judges(self.cfg)
-
-    def prompts(self, *, held_out: bool, most: int = 0) -> Sequence[Prompt]:
+    def prompts(self, most: int = 0) -> Sequence[Prompt]:
         """The prompts of the run, or the first ``most`` of them."""
-        found = eval_prompts(self.get_eval_dataset() or []) if held_out else self.get_train_dataset()
-        return found[:most] if most else found
+        prompts = eval_prompts(self.get_eval_dataset() or []) if self.evaluation else self.get_train_dataset()
+        return prompts[:most] if most else prompts
 
-    def play(self, prompts: Sequence[Prompt], *, held_out: bool, progress: Progress | None = None) -> list[Group]:
+    def play(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Start the engines, play, and end them; groups in the order of the prompts. An error ends the program."""
         from skyasync.run.logs import ProcessLogs, last_words
         from skyasync.run.placement import release
@@ -74,23 +73,26 @@ class RolloutExperiment(BasePPOExp):
             with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
                 self.gpus = gpus
                 try:
-                    groups = asyncio.run(self._play(prompts, held_out, progress))
+                    groups = asyncio.run(self._play(prompts))
                 finally:
                     release(self.placement_name)
-        except UserError:
+        except (UserError, KeyboardInterrupt):
             folder.discard()
             raise
         except Exception as error:
             folder.save_error("".join(format_exception(error)) + last_words(logs, error))
             end_with(error, folder)
-        except KeyboardInterrupt:
-            folder.discard()
-            raise
         folder.discard()
         return groups
 
-    async def _play(self, prompts: Sequence[Prompt], held_out: bool, progress: Progress | None) -> list[Group]:
+    async def _play(self, prompts: Sequence[Prompt]) -> list[Group]:
         cfg, groups = self.cfg, list[Group]()
+        if self.evaluation:
+            batches: Iterable[list[RolloutRequest]] = eval_requests(prompts, cfg)
+        else:
+            size = cfg.trainer.eval_batch_size
+            starts = range(0, len(prompts), size)
+            batches = (rollout_requests(prompts[start : start + size], cfg.generator) for start in starts)
         try:
             self.parts.placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
             self.parts.client = self.get_inference_client()
@@ -98,16 +100,8 @@ class RolloutExperiment(BasePPOExp):
             self.parts.generator = generator
             self.parts.share_threads(False)
             await self.parts.client.start()
-            for requests in eval_requests(prompts, cfg) if held_out else _train_requests(prompts, cfg):
+            for requests in batches:
                 groups += (await run_generator(generator, requests, version=0))[0]
-                if progress is not None:
-                    progress(len(groups), len(prompts))
         finally:
             await self.close()
         return groups
-
-
-def _train_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[list[RolloutRequest]]:
-    at_once = cfg.trainer.eval_batch_size
-    for start in range(0, len(prompts), at_once):
-        yield rollout_requests(prompts[start : start + at_once], cfg.generator)
