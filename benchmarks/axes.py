@@ -153,8 +153,8 @@ def rows_of(case: Case, worker: Any) -> Any:
 
     batch = ragged_batch(case.rows, case.mean, longest=2)
     batch.tokens %= case.model["vocab_size"]
-    axes = worker.backend.spec.axes
-    return batch.select(split_for_ranks(batch, axes.data)[axes.rows_of(worker.rank)]).trim()
+    axes = worker.backend.spec.mesh_shape
+    return batch.select(split_for_ranks(batch, axes.data)[axes.data_rank(worker.rank)]).trim()
 
 
 def config(case: Case, path: str) -> Any:

@@ -118,7 +118,7 @@ class Bench:
 
         from skyasync.data.datasets import load_prompts
         from skyasync.envs.pool import local_pool
-        from skyasync.observe.timeline import Timeline
+        from skyasync.observability.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.rollout.generator import EpisodeGenerator
         from skyasync.trainer.plans import PLANS

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
-from skyasync.observe.timeline import Timeline
+from skyasync.observability.timeline import Timeline
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import Sequence, VirtualEngine
 from skyasync.simulate.run import make_trainer

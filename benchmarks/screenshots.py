@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=Path("docs"))
     given = parser.parse_args()
-    from skyasync.observe.report.page import write_report
+    from skyasync.observability.report.page import write_report
 
     if not write_report(given.run):
         raise SystemExit(1)

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from skyasync.cli.train import TINY_CONFIG
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 
 HELD = ("controller", "workers", "engines", "environments", "object_store", "shared")

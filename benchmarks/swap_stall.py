@@ -7,8 +7,7 @@ they are published into memory that the engine has mapped, while it computes; th
 proven before the pause where the engine computes on it, and else while it loads. Per engine:
 
 - load: ``update_weights`` on the idle engine, the least that a swap can take;
-- stall: for swaps that keep the cache, how much longer than usual one streamed request waits for the next token across
-  the swap;
+- stall: for swaps that keep the cache, how much longer than usual the engine reports no new token across the swap;
 - keep: from ``pause`` to the return of ``resume`` of these swaps, the rest of the decode step under way included;
 - recompute: from ``cut`` to the return of ``resume``; the requests are then continued from their tokens;
 - load and stall, CPU: of this process, in which the embedded engine is as a whole; what else the machine does changes
@@ -112,15 +111,17 @@ class Bench:
         return found
 
     async def silences(self) -> tuple[list[float], list[Moment]]:
-        """For swaps that keep the cache: seconds of each, and how long a streamed request has stood still."""
+        """For swaps that keep the cache: seconds of each, and how long the engine reported no token."""
         at: list[Moment] = []
 
         async def listen() -> None:
             request = GenerationRequest(
                 f"s{self.version}", [1, 2, 3], SamplingParams(max_tokens=TOKENS, ignore_eos=True)
             )
-            async for _ in self.engine.stream(request):
-                at.append(Moment.now())
+            answering = asyncio.create_task(self.client.generate(request))
+            while not answering.done():
+                if await self.engine.progress():
+                    at.append(Moment.now())
 
         listening = asyncio.create_task(listen())
         swaps = await self.stalls(lambda: self.client.pause("keep"))

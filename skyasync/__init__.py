@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 
-# Under `uv run` Ray would start every worker through uv again, in an environment that uv makes anew and that may lack
-# what this one has. Ray reads the variable when it is imported.
+# Under `uv run` Ray would start every worker through uv again, in a new environment, which may lack what this one
+# has. Ray reads the variable when it is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 # The processes of a run share the cores, and a thread that waits for work by spinning takes them from the others
@@ -89,6 +89,7 @@ _MOVED = {
     "engines": "inference",
     "envs.gsm8k": "envs.reward",
     "experiment": "run.experiment",
+    "observe": "observability",
     "plans": "trainer.plans",
     "rollout.contract": "rollout.generator_api",
     "together": "utils.task_group",

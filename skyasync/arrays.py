@@ -34,7 +34,7 @@ def floats(values: ArrayLike) -> Floats:
 
 
 def joined_experts(parts: Iterable[Experts | None]) -> Experts | None:
-    """One behind the other; None where nothing is known at all."""
+    """Concatenated; None where nothing is known at all."""
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if known else None
 

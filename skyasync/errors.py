@@ -65,9 +65,9 @@ def headline(error: BaseException) -> str:
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
     kind = type(seen).__name__
-    said = text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
+    summary = text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
     notes = (note for note in getattr(seen, "__notes__", ()) if note.startswith(WHILE_PLAYING))
-    return ", ".join([said, *notes])
+    return ", ".join([summary, *notes])
 
 
 def nearest(name: str, options: Iterable[str], count: int = 3) -> list[str]:

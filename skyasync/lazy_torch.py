@@ -12,7 +12,7 @@ else:
         def __getattr__(self, name: str) -> object:
             import torch
 
-            self.__dict__[name] = found = getattr(torch, name)
-            return found
+            self.__dict__[name] = getattr(torch, name)
+            return self.__dict__[name]
 
     torch = _Torch()

@@ -88,9 +88,9 @@ def _missing(what: str) -> NoReturn:
 def other_frameworks() -> OtherFrameworks:
     """The answers of ``skyasync.interop``, or the defaults above."""
     try:
-        found: OtherFrameworks = import_module(_PACKAGE).Interop()
+        interop: OtherFrameworks = import_module(_PACKAGE).Interop()
     except ModuleNotFoundError as error:
         if error.name != _PACKAGE:
             raise
         return OtherFrameworks()
-    return found
+    return interop

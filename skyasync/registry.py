@@ -5,8 +5,8 @@ named by ``module:attribute``, what it takes and what it can do: its signature, 
 ``register`` or has as class attributes. Modules that import torch or an engine are described in tables instead, so that
 a wrong name or setting is refused without importing them.
 
-Invariant: a part that a user registers in the program exists in every process of the run. Whoever starts a
-process that looks parts up sends ``user_parts()``, and that process begins with ``add_user_parts``.
+Invariant: a part that a user registers in the program exists in every process of the run. A process that looks parts
+up is sent ``user_parts()`` at its start, and begins with ``add_user_parts``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REGISTRIES = (
     "skyasync.agents.parsers:TOOL_PARSERS",
     "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
-    "skyasync.observe:TRACKERS",
+    "skyasync.observability:TRACKERS",
     "skyasync.trainer.plans:PLANS",
     "skyasync.rewards:REWARDS",
     "skyasync.workers.roles:ROLES",
@@ -143,25 +143,39 @@ class Registry(dict[str, Any]):
             UserError: if there is no such part.
         """
         known = self._builtins[name][1] if name not in self and name in self._builtins else None
-        return known or self.describe(self.find(name))
+        return known or self.describe(self[name])
 
     def describe(self, part: object) -> About:
-        """What a part says of itself, whoever holds it."""
-        return _described(part, self._capabilities)
+        """What a part says of itself, registered or not."""
+        can = {name: getattr(part, name, default) for name, default in self._capabilities.items()}
+        if inspect.isclass(part) or not callable(part):
+            return About(can=can)
+        parameters = inspect.signature(part).parameters.values()
+        settings = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        select = getattr(part, "select", None)
+        return About(
+            inputs=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
+            settings=tuple(p.name for p in settings),
+            required=tuple(p.name for p in settings if p.default is p.empty),
+            keys=dict(getattr(part, "configuration_keys", {})),
+            can=can,
+            selector=self.describe(select) if select else None,
+            odd=tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)),
+        )
 
     def problem(self, name: str) -> str:
         """What is wrong with the parameters of a user's part, "" if nothing is."""
         if not self._inputs or (name in self._builtins and name not in self.user_parts()):
             return ""
-        if not callable(self.find(name)):
+        if not callable(self[name]):
             return f"{self.kind} {name!r} cannot be called"
         about, what = self.about(name), f"{self.kind} {name!r}"
-        for piece in about:
-            if piece.odd:
-                return f"{what} takes {', '.join(piece.odd)} without a name of its own: name what it takes"
-            if wrong := [name for name in piece.inputs if name not in self._inputs]:
+        for function in about:
+            if function.odd:
+                return f"{what} takes {', '.join(function.odd)} without a name of its own: name what it takes"
+            if wrong := [name for name in function.inputs if name not in self._inputs]:
                 return f"{what}: {unknown('parameter', wrong[0], self._inputs)} (settings stand behind a *)"
-            if missing := [name for name in piece.required if name not in piece.keys]:
+            if missing := [name for name in function.required if name not in function.keys]:
                 return f"{what}: its setting {missing[0]!r} has no default and no key (@configured)"
         if missing := sorted(self._needs - set(about.inputs)):
             return f"{what} has no parameter {missing[0]!r}; it may take: {', '.join(sorted(self._inputs))}"
@@ -179,15 +193,15 @@ class Registry(dict[str, Any]):
     @cached_property
     def _builtins(self) -> Mapping[str, tuple[str, About | None]]:
         """Name -> the module that registers it, and what is known of it without importing that."""
-        found: dict[str, str] = {}
         if isinstance(self.homes, Mapping):
-            found = {name: home for home, names in self.homes.items() for name in names.split()}
+            homes = {name: home for home, names in self.homes.items() for name in names.split()}
         else:
+            homes = {}
             for home in self.homes:
                 importlib.import_module(home)
-                found |= {name: home for name, part in self.items() if getattr(part, "__module__", "") == home}
+                homes |= {name: home for name, part in self.items() if _module(part) == home}
         known = {name: About(can={**self._capabilities, **own}) for name, own in self._table.items()}
-        return {name: (home, known.get(name)) for name, home in found.items()}
+        return {name: (home, known.get(name)) for name, home in homes.items()}
 
     def __missing__(self, name: str) -> Any:
         if ":" in name:
@@ -199,24 +213,6 @@ class Registry(dict[str, Any]):
         raise UserError(unknown(self.kind, name, self.names()))
 
 
-def _described(part: object, capabilities: Mapping[str, Any]) -> About:
-    can = {name: getattr(part, name, default) for name, default in capabilities.items()}
-    if inspect.isclass(part) or not callable(part):
-        return About(can=can)
-    parameters = inspect.signature(part).parameters.values()
-    settings = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    select = getattr(part, "select", None)
-    return About(
-        inputs=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
-        settings=tuple(p.name for p in settings),
-        required=tuple(p.name for p in settings if p.default is p.empty),
-        keys=dict(getattr(part, "configuration_keys", {})),
-        can=can,
-        selector=_described(select, {}) if select else None,
-        odd=tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)),
-    )
-
-
 def resolve_reference(reference: str, *, kind: str) -> Any:
     """The object behind ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
 
@@ -224,15 +220,23 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
         UserError: if the module cannot be imported or has no such attribute.
     """
     module_name, _, attribute = reference.rpartition(":")
+    what = f"{kind} {reference!r}"
     if module_name.endswith(".py"):
-        return _attribute(_file_module(module_name, f"{kind} {reference!r}"), attribute, f"{kind} {reference!r}")
-    if not module_name or module_name.startswith("."):
-        raise UserError(f"{kind} {reference!r} must be module:attribute, with the module's full name")
+        module = _file_module(python_file(module_name, what))
+    elif not module_name or module_name.startswith("."):
+        raise UserError(f"{what} must be module:attribute, with the module's full name")
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise UserError(f"{what}: {error}") from error
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UserError(f"{kind} {reference!r}: {error}") from error
-    return _attribute(module, attribute, f"{kind} {reference!r}")
+        return getattr(module, attribute)
+    except AttributeError:
+        public = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+        own = [name for name, value in public.items() if _module(value) == module.__name__]
+        allowed = own or public  # of what it defines, else of what it imports as well
+        raise UserError(f"{what}: {unknown('attribute', attribute, allowed)}") from None
 
 
 def absolute_reference(reference: str) -> str:
@@ -247,31 +251,9 @@ def user_parts() -> UserParts:
 
 
 def add_user_parts(parts: UserParts) -> None:
-    """Register here what ``user_parts`` found in another process."""
+    """Register here the ``user_parts`` of another process."""
     for reference, added in parts.items():
         resolve_reference(reference, kind="registry").update(added)
-
-
-def _attribute(module: ModuleType, name: str, what: str) -> Any:
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        public = {other: value for other, value in vars(module).items() if not other.startswith("__")}
-        own = [other for other, value in public.items() if getattr(value, "__module__", "") == module.__name__]
-        allowed = own or public  # of what it defines, else of what it imports as well
-        raise UserError(f"{what}: {unknown('attribute', name, allowed)}") from None
-
-
-def _file_module(file: str, what: str) -> ModuleType:
-    """The module that a file makes, once per process; it finds the files beside it, as a program does.
-
-    It stays out of ``sys.modules``: what it defines then travels to other processes as it is, not by a module's name.
-    """
-    path = python_file(file, what)
-    with _LOADING:
-        if path not in _FILE_MODULES:
-            _FILE_MODULES[path] = _loaded(path)
-        return _FILE_MODULES[path]
 
 
 def python_file(file: str, what: str) -> Path:
@@ -282,24 +264,36 @@ def python_file(file: str, what: str) -> Path:
     """
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        close = nearest(path.stem, [beside.stem for beside in path.parent.glob("*.py")], count=1)
+        close = nearest(path.stem, [sibling.stem for sibling in path.parent.glob("*.py")], count=1)
         raise UserError(f"{what}: {file} does not exist{f'; did you mean {close[0]}.py?' if close else ''}")
     return path
 
 
-def _loaded(path: Path) -> ModuleType:
-    name = f"{path.stem}@{path}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for it while it loads
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[name]
-    return module
+def _file_module(path: Path) -> ModuleType:
+    """The module that a file makes, once per process; it finds the files in its folder, as a program does.
+
+    It stays out of ``sys.modules``: what it defines then travels to other processes as it is, not by a module's name.
+    """
+    with _LOADING:
+        if path in _FILE_MODULES:
+            return _FILE_MODULES[path]
+        name = f"{path.stem}@{path}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for it while it loads
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            del sys.modules[name]
+        _FILE_MODULES[path] = module
+        return module
+
+
+def _module(part: object) -> str:
+    return getattr(part, "__module__", "")
 
 
 def _is_ours(part: object) -> bool:
-    return getattr(part, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    return _module(part).partition(".")[0] == __name__.partition(".")[0]

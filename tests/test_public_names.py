@@ -43,7 +43,12 @@ def test_a_name_is_the_object_of_its_home():
 
 @pytest.mark.parametrize(
     "former, new",
-    [("plans", "trainer.plans"), ("plans.fully_async", "trainer.plans.fully_async"), ("together", "utils.task_group")],
+    [
+        ("plans", "trainer.plans"),
+        ("plans.fully_async", "trainer.plans.fully_async"),
+        ("together", "utils.task_group"),
+        ("observe.trackers", "observability.trackers"),
+    ],
 )
 def test_a_module_that_has_moved_is_found_by_its_former_name_too(former, new):
     former, new = f"skyasync.{former}", f"skyasync.{new}"

@@ -17,15 +17,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from examples.agents.tasks import CALCULATOR, calculate, questions, text
-from skyasync.examples import warm_start
-from skyasync.examples.warm_start import IGNORED, Row, byte_level_bpe
+from skyasync.examples.warm_start import IGNORED, Row, WarmStartRecipe, byte_level_bpe
 
 #: ChatML; of the tools only their names are shown, and calls have the Hermes form.
 TEMPLATE = (
@@ -43,12 +41,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 #: Not special tokens: what a call says must survive decoding.
-CALL_MARKS = [AddedToken(mark, special=False, normalized=False) for mark in ("<tool_call>", "</tool_call>")]
+CALL_TAGS = [AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")]
 _ASSISTANT = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Recipe(warm_start.Recipe):
+class Recipe(WarmStartRecipe):
     """Guesses and tool calls; the loss sees the assistant's messages only."""
 
     name = "agent"
@@ -63,7 +61,7 @@ class Recipe(warm_start.Recipe):
             "\n".join(f"{m['role']}\n{m['content']}{json.dumps(m.get('tool_calls', ''))}" for m in messages)
             for messages in islice(self.conversations(), self.corpus_size)
         )
-        return byte_level_bpe(corpus, vocab_size=360, rarest_merge=50, template=TEMPLATE, marks=CALL_MARKS)
+        return byte_level_bpe(corpus, vocab_size=360, rarest_merge=50, template=TEMPLATE, added=CALL_TAGS)
 
     def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
         return (row(messages, tokenizer) for messages in self.conversations())
@@ -73,6 +71,9 @@ class Recipe(warm_start.Recipe):
         rng = random.Random(self.seed)
         for a, b in questions("train", self.seed):
             yield called(a, b) if rng.random() < self.calls else guessed(a, b)
+
+
+build = Recipe.build
 
 
 def called(a: int, b: int) -> list[dict[str, Any]]:
@@ -88,11 +89,6 @@ def called(a: int, b: int) -> list[dict[str, Any]]:
 
 def guessed(a: int, b: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text(a, b)}, {"role": "assistant", "content": str(a * b)}]
-
-
-def build(*, out: str | Path | None = None, progress: bool = True, **options: Any) -> str:
-    """The folder of the model, made if it is not there yet; ``options`` are fields of ``Recipe``."""
-    return warm_start.made(Recipe(**options), out, progress=progress)
 
 
 def row(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Row:

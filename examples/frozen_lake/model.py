@@ -11,16 +11,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.frozen_lake.lakes import MOVES, SIZE, lesson, seeds
 from skyasync.envs.adapters.gymnasium import FIELDS
-from skyasync.examples import warm_start
-from skyasync.examples.warm_start import CHATML, IGNORED, SPECIAL_TOKENS, Row, chat_tokenizer
+from skyasync.examples.warm_start import CHATML, IGNORED, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
 
 PLACES = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
 SIDES = [f"{move} {field}" for move in MOVES for field in ("edge", *FIELDS.values())]
@@ -28,7 +25,7 @@ WORDS = (*SPECIAL_TOKENS, "<unk>", "user", "assistant", "system", *PLACES, *SIDE
 
 
 @dataclass(frozen=True)
-class Recipe(warm_start.Recipe):
+class Recipe(WarmStartRecipe):
     """Games of a careless teacher on training lakes; the loss sees the answers only."""
 
     name = "frozen-lake"
@@ -55,9 +52,7 @@ class Recipe(warm_start.Recipe):
         return (row(lesson(seed, rng, self.careful, self.size), tokenizer) for seed in seeds("train", size=self.size))
 
 
-def build(*, out: str | Path | None = None, progress: bool = True, **options: Any) -> str:
-    """The folder of the model, made if it is not there yet; ``options`` are fields of ``Recipe``."""
-    return warm_start.made(Recipe(**options), out, progress=progress)
+build = Recipe.build
 
 
 def row(game: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> Row:

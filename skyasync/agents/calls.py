@@ -51,21 +51,21 @@ class StreamPoller:
 
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
-        self._wanted: set[str] = set()
+        self._polled: set[str] = set()
         self._task: asyncio.Task[dict[str, GenerationOutput]] | None = None
 
     def poll(self, request_ids: Collection[str]) -> asyncio.Task[dict[str, GenerationOutput]]:
-        """The running poll, or a new one; it includes these requests if it has not asked yet."""
-        self._wanted |= set(request_ids)
+        """The running poll, or a new one; it includes these requests if it has not asked the engines yet."""
+        self._polled |= set(request_ids)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
         return self._task
 
     async def _poll(self) -> dict[str, GenerationOutput]:
         await asyncio.sleep(POLL_S)
-        wanted, self._wanted = self._wanted, set()
+        polled, self._polled = self._polled, set()
         try:
-            return await self._client.progress(wanted)
+            return await self._client.progress(polled)
         except Exception:  # the requests themselves raise it
             return {}
 
@@ -83,11 +83,8 @@ class Calls:
         self.client, self.chat, self.parser, self.max_model_len = client, chat, parser, max_model_len
         self.poller = StreamPoller(client)
         self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # only one: long conversations take memory
-
-    @property
-    def most_bytes(self) -> int:
-        """Of a request: far more than the model can read."""
-        return min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * self.max_model_len)
+        #: Most bytes of a request: far more than the model can read.
+        self.most_bytes = min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * max_model_len)
 
     async def prompt(self, session: Session, request: ModelRequest, size: int) -> Ints:
         """The tokens that the model is to continue.
@@ -130,13 +127,27 @@ class Calls:
             RequestError: naming what in it is not supported.
         """
         self._check_tokens("logit_bias", request.sampling.logit_bias)
-        _check_mirrored(session, request)
-        self._check_length(request)
-        prompt = await self.prompt(session, request, size)
-        room = self.max_model_len - len(prompt)
-        if room < 1:
-            raise self._no_room(f"{len(prompt)} tokens")
-        requests = session.requests(prompt, request, room)
+        changes, defaults = vars(request.sampling), vars(session.sampling)
+        changed = [name for name in UNMIRRORED if changes[name] != defaults[name]]
+        if session.reads_behaviour and request.sampling.temperature and changed:
+            # As a run's settings are checked (skyasync.config.schema.sampling); a request may change them here.
+            problem = f"{unmirrored(changed[0], session.reads_behaviour)}: remove it"
+            raise RequestError(problem, changed[0], "unsupported_parameter")
+        # What has more characters, messages or tokens than the model could read is not tokenised first.
+        most, prompt, too_long = self.max_model_len, ints([]), ""
+        items = len(request.prompt if isinstance(request.prompt, list) else request.messages)
+        count = _characters(request)
+        if items > most:
+            too_long = f"{items} {'messages' if request.prompt is None else 'tokens'}"
+        elif count > most and count > most * self._longest_token:
+            too_long = f"{count} characters"
+        else:
+            prompt = await self.prompt(session, request, size)
+            too_long = f"{len(prompt)} tokens" if len(prompt) >= most else ""
+        if too_long:
+            problem = f"the prompt has {too_long}, which leaves no room for a reply within the model's {most} tokens"
+            raise RequestError(f"{problem} (generator.max_model_len)", code="context_length_exceeded")
+        requests = session.requests(prompt, request, most - len(prompt))
         listed = sum(each.sampling.max_tokens for each in requests)
         if (request.logprobs or request.token_ids) and listed > MOST_LISTED:
             problem = f"an answer of up to {listed} tokens (n times max_tokens) is too long for logprobs or token ids"
@@ -145,19 +156,6 @@ class Calls:
         identity = f"{prefix}-{requests[0].request_id}"
         head = AnswerHead(identity, request.model, int(time.time()), len(prompt), prompt_token_ids=shown)
         return ModelCall(self, session, request, prompt, requests, head)
-
-    def _check_length(self, request: ModelRequest) -> None:
-        """What has more characters, messages or tokens than the model could read is not tokenised first."""
-        items = len(request.prompt if isinstance(request.prompt, list) else request.messages)
-        if items > self.max_model_len:
-            raise self._no_room(f"{items} {'messages' if request.prompt is None else 'tokens'}")
-        count = _characters(request)
-        if count > self.max_model_len and count > self.max_model_len * self._longest_token:
-            raise self._no_room(f"{count} characters")
-
-    def _no_room(self, found: str) -> RequestError:
-        problem = f"the prompt has {found}, which leaves no room for a reply within the model's {self.max_model_len}"
-        return RequestError(f"{problem} tokens (generator.max_model_len)", code="context_length_exceeded")
 
     @cached_property
     def _longest_token(self) -> float:
@@ -176,15 +174,6 @@ def _characters(request: ModelRequest) -> int:
     if request.prompt is not None:
         return len(request.prompt) if isinstance(request.prompt, str) else 0
     return sum(len(message["content"]) for message in request.messages)
-
-
-def _check_mirrored(session: Session, request: ModelRequest) -> None:
-    """As a run's settings are checked (``skyasync.config.schema.sampling``); a request may change them here."""
-    sampling = request.sampling
-    changed = [name for name in UNMIRRORED if getattr(sampling, name) != getattr(session.sampling, name)]
-    if session.reads_behaviour and sampling.temperature and changed:
-        problem = f"{unmirrored(changed[0], session.reads_behaviour)}: remove it"
-        raise RequestError(problem, changed[0], "unsupported_parameter")
 
 
 class ModelCall:
@@ -214,10 +203,10 @@ class ModelCall:
         """Every reply, complete and recorded.
 
         Raises:
-            RequestError: if the call was ended from elsewhere, or the engine says that this request cannot be answered.
+            RequestError: if the call was aborted, or the engine says that this request cannot be answered.
             Exception: the engine's failure, which is the run's too.
         """
-        tasks = self._start()
+        tasks = [asyncio.create_task(self._calls.client.generate(request)) for request in self._requests]
         try:
             await asyncio.wait(tasks)
         finally:
@@ -226,44 +215,35 @@ class ModelCall:
 
     async def updates(self) -> AsyncGenerator[list[ModelReply], None]:
         """What is certain of every reply, again and again; at last they are complete. Raises as ``answered``."""
-        tasks = self._start()
-        self._session.streams.add(self)
+        tasks = [asyncio.create_task(self._calls.client.generate(request)) for request in self._requests]
+        self._session.streams.add(self.settle)
         try:
             while pending := [task for task in tasks if not task.done()]:
                 poll = self._calls.poller.poll([request.request_id for request in self._requests])
                 await asyncio.wait({*pending, poll}, return_when=asyncio.FIRST_COMPLETED)
                 if not poll.done() or all(task.done() for task in tasks):
                     continue
-                began = time.perf_counter()
-                found = await self._read_progress(tasks, poll.result())
+                began, progress = time.perf_counter(), poll.result()
+                for index, (task, request) in enumerate(zip(tasks, self._requests, strict=True)):
+                    output = progress.get(request.request_id)
+                    if output is not None and len(output.token_ids) and not task.done():
+                        self._sent[index] = output, await self._reply(index, output, done=False)
                 spent = time.perf_counter() - began
-                if found:
-                    yield found
+                if self._sent:
+                    yield [reply for _, reply in self._sent.values()]
                 if spent > POLL_S * READING_SHARE:  # a long reply: the event loop has others to serve
                     await asyncio.wait(pending, timeout=spent / READING_SHARE, return_when=asyncio.ALL_COMPLETED)
             yield await self._complete(tasks)
         finally:
             self.settle()
-            self._session.streams.discard(self)
+            self._session.streams.discard(self.settle)
             await _end(tasks)  # last: a second cancellation may come while this waits
 
     def settle(self) -> None:
-        """See ``session.OpenCall``."""
+        """Record what has been sent of the answer, if anything has and nothing is recorded yet."""
         seen = [pair for pair in self._sent.values() if pair[1].text or pair[1].reasoning]
         if seen:
             self._record([replace(output, finish_reason="abort") for output, _ in seen], [reply for _, reply in seen])
-
-    def _start(self) -> list[asyncio.Task[GenerationOutput]]:
-        return [asyncio.create_task(self._calls.client.generate(request)) for request in self._requests]
-
-    async def _read_progress(
-        self, tasks: list[asyncio.Task[GenerationOutput]], progress: dict[str, GenerationOutput]
-    ) -> list[ModelReply]:
-        for index, (task, request) in enumerate(zip(tasks, self._requests, strict=True)):
-            output = progress.get(request.request_id)
-            if output is not None and len(output.token_ids) and not task.done():
-                self._sent[index] = output, await self._reply(index, output, done=False)
-        return [reply for _, reply in self._sent.values()]
 
     async def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[ModelReply]:
         outputs: list[GenerationOutput] = []
@@ -272,7 +252,9 @@ class ModelCall:
             if isinstance(error, RequestFailedError):
                 raise RequestError(str(error)) from error
             if isinstance(error, Exception):
-                self._session.fail(error)
+                if not self._session.failure.done():
+                    self._session.failure.set_exception(error)
+                    self._session.failure.exception()  # the generator may not be there to read it
                 raise error
             if not task.cancelled() and error is None:
                 outputs.append(task.result())
@@ -288,14 +270,14 @@ class ModelCall:
             return
         self._recorded = True
         request, messages = self.request, self.request.messages
-        said, thought = conversation(messages, request.tools), thoughts(messages)  # once for all replies
+        read, thought = conversation(messages, request.tools), thoughts(messages)  # once for all replies
         for output, reply in zip(outputs, replies, strict=True):
             call = RecordedCall(self._prompt, action_of(output, []), output.finish_reason or "stop", self.head.id)
-            led_to = [*said, comparable(reply.message)] if request.prompt is None else ()
-            self._session.recorder.record(call, led_to, thought | thoughts([reply.message], len(said)))
+            led_to = [*read, comparable(reply.message)] if request.prompt is None else ()
+            self._session.recorder.record(call, led_to, thought | thoughts([reply.message], len(read)))
         if request.stored is not None:
             stored = [*request.stored, replies[0].message]
-            size = sum(map(len, said)) + sum(len(message.get("reasoning_content", "")) for message in stored)
+            size = sum(map(len, read)) + sum(len(message.get("reasoning_content", "")) for message in stored)
             self._session.store(self.head.id, stored, size + len(replies[0].text))
 
     async def _reply(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
@@ -307,7 +289,7 @@ class ModelCall:
 
     def _read(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
         request, parser = self.request, self._calls.parser
-        found = parser.read(
+        parsed = parser.read(
             output.token_ids,
             request.sampling.stop,
             request.tools,
@@ -319,26 +301,26 @@ class ModelCall:
         name = self._requests[index].request_id
         calls = [
             {"id": parser.tools.identity(name, i), "type": "function", "function": function}
-            for i, function in enumerate(found.functions)
+            for i, function in enumerate(parsed.functions)
         ]
+        logprobs = None
+        if request.logprobs:  # those of earlier tokens are known from earlier readings
+            known, tokens, values = self._logprobs[index], output.token_ids.tolist(), output.logprobs.tolist()
+            for place in range(len(known), len(tokens)):
+                known.append((self._calls.chat.tokenizer.decode([tokens[place]]), values[place]))
+            logprobs = known[: len(tokens)]
         finish = "tool_calls" if calls else output.finish_reason or "stop"
         return ModelReply(
             index,
-            found.text,
+            parsed.text,
             finish if done else "",
             calls,
-            found.reasoning,
-            found.stopped_by,
-            self._with_logprobs(index, output) if request.logprobs else None,
+            parsed.reasoning,
+            parsed.stopped_by,
+            logprobs,
             output.token_ids.tolist() if request.token_ids else None,
-            found.reasoning_tokens,
+            parsed.reasoning_tokens,
         )
-
-    def _with_logprobs(self, index: int, output: GenerationOutput) -> list[tuple[str, float]]:
-        known, tokens, values = self._logprobs[index], output.token_ids.tolist(), output.logprobs.tolist()
-        for place in range(len(known), len(tokens)):
-            known.append((self._calls.chat.tokenizer.decode([tokens[place]]), values[place]))
-        return known[: len(tokens)]
 
 
 async def _end(tasks: list[asyncio.Task[GenerationOutput]]) -> None:

@@ -3,15 +3,15 @@
 Invariant: a connection without a complete request ends: its head must come within ``HEAD_S`` of its beginning
 (``IDLE_S`` of the previous answer), its body within ``BODY_S``. There are never so many connections that the process
 has no descriptors left for the run. A body is never inflated, and the body of a rejected request is not stored. On the
-loopback a request must name the machine by its address or as localhost (a page in a browser whose server's name leads
-to the loopback names that), and nowhere may it come from the page of another origin. If all places are taken, the
-connection that has waited longest without a valid key is closed for a new one: strangers cannot shut episodes out. A
-flood of connections is accepted bit by bit, and what is no HTTP is answered without a line in the logs.
+loopback a request must name the machine by its address or as localhost; a page in a browser names its own server, also
+if that name leads to the loopback. No request may come from the page of another origin. If the limit is reached, the
+connection that has waited longest without a valid key is closed for a new one: episodes are not shut out. A flood of
+connections is accepted bit by bit, and what is no HTTP leaves no line in the logs.
 
 | who waits           | for what              | woken by                                 |
 |---------------------|-----------------------|------------------------------------------|
 | an idle connection  | a request's head      | the request; ``HEAD_S``, ``IDLE_S``      |
-| ``read_body``       | a request's body      | the body; ``BODY_S``                     |
+| ``read_json``       | a request's body      | the body; ``BODY_S``                     |
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ import logging
 import os
 import resource
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Handler
 
-from skyasync.agents.api.types import RequestError
+from skyasync.agents.api.types import Body, RequestError, from_json
 from skyasync.inference.origin_check import foreign_origin, is_loopback
 
 HEAD_S = 20.0
@@ -37,7 +36,7 @@ IDLE_S = 600.0  # clients keep connections; those of agents are open for as long
 BODY_S = 60.0
 LINGER_S = 1.0  # a rejected request may still send, so that it can read the error: what it sends is discarded
 ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some milliseconds
-KEPT_DESCRIPTORS = 512  # for everything else in this process
+RESERVED_DESCRIPTORS = 512  # for everything else in this process
 log = logging.getLogger(__name__)
 log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 #: Of aiohttp's runner: nothing is inflated, least of all what a rejected request still sends.
@@ -53,9 +52,9 @@ class ConnectionLimits:
 
     def __init__(self, most: int = 0) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = most or max(256, descriptors - KEPT_DESCRIPTORS)
+        self._most = most or max(256, descriptors - RESERVED_DESCRIPTORS)
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
-        self._strangers: dict[_Connection, None] = {}  # without a request in progress, oldest first
+        self._without_key: dict[_Connection, None] = {}  # and without a request in progress, oldest first
         self._server: asyncio.Server | None = None
         self.loopback = False
 
@@ -87,25 +86,25 @@ class ConnectionLimits:
 
     def admit(self, connection: _Connection, transport: asyncio.BaseTransport) -> bool:
         if len(self._open) >= self._most:
-            if not self._strangers:
+            if not self._without_key:
                 return False
-            next(iter(self._strangers)).hang_up()
+            next(iter(self._without_key)).hang_up()
         self._open[transport] = connection
-        self._strangers[connection] = None
+        self._without_key[connection] = None
         return True
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
         if (connection := self._open.pop(transport, None)) is not None:
-            self._strangers.pop(connection, None)
+            self._without_key.pop(connection, None)
 
     def has_key(self, request: web.Request) -> None:
         """The request has a valid key: its connection keeps its place."""
         if (connection := self._connection(request)) is not None:
             connection.has_key = True
 
-    @contextmanager
-    def answering(self, request: web.Request) -> Iterator[None]:
-        """Around an answer, which may take as long as it likes.
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """An answer may take as long as it likes.
 
         Raises:
             RequestError: for a request that a browser sends for the page of another origin.
@@ -113,30 +112,31 @@ class ConnectionLimits:
         connection = self._connection(request)
         if connection is not None:
             connection.limit(None)
-            self._strangers.pop(connection, None)
+            self._without_key.pop(connection, None)
         try:
             host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
             if problem := foreign_origin(host, origin, loopback=self.loopback):
                 raise RequestError(problem, code="forbidden", status=403)
-            yield
+            return await handler(request)
         finally:
             if connection is not None:
                 connection.limit(IDLE_S)
                 if not connection.has_key and request.transport in self._open:
-                    self._strangers[connection] = None
+                    self._without_key[connection] = None
 
     def _connection(self, request: web.Request) -> _Connection | None:
         return self._open.get(request.transport) if request.transport else None
 
 
+@dataclass(eq=False)
 class _Connection(asyncio.Protocol):
     """Passes everything on to aiohttp's protocol, and hangs up when its time is over."""
 
-    def __init__(self, limits: ConnectionLimits, inner: Any) -> None:  # noqa: ANN401  (aiohttp's protocol)
-        self._limits, self._inner = limits, inner
-        self._transport: asyncio.Transport | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self.has_key = False
+    _limits: ConnectionLimits
+    _inner: Any
+    _transport: asyncio.Transport | None = None
+    _timer: asyncio.TimerHandle | None = None
+    has_key: bool = False
 
     def limit(self, seconds: float | None) -> None:
         """Hang up after that time; None: not at all."""
@@ -180,22 +180,12 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-def limiting(limits: ConnectionLimits) -> Middleware:
-    """The middleware that tells the limits which connections have a request in progress."""
-
-    @web.middleware
-    async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
-        with limits.answering(request):
-            return await handler(request)
-
-    return answered
-
-
-async def read_body(request: web.Request) -> bytes:
+async def read_json(request: web.Request) -> Body:
     """The body of a request.
 
     Raises:
-        RequestError: if it is compressed or too long, before it is read; if it does not come in time.
+        RequestError: if it is compressed or too long, before it is read; if it does not come in time, or is no JSON
+            object.
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
@@ -205,6 +195,13 @@ async def read_body(request: web.Request) -> bytes:
         raise RequestError(f"the body has {request.content_length} bytes; it may have {most}", status=413)
     try:
         async with asyncio.timeout(BODY_S):
-            return await request.read()
+            text = await request.read()
     except TimeoutError:
         raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None
+    try:
+        body = from_json(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the request's body must be a JSON object")
+    return body

@@ -19,8 +19,8 @@ changes nothing: the session goes on.
 
 | who waits           | for what             | woken by                                                            |
 |---------------------|----------------------|---------------------------------------------------------------------|
-| ``play``            | a session, its score | ``open`` and ``end``; its time limit; the end of the run            |
-| ``open``            | a slot               | ``play``, which offers one; its own time limit                      |
+| ``play``            | a session, its score | requests to open and end it; its time limit; the end of the run     |
+| POST /v1/sessions   | a slot               | ``play``, which offers one; its own time limit                      |
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,9 @@ from aiohttp import web
 
 from skyasync.agents.api.types import Body, RequestError
 from skyasync.agents.api.validation import given, number
-from skyasync.agents.programs import AgentError, Score, check_score
-from skyasync.agents.server import Endpoint, json_body, key_of, same_key
+from skyasync.agents.connection_limits import read_json
+from skyasync.agents.programs import AgentError, AgentScore, check_score
+from skyasync.agents.server import Endpoint, key_of, same_key
 from skyasync.agents.session import Session
 from skyasync.config.keys import Key
 from skyasync.errors import UserError
@@ -61,7 +62,7 @@ class SessionSlot:
     is_eval: bool
     timeout_s: float
     taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    score: asyncio.Future[Score] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    score: asyncio.Future[AgentScore] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     rewards: dict[str, float] = field(default_factory=dict)  # by answer; "" is that of the whole session
 
     @property
@@ -70,7 +71,7 @@ class SessionSlot:
 
 
 class SessionBroker:
-    """Gives slots to sessions, in the order in which they were requested; an ``AgentRunner``.
+    """Gives slots to sessions, in the order in which they were requested.
 
     Args:
         folder: where programs find the endpoint's address and the key, readable by this user alone.
@@ -93,8 +94,9 @@ class SessionBroker:
         self._offered = asyncio.Condition()
         self._closed = False
 
-    async def play(self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool = False,
-                   timeout_s: float = 0.0) -> Score:  # fmt: skip
+    async def play(
+        self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool, timeout_s: float
+    ) -> AgentScore:
         """The score of the session that takes this slot.
 
         Raises:
@@ -117,37 +119,13 @@ class SessionBroker:
                 problem = f"its session was not ended within {timeout_s:g} s (generator.episode_timeout_s)"
                 raise AgentError(f"{episode}: {problem}") from None
         finally:
-            self._forget(slot)
-
-    async def open(self, task: str = "", wait_s: float = 0.0) -> SessionSlot | None:
-        """The next slot; None if the trainer requests no trajectory for so long.
-
-        Args:
-            task: sessions of one task are samples of one prompt: they fill a group of their own.
-        """
-        async with self._offered:
-            try:
-                async with asyncio.timeout(wait_s):
-                    await self._offered.wait_for(lambda: self._closed or self._next(task) is not None)
-            except TimeoutError:
-                return None
-            slot = self._next(task)
-            if slot is not None:
-                self._take(slot, task)
-            return slot
-
-    def slot(self, api_key: str) -> SessionSlot | None:
-        """What a session plays; None once it has ended."""
-        return self._playing.get(api_key)
-
-    def end(self, slot: SessionSlot, score: Score | AgentError) -> None:
-        self._playing.pop(slot.api_key, None)
-        if slot.score.done():
-            return
-        if isinstance(score, AgentError):
-            slot.score.set_exception(score)
-        else:
-            slot.score.set_result(score)
+            self._free.pop(episode, None)
+            self._playing.pop(api_key, None)
+            episodes = self._groups.get(slot.group, set())
+            episodes.discard(episode)
+            if not episodes:
+                self._groups.pop(slot.group, None)
+                self._tasks.pop(slot.group, None)
 
     async def close(self) -> None:
         """End the run: requests for a session are answered that there is none, and the keys of sessions are invalid."""
@@ -158,16 +136,16 @@ class SessionBroker:
             self._file.unlink(missing_ok=True)
 
     def routes(self, endpoint: Endpoint) -> Sequence[web.RouteDef]:
-        api = _SessionsApi(self, endpoint)
+        self._endpoint = endpoint
         paths = {
-            api.open: ("/v1/sessions", "/v1/rl/start_session", "/rl/start_session"),
-            api.score: ("/v1/sessions/score", "/v1/rl/set_reward", "/rl/set_reward"),
-            api.end: ("/v1/sessions/end", "/v1/rl/end_session", "/rl/end_session"),
+            self._open_session: ("/v1/sessions", "/v1/rl/start_session", "/rl/start_session"),
+            self._score_session: ("/v1/sessions/score", "/v1/rl/set_reward", "/rl/set_reward"),
+            self._end_session: ("/v1/sessions/end", "/v1/rl/end_session", "/rl/end_session"),
         }
         return [web.post(path, handler) for handler, aliases in paths.items() for path in aliases]
 
-    async def listening(self, base_url: str) -> None:
-        """Tell the programs where."""
+    def publish_address(self, base_url: str) -> None:
+        """Tell the programs where the endpoint listens."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -183,18 +161,8 @@ class SessionBroker:
         new = (slot for slot in self._free.values() if slot.group not in self._tasks)
         return next(own, None) or next(new, None)
 
-    def _take(self, slot: SessionSlot, task: str) -> None:
-        del self._free[slot.episode]
-        self._playing[slot.api_key] = slot
-        slot.taken.set_result(None)
-        if slot.group not in self._tasks:
-            self._tasks[slot.group] = task
-            if task:
-                for other in self._free.values():
-                    if other.group == slot.group:
-                        self._expire_later(other)
-
     def _expire_later(self, slot: SessionSlot) -> None:
+        """Fail a free slot of a group that has a task, unless a session takes it in time."""
         task = self._tasks[slot.group]
 
         def expire() -> None:
@@ -205,75 +173,80 @@ class SessionBroker:
         if slot.timeout_s:
             asyncio.get_running_loop().call_later(slot.timeout_s, expire)
 
-    def _forget(self, slot: SessionSlot) -> None:
-        self._free.pop(slot.episode, None)
-        self._playing.pop(slot.api_key, None)
-        episodes = self._groups.get(slot.group, set())
-        episodes.discard(slot.episode)
-        if not episodes:
-            self._groups.pop(slot.group, None)
-            self._tasks.pop(slot.group, None)
+    # ------------------------------------------------------------ over HTTP
 
-
-# ---------------------------------------------------------------- over HTTP
-
-
-class _SessionsApi:
-    def __init__(self, broker: SessionBroker, endpoint: Endpoint) -> None:
-        self._broker, self._endpoint = broker, endpoint
-
-    async def open(self, request: web.Request) -> web.Response:
-        if not same_key(key_of(request), self._broker.key):
+    async def _open_session(self, request: web.Request) -> web.Response:
+        if not same_key(key_of(request), self.key):
             problem = "sessions are opened with the run's key (sessions_key in endpoint.json of its folder)"
             raise RequestError(problem, code="invalid_api_key", status=401)
         body = await _body(request, {"task", "task_id", "wait_s", "group_size", "api_key"})
         if body.get("group_size", 1) != 1 or body.get("api_key"):
             raise RequestError("a session is opened alone, with a key of the endpoint's choice", "group_size")
-        task = given(body, "task", str, "a name", None) or given(body, "task_id", str, "a name", "")
+        task = given(body, "task", str, "a name", "") or given(body, "task_id", str, "a name", "")
         wait_s = number(body, "wait_s", _WAIT)
-        slot = await self._broker.open(task, WAIT_S if wait_s is None else wait_s)
-        if slot is None:
-            problem = "the trainer asks for no trajectory at present: try again"
-            raise RequestError(problem, code="no_session_wanted", status=503)
-        url = self._endpoint.base_url
-        about: Body = {"id": slot.episode, "session_id": slot.episode, "api_key": slot.api_key, "base_url": url}
-        return web.json_response({**about, "data": slot.data, "is_eval": slot.is_eval, "timeout_s": slot.timeout_s})
+        slot = None
+        async with self._offered:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAIT_S if wait_s is None else wait_s):
+                    await self._offered.wait_for(lambda: self._closed or self._next(task) is not None)
+                slot = self._next(task)
+            if slot is None:
+                problem = "the trainer asks for no trajectory at present: try again"
+                raise RequestError(problem, code="no_session_wanted", status=503)
+            del self._free[slot.episode]
+            self._playing[slot.api_key] = slot
+            slot.taken.set_result(None)
+            if slot.group not in self._tasks:
+                self._tasks[slot.group] = task
+                for other in self._free.values() if task else ():
+                    if other.group == slot.group:
+                        self._expire_later(other)
+        about: Body = {"id": slot.episode, "session_id": slot.episode, "api_key": slot.api_key}
+        about |= {"base_url": self._endpoint.base_url, "data": slot.data}
+        return web.json_response({**about, "is_eval": slot.is_eval, "timeout_s": slot.timeout_s})
 
-    async def score(self, request: web.Request) -> web.Response:
-        with self._playing(request) as (session, slot):
+    async def _score_session(self, request: web.Request) -> web.Response:
+        with self._played(request) as (session, slot):
             body = await _body(request, {"reward", "id", "interaction_id", "completion_id"})
             names = [body[name] for name in ("id", "interaction_id", "completion_id") if body.get(name) is not None]
             answer = str(names[0]) if names else ""
-            if answer:
-                _check_answers(session, [answer])
+            _check_answers(session, [answer] if answer else [])
             slot.rewards[answer] = _checked({"reward": body.get("reward")}).reward
             return web.json_response({"id": slot.episode, "calls": len(session.recorder.calls)})
 
-    async def end(self, request: web.Request) -> web.Response:
-        with self._playing(request) as (session, slot):
+    async def _end_session(self, request: web.Request) -> web.Response:
+        with self._played(request) as (session, slot):
             body = await _body(request, {"reward", "rewards", "metrics", "error"})
             session.settle()
-            if (failed := given(body, "error", str, "a text", None)) is not None:
-                score: Score | AgentError = AgentError(f"{slot.episode}: the program says: {failed:.500}")
+            error: AgentError | None = None
+            score = AgentScore()
+            if body.get("error") is not None:
+                message = given(body, "error", str, "a text")
+                error = AgentError(f"{slot.episode}: the program says: {message:.500}")
             else:
                 score = _scored(body, slot)
-                _check_answers(session, list(score.rewards))
+                _check_answers(session, score.rewards)
                 if not session.recorder.calls:
                     raise RequestError("the session has made no call of the model: there is nothing to score")
             session.over = True
-            self._broker.end(slot, score)
+            self._playing.pop(slot.api_key, None)
+            if not slot.score.done() and error is None:
+                slot.score.set_result(score)
+            elif not slot.score.done() and error is not None:
+                slot.score.set_exception(error)
             return web.json_response({"id": slot.episode, "calls": len(session.recorder.calls)})
 
     @contextmanager
-    def _playing(self, request: web.Request) -> Iterator[tuple[Session, SessionSlot]]:
+    def _played(self, request: web.Request) -> Iterator[tuple[Session, SessionSlot]]:
+        """The session whose key the request has, and its slot."""
         with self._endpoint.entered(request) as session:
-            slot = self._broker.slot(session.api_key)
+            slot = self._playing.get(session.api_key)
             if slot is None:  # its time has just run out
                 raise RequestError("the session has ended", code="invalid_api_key", status=401)
             yield session, slot
 
 
-def _scored(body: Body, slot: SessionSlot) -> Score:
+def _scored(body: Body, slot: SessionSlot) -> AgentScore:
     """What the session has been given, at its end or before."""
     by_answer = given(body, "rewards", dict, "an object of an answer's id -> its reward", {})
     rewards = {**{name: value for name, value in slot.rewards.items() if name}, **by_answer}
@@ -284,17 +257,17 @@ def _scored(body: Body, slot: SessionSlot) -> Score:
         raise RequestError("the session has no reward: give reward, or rewards by the answers' ids", "reward")
     whole = _checked({"reward": 0.0 if reward is None else reward, "metrics": body.get("metrics")})
     checked = {str(name): _checked({"reward": value}).reward for name, value in rewards.items()}
-    return Score(whole.reward, whole.metrics, checked)
+    return AgentScore(whole.reward, whole.metrics, checked)
 
 
-def _checked(result: object) -> Score:
+def _checked(result: object) -> AgentScore:
     try:
         return check_score(result)
     except ValueError as error:
         raise RequestError(str(error).replace("the program returned", "the request has"), "reward") from error
 
 
-def _check_answers(session: Session, names: Sequence[str]) -> None:
+def _check_answers(session: Session, names: Iterable[str]) -> None:
     known = {call.id for call in session.recorder.calls}
     for name in names:
         if name not in known:
@@ -302,7 +275,7 @@ def _check_answers(session: Session, names: Sequence[str]) -> None:
 
 
 async def _body(request: web.Request, known: set[str]) -> Body:
-    body = await json_body(request) if request.can_read_body else {}
+    body = await read_json(request) if request.can_read_body else {}
     for name in body:
         if name not in known:
             raise RequestError(f"unknown field {name}; known are {', '.join(sorted(known))}", name, "unknown_parameter")

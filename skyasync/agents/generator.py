@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from skyasync.agents.external_sessions import SessionBroker
 from skyasync.agents.programs import (
@@ -21,7 +21,6 @@ from skyasync.agents.programs import (
     AgentPool,
     NonFiniteAgentError,
     PassingAgentError,
-    Score,
     ray_processes,
 )
 from skyasync.agents.recorder import sequences
@@ -63,7 +62,7 @@ def agent_generator(
         reasoning=generator.reasoning_parser,
         broker=broker,
     )
-    runner: AgentRunner
+    runner: AgentPool | SessionBroker
     if broker is not None:
         runner = broker
     else:
@@ -88,14 +87,6 @@ def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
     }
 
 
-class AgentRunner(Protocol):
-    """What plays the episodes: ``AgentPool`` or ``SessionBroker``."""
-
-    async def play(self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool = False,
-                   timeout_s: float = 0.0) -> Score: ...  # fmt: skip
-    async def close(self) -> None: ...
-
-
 class AgentGenerator(TrajectoryGenerator):
     """Plays an episode per trajectory.
 
@@ -110,7 +101,7 @@ class AgentGenerator(TrajectoryGenerator):
     def __init__(
         self,
         endpoint: Endpoint,
-        runner: AgentRunner,
+        runner: AgentPool | SessionBroker,
         tokenizer: Tokenizer,
         limits: EpisodeLimits,
         patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
@@ -145,8 +136,7 @@ class AgentGenerator(TrajectoryGenerator):
                 affinity = self._limits.session(identity)
                 async with self._endpoint.session(identity, request.sampling, affinity, reads) as session:
                     try:
-                        score = await self._play(session, data, request.is_eval)
-                        return self._scored(session, score, retries)
+                        return await self._play(session, data, retries, is_eval=request.is_eval)
                     except PassingAgentError as error:
                         retries += 1
                         if not await self._patience.wait(retries, f"the agent program of {identity}", error):
@@ -159,8 +149,8 @@ class AgentGenerator(TrajectoryGenerator):
                             return self._failed(session, lost, data)
                         attempt += 1
 
-    async def _play(self, session: Session, data: dict[str, Any], is_eval: bool) -> Score:
-        """The program's score, or the failure of an engine that it met: whichever comes first."""
+    async def _play(self, session: Session, data: dict[str, Any], retries: int, *, is_eval: bool) -> Trajectory:
+        """What the program's score makes of its calls; or the failure of an engine that it met, if that comes first."""
         episode, url, key = str(session.identity), self._endpoint.base_url, session.api_key
         play = self._runner.play(episode, data, url, key, is_eval=is_eval, timeout_s=self._limits.timeout_s)
         playing = asyncio.ensure_future(play)
@@ -174,27 +164,27 @@ class AgentGenerator(TrajectoryGenerator):
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
         session.settle()
-        _check_calls(session, score)
-        return score
-
-    def _scored(self, session: Session, score: Score, retries: int) -> Trajectory:
+        known = {call.id for call in session.recorder.calls}
+        if not known - score.left_out:
+            raise AgentError(f"{episode}: the program returned a score without a call of the model")
+        if foreign := sorted(score.rewards.keys() - known):
+            raise AgentError(
+                f"{episode}: the program returned a reward for {foreign[0]}, which is the id of none of its "
+                f"{len(known)} answers: {', '.join(sorted(known))}"
+            )
         trajectory = _recorded(session, score.left_out)
-        if score.rewards:
-            self._reward_calls(session, score)
+        if score.rewards:  # of each call, on its tokens, worth less by ``turn_discount`` for every call before it
+            calls = [call for call in session.recorder.calls if call.id not in score.left_out]
+            last = {call.id: call for call in calls}  # an answer's choices share its id
+            for number, call in enumerate(calls):
+                if call is last[call.id]:
+                    call.action.reward = score.rewards.get(call.id, 0.0) * self._limits.turn_discount**number
         else:
             trajectory.segments[-1].reward = score.reward
         trajectory.metrics |= score.metrics | ({"retries": float(retries)} if retries else {})
         if self._limits.on_error != "raise":
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
         return trajectory
-
-    def _reward_calls(self, session: Session, score: Score) -> None:
-        """Each call's reward on its tokens, worth less by ``turn_discount`` for every call before it."""
-        kept = [call for call in session.recorder.calls if call.id not in score.left_out]
-        last = {call.id: call for call in kept}  # an answer's choices share its id
-        for number, call in enumerate(kept):
-            if call is last[call.id]:
-                call.action.reward = score.rewards.get(call.id, 0.0) * self._limits.turn_discount**number
 
     def _failed(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
         if isinstance(error, NonFiniteAgentError) and self._limits.skips_nonfinite and session.recorder.calls:
@@ -205,18 +195,6 @@ class AgentGenerator(TrajectoryGenerator):
         if self._limits.on_error == "mask":
             trajectory.branches = []  # without a loss they carry nothing
         return failed_episode(trajectory, self._limits, error, self._chat.prompt(data["prompt"]))
-
-
-def _check_calls(session: Session, score: Score) -> None:
-    """Raises ``AgentError`` if there is nothing to train, or a reward for a call that was not made."""
-    calls = {call.id for call in session.recorder.calls}
-    if not calls - score.left_out:
-        raise AgentError(f"{session.identity}: the program returned a score without a call of the model")
-    if foreign := sorted(score.rewards.keys() - calls):
-        raise AgentError(
-            f"{session.identity}: the program returned a reward for {foreign[0]}, which is the id of none of its "
-            f"{len(calls)} answers: {', '.join(sorted(calls))}"
-        )
 
 
 def _recorded(session: Session, left_out: frozenset[str] = frozenset()) -> Trajectory:

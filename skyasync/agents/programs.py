@@ -25,7 +25,7 @@ from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import resolve_reference
 from skyasync.utils.retry import RetryPolicy
-from skyasync.utils.rpc import CLOSE_S, HEARTBEAT_S, Answer, Call, RpcClient, RpcPool, RpcTransport, key_of
+from skyasync.utils.rpc import CLOSE_S, HEARTBEAT_S, Answer, Call, RayTransport, RpcPool, RpcTransport, key_of
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 THREAD = "agent program"
@@ -49,7 +49,7 @@ class NonFiniteAgentError(AgentError):
 
 
 @dataclass(frozen=True)
-class Score:
+class AgentScore:
     """What a program has returned: the episode's reward, or (in ``rewards``) that of each call by its answer's id.
 
     Calls in ``left_out`` are not trained: the program says that they are no part of the episode.
@@ -61,17 +61,17 @@ class Score:
     left_out: frozenset[str] = frozenset()
 
 
-def check_score(result: object) -> Score:
+def check_score(result: object) -> AgentScore:
     """The score that a program has returned.
 
     Raises:
         ValueError: if it is neither a finite number, nor a dictionary with a finite ``reward``, nor one of a finite
             reward per answer's id.
     """
-    if isinstance(result, Score):
+    if isinstance(result, AgentScore):
         return result
     if isinstance(result, dict) and result and all(str(name).startswith(ANSWER_IDS) for name in result):
-        return Score(rewards={str(name): _finite(f"reward of {name}", value) for name, value in result.items()})
+        return AgentScore(rewards={str(name): _finite(f"reward of {name}", value) for name, value in result.items()})
     known = {"reward", "metrics"}
     if isinstance(result, dict) and (result.keys() - known or "reward" not in result):
         raise ValueError(
@@ -83,7 +83,7 @@ def check_score(result: object) -> Score:
         raise ValueError(f"the program returned metrics that are {type(metrics).__name__}; they must be a dictionary")
     if len(metrics) > MOST_METRICS:
         raise ValueError(f"the program returned {len(metrics)} metrics; there may be {MOST_METRICS}")
-    return Score(
+    return AgentScore(
         _finite("reward", score["reward"]),
         {str(name): _finite(f"metric {name}", value) for name, value in metrics.items()},
     )
@@ -105,7 +105,7 @@ class AgentProcess:
     Args:
         program: ``generator.agent_program``.
         config: free settings, for programs with a parameter ``config``.
-        kept: in a process of its own, variables that programs may see though they look like secrets.
+        allowed: in a process of its own, variables that programs may see though they look like secrets.
         patience: says which errors are transient.
     """
 
@@ -113,14 +113,16 @@ class AgentProcess:
         self,
         program: str,
         config: dict[str, Any],
-        kept: Collection[str] | None = None,
+        allowed: Collection[str] | None = None,
         patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
     ) -> None:
-        if kept is not None:
-            forget_secrets(kept)
+        if allowed is not None:
+            for name in [name for name in os.environ if SECRET.search(name) and not name.startswith("RAY_")]:
+                if name not in allowed:
+                    del os.environ[name]
         self._reference, self._config, self._patience = program, config, patience
         self._program: Callable[..., Any] | None = None
-        self._playing: dict[str, asyncio.Task[Score]] = {}
+        self._playing: dict[str, asyncio.Task[AgentScore]] = {}
         self._threads = ThreadPoolExecutor(MOST_THREADS, THREAD)
 
     def load(self) -> None:
@@ -165,29 +167,28 @@ class AgentProcess:
     def give_up(self, key: str) -> None:
         self._playing.pop(key, None)
 
-    async def _play(self, data: dict[str, Any], base_url: str, api_key: str, is_eval: bool) -> Score:
+    async def _play(self, data: dict[str, Any], base_url: str, api_key: str, is_eval: bool) -> AgentScore:
         program = self._program
         assert program is not None
         parameters = inspect.signature(program).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         offered = {"config": self._config, "is_eval": is_eval}
         taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
-        arguments = {"base_url": base_url, "api_key": api_key, **taken}
+        call = partial(program, data, base_url=base_url, api_key=api_key, **taken)
+
+        def call_in_thread() -> object:
+            try:
+                return call()
+            except StopIteration as error:  # a future cannot carry this one
+                raise RuntimeError(repr(error)) from error
+
         try:
             if inspect.iscoroutinefunction(program):
-                return check_score(await program(data, **arguments))
-            loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._threads, lambda: _called(program, data, arguments))
+                return check_score(await call())
+            result = await asyncio.get_running_loop().run_in_executor(self._threads, call_in_thread)
             return check_score(await result if inspect.isawaitable(result) else result)
         except (SystemExit, KeyboardInterrupt) as error:  # these would end the process, and all its episodes
             raise RuntimeError(f"the program raised {type(error).__name__}: {error}") from error
-
-
-def forget_secrets(kept: Collection[str]) -> None:
-    """Remove the environment variables that look like secrets, except those in ``kept``."""
-    for name in [name for name in os.environ if SECRET.search(name) and not name.startswith("RAY_")]:
-        if name not in kept:
-            del os.environ[name]
 
 
 def load_program(reference: str, settings: dict[str, Any] | None = None) -> Callable[..., Any]:
@@ -212,13 +213,6 @@ def load_program(reference: str, settings: dict[str, Any] | None = None) -> Call
     return program
 
 
-def _called(program: Callable[..., Any], data: dict[str, Any], arguments: dict[str, Any]) -> object:
-    try:
-        return program(data, **arguments)
-    except StopIteration as error:  # a future cannot carry this one
-        raise RuntimeError(repr(error)) from error
-
-
 def _traceback(error: BaseException) -> str:
     frames = "".join(format_exception(error, limit=-MOST_FRAMES))
     return f"{type(error).__qualname__}: {error}\n{frames}"
@@ -228,7 +222,7 @@ def _traceback(error: BaseException) -> str:
 
 
 class AgentPool:
-    """Spreads episodes over processes; an ``AgentRunner``.
+    """Spreads episodes over processes.
 
     Args:
         start: starts a process with an ``AgentProcess``; called again for each one that must be replaced.
@@ -238,47 +232,43 @@ class AgentPool:
     def __init__(self, start: Callable[[], RpcTransport], count: int = 1) -> None:
         self.pool = RpcPool(start, count, "the agent program", HEARTBEAT_S + CLOSE_S)
 
-    async def play(self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool = False,
-                   timeout_s: float = 0.0) -> Score:  # fmt: skip
+    async def play(
+        self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool, timeout_s: float
+    ) -> AgentScore:
         """Run the program on one row; ``timeout_s=0`` is no limit.
 
         Raises:
             UserError: if the program cannot be loaded.
             AgentError: if it raises an error, takes too long, or returns no score.
-            ProcessLostError: if its process dies.
+            ProcessLostError: if its process fails.
         """
-        link, key = self.pool.take(episode), key_of(episode)
+        process, key = self.pool.take(episode), key_of(episode)
         try:
-            await link.load("program")
+            await process.load("program")
             async with asyncio.timeout(timeout_s or None):
-                score: Score = await link.post("play", key, data, base_url, api_key, is_eval)
+                score: AgentScore = await process.post("play", key, data, base_url, api_key, is_eval)
                 return score
-        except TimeoutError:
-            _cancel(link, key)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # Its end is not waited for; a process that cannot end it is killed.
+            process.post("close", key).add_done_callback(
+                lambda closed: process.kill() if not closed.cancelled() and closed.exception() else None
+            )
+            if isinstance(error, asyncio.CancelledError):
+                raise
             problem = f"the program did not end within {timeout_s:g} s (generator.episode_timeout_s)"
             raise AgentError(f"{episode}: {problem}") from None
-        except asyncio.CancelledError:
-            _cancel(link, key)
-            raise
         finally:
-            self.pool.give_back(link, episode)
+            self.pool.give_back(process, episode)
 
     async def close(self) -> None:
         """Kill all processes."""
         self.pool.close()
 
 
-def _cancel(link: RpcClient, key: str) -> None:
-    """Cancel an episode without waiting for its end. A process that cannot do that is killed."""
-    link.post("close", key).add_done_callback(
-        lambda ended: link.kill() if not ended.cancelled() and ended.exception() else None
-    )
-
-
 def ray_processes(
     program: str,
     config: dict[str, Any],
-    kept: list[str],
+    allowed: list[str],
     host: str,
     patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
 ) -> Callable[[], RpcTransport]:
@@ -288,12 +278,10 @@ def ray_processes(
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from skyasync.utils.rpc import RayTransport
-
         options: dict[str, Any] = {}
         if host.startswith("127.") or host in ("localhost", "::1"):
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        return RayTransport(partial(AgentProcess, program, config, kept, patience), 0.0, options=options)
+        return RayTransport(partial(AgentProcess, program, config, allowed, patience), 0.0, options=options)
 
     return start

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from types import MappingProxyType
@@ -51,12 +51,13 @@ Thoughts = Mapping[int, str]  # place in a conversation -> the reasoning of the 
 NO_THOUGHTS: Thoughts = MappingProxyType({})
 
 
+@dataclass
 class Recorder:
     """The calls in the order of their answers, and the conversation that each of them leads to."""
 
-    def __init__(self) -> None:
-        self.calls: list[RecordedCall] = []
-        self._led_to: dict[bytes, list[tuple[RecordedCall, Thoughts]]] = {}  # by a digest of the conversation
+    calls: list[RecordedCall] = field(default_factory=list)
+    #: By a digest of the conversation.
+    _led_to: dict[bytes, list[tuple[RecordedCall, Thoughts]]] = field(default_factory=dict)
 
     def record(self, call: RecordedCall, conversation: Sequence[str] = (), thoughts: Thoughts = NO_THOUGHTS) -> None:
         """Add a call.
@@ -106,8 +107,11 @@ def conversation(messages: list[Message], tools: Tools) -> list[str]:
 
 def thoughts(messages: list[Message], first: int = 1) -> dict[int, str]:
     """Digests of the reasoning of the messages, by their places in the conversation, whose first item is the tools."""
-    said = {place: m["reasoning_content"] for place, m in enumerate(messages, first) if m.get("reasoning_content")}
-    return {place: sha256(json.dumps(thought).encode()).hexdigest() for place, thought in said.items()}
+    return {
+        place: sha256(json.dumps(message["reasoning_content"]).encode()).hexdigest()
+        for place, message in enumerate(messages, first)
+        if message.get("reasoning_content")
+    }
 
 
 def comparable(message: Message) -> str:
@@ -129,25 +133,18 @@ class AgentChat:
 
     def prompt(self, messages: list[Message], tools: Tools, recorder: Recorder) -> Ints:
         """The tokens that the model continues, from the recorded ones as far as those go."""
-        found = recorder.extended_by(conversation(messages, tools), thoughts(messages))
-        if found is not None:
-            call, known = found  # the tools are the first item, so that ``known`` counts them too
-            new = self._new_tokens(messages[known - 2], messages[known - 1 :], call)
-            if new is not None:
-                return joined(call.tokens, ints(new))
+        earlier = recorder.extended_by(conversation(messages, tools), thoughts(messages))
+        if earlier is not None:
+            call, known = earlier  # the tools are the first item, so that ``known`` counts them too
+            # The reply of the call ends with an end-of-sequence token, if the template ends messages with one.
+            eos, reply, further = self.tokenizer.eos_token_id, messages[known - 2], messages[known - 1 :]
+            count = self._frame([_QUESTION, reply], None, generation=False).count(eos)
+            framed = self._frame([_QUESTION, reply, *further], None, generation=True)
+            if count and framed.count(eos) >= count:
+                new = tokens_after(framed, eos, count)
+                complete = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
+                return joined(call.tokens, ints(new if complete else [eos, *new]))
         return ints(self._frame(messages, tools, generation=True))
-
-    def _new_tokens(self, reply: Message, messages: list[Message], call: RecordedCall) -> list[int] | None:
-        """The tokens after the reply of a call, up to the model's next message; None if the template does not end
-        messages with the end-of-sequence token, by which the end of the reply is found."""
-        eos = self.tokenizer.eos_token_id
-        ends = self._frame([_QUESTION, reply], None, generation=False).count(eos)
-        framed = self._frame([_QUESTION, reply, *messages], None, generation=True)
-        if not ends or framed.count(eos) < ends:
-            return None
-        new = tokens_after(framed, eos, ends)
-        ended = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
-        return new if ended else [eos, *new]  # a reply that was cut is ended first
 
     def _frame(self, messages: list[Message], tools: Tools, *, generation: bool) -> list[int]:
         return self.tokenizer.apply_chat_template(
@@ -157,18 +154,30 @@ class AgentChat:
 
 # ---------------------------------------------------------------- sequences
 
+_SECRET = secrets.randbits(64)
+
 
 def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
-    """The training sequences, in the order in which they ended: the last one has the last call."""
+    """The training sequences, in the order in which they ended: the last one has the last call.
+
+    A call's prompt is compared with all sequences at once, by a hash of each beginning of its tokens. The hash is a sum
+    of pseudo-random numbers, one for each token at its position (SplitMix64's finalizer), which a secret keeps from
+    being predicted. It is wrong with probability 2**-64.
+    """
     chains: list[list[RecordedCall]] = []
     ended: list[int] = []  # at which call
     lengths, sums = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.uint64)  # of the chains' tokens
     for number, call in enumerate(calls):
-        prefixes = _prefix_sums(call.tokens)
+        positions = np.arange(len(call.tokens), dtype=np.uint64)
+        mixed = (call.tokens.astype(np.uint64) << np.uint64(32)) + positions ^ np.uint64(_SECRET)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed ^= mixed >> np.uint64(31)
+        prefixes = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         count = len(chains)
         within = np.flatnonzero(lengths[:count] <= len(call.prompt))
-        found = within[prefixes[lengths[within]] == sums[within]]
-        chain = min(found.tolist(), key=lambda index: (-lengths[index], ended[index]), default=count)
+        extended = within[prefixes[lengths[within]] == sums[within]]
+        chain = min(extended.tolist(), key=lambda index: (-lengths[index], ended[index]), default=count)
         if chain == count:
             chains.append([])
             ended.append(number)
@@ -177,31 +186,15 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
     return [_segments(chains[index]) for index in sorted(range(len(chains)), key=ended.__getitem__)]
 
 
-_SECRET = secrets.randbits(64)
-
-
-def _prefix_sums(tokens: Ints) -> np.ndarray:
-    """A hash of each beginning of the tokens, the empty one first.
-
-    It is a sum of pseudo-random numbers, one for each token at its place (SplitMix64's finalizer), which a secret keeps
-    from being predicted. It is wrong with probability 2**-64.
-    """
-    mixed = (tokens.astype(np.uint64) << np.uint64(32)) + np.arange(len(tokens), dtype=np.uint64) ^ np.uint64(_SECRET)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-
-
 def _segments(chain: list[RecordedCall]) -> list[Segment]:
-    found: list[Segment] = []
-    done = known = 0
+    segments: list[Segment] = []
+    done = known = 0  # tokens of the sequence; those whose experts are known
     for call in chain:
         between = call.prompt[done:]
         if len(between):
-            found.append(Segment("observation" if found else "prompt", between))
+            segments.append(Segment("observation" if segments else "prompt", between))
         experts = None if call.action.experts is None else call.action.experts[known:]
-        found.append(replace(call.action, experts=experts) if known else call.action)
+        segments.append(replace(call.action, experts=experts) if known else call.action)
         known += 0 if experts is None else len(experts)
         done = len(call.tokens)
-    return found
+    return segments

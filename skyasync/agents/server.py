@@ -22,7 +22,7 @@ import asyncio
 import hmac
 import json
 import socket
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -31,11 +31,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from skyasync.agents.api.chat import ChatApi, CompletionsApi
-from skyasync.agents.api.messages import MessagesApi
+from skyasync.agents.api.messages import CountTokensApi, MessagesApi
 from skyasync.agents.api.responses import ResponsesApi
-from skyasync.agents.api.types import Api, Body, RequestError, ServerSentEvent, from_json
+from skyasync.agents.api.types import Api, RequestError
 from skyasync.agents.calls import LONG_REPLY, Calls, ModelCall
-from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, limiting, read_body
+from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_json
 from skyasync.agents.parsers import reasoning_parser, tool_parser
 from skyasync.agents.parsers.reply import ReplyParser
 from skyasync.agents.recorder import AgentChat
@@ -55,16 +55,16 @@ MODEL = "policy"  # the endpoint's name for the policy; requests may call it any
 WAITING_CONNECTIONS = 4096  # the episodes of a batch may all connect at once
 GRACE_S = 5.0  # for connections that are open when the endpoint closes
 
-_MESSAGES = MessagesApi()
 #: Anthropic's clients put /v1 in front of their paths themselves.
-APIS: dict[str, Api] = {
-    "/v1/chat/completions": ChatApi(),
-    "/v1/completions": CompletionsApi(),
-    "/v1/responses": ResponsesApi(),
-    "/v1/messages": _MESSAGES,
-    "/v1/v1/messages": _MESSAGES,
+APIS: dict[str, type[Api]] = {
+    "/v1/chat/completions": ChatApi,
+    "/v1/completions": CompletionsApi,
+    "/v1/responses": ResponsesApi,
+    "/v1/messages": MessagesApi,
+    "/v1/v1/messages": MessagesApi,
+    "/v1/messages/count_tokens": CountTokensApi,
+    "/v1/v1/messages/count_tokens": CountTokensApi,
 }
-_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 _ENCODER = json.JSONEncoder()
 
 
@@ -80,9 +80,14 @@ class Endpoint:
         reasoning: ``generator.reasoning_parser``.
         broker: gives sessions to programs that the run has not started.
 
+    Attributes:
+        listen_socket: to listen on in place of an address, if it is set before ``start``.
+
     Raises:
         UserError: for a parser that does not exist.
     """
+
+    listen_socket: socket.socket | None = None
 
     def __init__(
         self,
@@ -110,15 +115,12 @@ class Endpoint:
         async with self._starting:
             if self._runner is not None:
                 return
-            self._limits = ConnectionLimits()
             app = web.Application(
-                client_max_size=self._calls.most_bytes, middlewares=[_errors_of_the_api, limiting(self._limits)]
+                client_max_size=self._calls.most_bytes, middlewares=[_api_errors, self._limits.middleware]
             )
             app.router.add_get("/v1/models", self._models)
             for path in APIS:
                 app.router.add_post(path, self._answer)
-            for path in ("/v1/messages/count_tokens", "/v1/v1/messages/count_tokens"):
-                app.router.add_post(path, self._count)
             if self._broker is not None:
                 app.router.add_routes(self._broker.routes(self))
             # If a client hangs up, no answer is computed, and what was not sent is not recorded.
@@ -127,17 +129,21 @@ class Endpoint:
             )
             await runner.setup()
             self._runner = runner
-            self.port = await self._listen(self._limits, runner)
+            self.port = await self._limits.open(
+                runner, self._host, self._requested_port, self.listen_socket, backlog=WAITING_CONNECTIONS
+            )
             if self._broker is not None:
-                await self._broker.listening(self.base_url)
-
-    async def _listen(self, limits: ConnectionLimits, runner: web.AppRunner) -> int:
-        return await limits.open(runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS)
+                self._broker.publish_address(self.base_url)
 
     @property
     def base_url(self) -> str:
         """What programs give their clients. One that listens on all addresses is reached at this machine's own."""
-        return f"http://{_own_address() if self._host in ANY_ADDRESS else self._host}:{self.port}/v1"
+        host = self._host
+        if host in ANY_ADDRESS:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
+                probe.connect(("192.0.2.1", 9))  # an address for documentation, which no machine has
+                host = str(probe.getsockname()[0])
+        return f"http://{host}:{self.port}/v1"
 
     async def close(self) -> None:
         """End all calls and stop listening. Safe to call twice."""
@@ -193,22 +199,23 @@ class Endpoint:
             return web.json_response({"object": "list", "data": [model]})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        api = APIS[request.path]
+        api_class = APIS[request.path]
         with self.entered(request) as session:
             async with session.reads(request.content_length):
-                model_request = api.read(await json_body(request), session)
-                call = await self._calls.open(session, model_request, api.prefix, size=len(await request.read()))
-            if model_request.stream:
+                api = api_class(await read_json(request), session)
+                size = len(await request.read())
+                if api.counts_tokens:
+                    prompt = await self._calls.prompt(session, api.request, size)
+                    return web.json_response({"input_tokens": len(prompt)})
+                call = await self._calls.open(session, api.request, api.prefix, size)
+            if api.request.stream:
                 return await _send_stream(request, call, api)
-            return await _send_whole(call, api)
-
-    async def _count(self, request: web.Request) -> web.Response:
-        """How many tokens a prompt of Anthropic's API has."""
-        with self.entered(request) as session:
-            async with session.reads(request.content_length):
-                model_request = _MESSAGES.read_prompt(await json_body(request), session)
-                prompt = await self._calls.prompt(session, model_request, size=len(await request.read()))
-            return web.json_response({"input_tokens": len(prompt)})
+            replies = await call.answered()
+            if call.head.completion_tokens <= LONG_REPLY:
+                return web.json_response(api.answer(call.head, replies))
+            # A thread encodes it, in Python: json.dumps would block the event loop all the same.
+            text = await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(api.answer(call.head, replies))))
+            return web.Response(text=text, content_type="application/json")
 
 
 # ---------------------------------------------------------------- requests
@@ -229,49 +236,24 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode(errors="surrogateescape")).digest()
 
 
-def _own_address() -> str:
-    """This machine's address towards others; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # an address for documentation, which no machine has
-        return str(probe.getsockname()[0])
-
-
-async def json_body(request: web.Request) -> Body:
-    """Raises ``RequestError`` if the body is no JSON object."""
-    text = await read_body(request)
-    try:
-        body = from_json(text)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
-    if not isinstance(body, dict):
-        raise RequestError("the request's body must be a JSON object")
-    return body
-
-
 # ---------------------------------------------------------------- answers
 
 
-async def _send_whole(call: ModelCall, api: Api) -> web.Response:
-    replies = await call.answered()
-    if call.head.completion_tokens <= LONG_REPLY:
-        return web.json_response(api.answer(call.request, call.head, replies))
-    # A thread encodes it, in Python: json.dumps would block the event loop all the same.
-    text = await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(api.answer(call.request, call.head, replies))))
-    return web.Response(text=text, content_type="application/json")
+class ClientGoneError(Exception):
+    """The client has hung up."""
 
 
 async def _send_stream(request: web.Request, call: ModelCall, api: Api) -> web.StreamResponse:
     """The response begins with the first event; an error before it is an ordinary one."""
-    response, stream = web.StreamResponse(headers=_STREAM_HEADERS), api.stream(call.request)
-    ended = set[int]()
+    headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response, ended = web.StreamResponse(headers=headers), set[int]()
 
-    async def send(events: Iterable[ServerSentEvent]) -> None:
-        text = "".join(event.text for event in events)
+    async def send(events: str) -> None:
         try:
             if not response.prepared:
                 await response.prepare(request)
-            if text:
-                await response.write(text.encode())
+            if events:
+                await response.write(events.encode())
         except ConnectionError as error:
             raise ClientGoneError from error
 
@@ -279,31 +261,27 @@ async def _send_stream(request: web.Request, call: ModelCall, api: Api) -> web.S
         async with aclosing(call.updates()) as updates:
             async for replies in updates:
                 if not response.prepared:
-                    await send(stream.begin(call.head))
+                    await send(api.begin(call.head))
                 for reply in replies:
                     await asyncio.sleep(0)  # others have a turn
                     if reply.index not in ended:
-                        await send(stream.update(reply))
+                        await send(api.update(reply))
                         ended |= {reply.index} if reply.finish_reason else set()
-        await send(stream.end(call.head, replies))
+        await send(api.end(call.head, replies))
     except ClientGoneError:
         return response
     except Exception as error:
         if not response.prepared:
             raise
         with suppress(ClientGoneError):
-            await send(stream.fail(_as_request_error(error)))
+            await send(api.fail(_as_request_error(error)))
     with suppress(ConnectionError):
         await response.write_eof()
     return response
 
 
-class ClientGoneError(Exception):
-    """The client has hung up."""
-
-
 def _as_request_error(error: Exception) -> RequestError:
-    """What a program is told of any failure."""
+    """The error that a program is sent."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, RecursionError):
@@ -312,16 +290,16 @@ def _as_request_error(error: Exception) -> RequestError:
 
 
 @web.middleware
-async def _errors_of_the_api(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _api_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every error in the schema of its API; clients need not try again after one of the engine."""
     try:
         return await handler(request)
     except web.HTTPException as error:  # no such address, wrong method, too long
-        found = RequestError(f"{error.reason} ({request.method} {request.path})", status=error.status)
+        problem = RequestError(f"{error.reason} ({request.method} {request.path})", status=error.status)
     except Exception as error:
-        found = _as_request_error(error)
-    api = _MESSAGES if "/messages" in request.path else APIS["/v1/chat/completions"]
-    answer = web.json_response(api.error(found), status=found.status, headers={"x-should-retry": "false"})
+        problem = _as_request_error(error)
+    api = MessagesApi if "/messages" in request.path else Api
+    answer = web.json_response(api.error(problem), status=problem.status, headers={"x-should-retry": "false"})
     if not request.content.is_eof():
         answer.force_close()
     return answer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from skyasync.agents.api.types import Message, ModelRequest
 from skyasync.agents.recorder import Recorder
@@ -17,11 +18,6 @@ from skyasync.rollout.types import TrajectoryId
 MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
 STORED_CHARACTERS = 32 * 1024**2  # of all these conversations together
 INLINE = 16 * 1024  # bytes or characters read in milliseconds; of longer requests an episode has one read at a time
-
-
-class OpenCall(Protocol):
-    def settle(self) -> None:
-        """Record what has been sent of the answer, if anything has and nothing is recorded yet."""
 
 
 class Session:
@@ -35,6 +31,7 @@ class Session:
     Attributes:
         conversations: by the id of an answer, the conversation that a later request continues if it names the answer.
         over: nothing is answered or recorded any more.
+        streams: of each answer that is streamed at present, what records the part that has been sent.
     """
 
     def __init__(
@@ -50,14 +47,14 @@ class Session:
         self.tokenising = asyncio.Lock()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.handlers: set[asyncio.Task[Any]] = set()
-        self.streams: set[OpenCall] = set()
+        self.streams: set[Callable[[], None]] = set()
         self.over = False
         self._requests = 0
 
-    def requests(self, prompt: Ints, request: ModelRequest, room: int) -> list[GenerationRequest]:
-        """One request per choice, each with an id (and seed) of its own."""
+    def requests(self, prompt: Ints, request: ModelRequest, capacity: int) -> list[GenerationRequest]:
+        """One request per choice, each with an id (and seed) of its own; ``capacity``: tokens that a reply may have."""
         sampling = request.sampling
-        most = min(sampling.max_tokens, room)
+        most = min(sampling.max_tokens, capacity)
         sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         first, self._requests = self._requests, self._requests + request.choices
         seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**62 for i in range(request.choices)]
@@ -84,10 +81,5 @@ class Session:
 
     def settle(self) -> None:
         """Record what has been sent of answers that are still streamed: the program may have read enough."""
-        for stream in list(self.streams):
-            stream.settle()
-
-    def fail(self, error: Exception) -> None:
-        if not self.failure.done():
-            self.failure.set_exception(error)
-            self.failure.exception()  # the generator may not be there to read it
+        for settle in list(self.streams):
+            settle()

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from skyasync.algorithms.binding import bind, configured, setting
-from skyasync.algorithms.end_to_end import EndToEnd
-from skyasync.algorithms.masked import whiten
+from skyasync.algorithms.masked import JoinedRows, whiten
 from skyasync.algorithms.normalization import Pools, normalize
 from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
-from skyasync.algorithms.returns import discounted_returns, gae
+from skyasync.algorithms.values import discounted_returns, gae
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def compute_advantages(cfg: EstimatedBy, rewards: Tensor, mask: Tensor, group_id
         ValueError: if the estimator needs values and there are none.
     """
     if trajectory_ids is not None:
-        samples = EndToEnd(trajectory_ids)
+        samples = JoinedRows(trajectory_ids)
         whole = samples.join(values) if values is not None else None
         estimate = compute_advantages(cfg, samples.join(rewards), samples.join(mask), samples.first(group_ids), whole)
         return samples.split(estimate[0]), samples.split(estimate[1])

@@ -124,7 +124,7 @@ def segment_tis(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float
 @CORRECTIONS.register("icepop")
 @configured(low="icepop_low", high="icepop_high")
 def icepop(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
-    """w where ``low <= w <= high``, 0 elsewhere: outliers are dropped, not truncated. Source: Ling team 2025."""
+    """w where ``low <= w <= high``, else 0: outliers are dropped, not truncated. Source: Ling team 2025."""
     return zero_outside(importance_weights(proximal, behaviour, mask), low, high)
 
 
@@ -155,7 +155,7 @@ def sequence_mask_tis(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low:
 @CORRECTIONS.register("token_mask")
 @configured(low="token_mask_is_threshold_low", high="token_mask_is_threshold_high")
 def token_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 2.0) -> Tensor:
-    """1 where ``low <= w <= high``, 0 elsewhere: IcePop's choice without its weight."""
+    """1 where ``low <= w <= high``, else 0: IcePop's choice without its weight."""
     return inside(importance_weights(proximal, behaviour, mask), low, high)
 
 

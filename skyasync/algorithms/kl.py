@@ -1,4 +1,4 @@
-"""KL divergence to a reference policy, estimated from the sampled tokens; in the loss or in the reward.
+"""KL divergence to a reference policy or a teacher, from the sampled tokens; in the loss, reward or advantages.
 
 Invariant: ``[batch, length]`` in, ``[batch, length]`` out, token by token. p is the policy that sampled (with
 gradient in a loss), q the other one. k1 is unbiased with a high variance, k3 unbiased and never negative; k2 and abs
@@ -8,6 +8,12 @@ As a *loss* the gradient is what counts, and there k1's has mean 0 while k2's is
 ``k1_straight_through`` and ``k3_straight_through`` have the value of k1 and k3 and the gradient of k2 (verl ``k1+``,
 ``k3+``; Tang and Munos 2025, Liu et al. 2025). Off policy all of them need the ratio as a factor:
 ``kl_importance_weighted``.
+
+On-policy distillation: a teacher says of each token that the policy sampled how likely it should have been. The reverse
+KL of policy p to teacher t on the policy's own samples has the gradient E[(log p - log t) grad log p]: that of a policy
+gradient whose advantage is log t - log p, detached. Neither groups, nor micro-batches, nor ranks change it. Sources: Lu
+and Thinking Machines Lab 2025, "On-Policy Distillation" (discount 0: a token is judged by itself); Gu et al. 2024
+(MiniLLM); Agarwal et al. 2024 (GKD).
 """
 
 from __future__ import annotations
@@ -23,6 +29,9 @@ from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+LEAST = 1e-7
+"""What a distribution leaves to all but its likeliest tokens is taken to be at least this much."""
 
 
 @KL_ESTIMATORS.register("k1")
@@ -142,3 +151,39 @@ def kl_controller(cfg: object) -> FixedKLController | AdaptiveKLController:
     if setting(cfg, "kl_ctrl.type", "fixed") == "fixed":
         return FixedKLController(start)
     return AdaptiveKLController(start, setting(cfg, "kl_ctrl.kl_target", 0.1), setting(cfg, "kl_ctrl.horizon", 10000))
+
+
+# ---------------------------------------------------------------- teachers
+
+
+def top_k_reverse_kl(logprobs: Tensor, teacher: Tensor) -> Tensor:
+    """KL(p || t) of distributions over k tokens and all others as one more, ``[...]``; differentiable in p.
+
+    It is the whole vocabulary's where k is that, and else never more. Source: Tail-Aware Top-k On-Policy Distillation
+    (arXiv 2608.14728); with p and t scaled to 1 over the k tokens instead, what p gives to others would cost nothing.
+
+    Args:
+        logprobs: of k tokens under the policy, ``[..., k]``.
+        teacher: of the same tokens under the teacher.
+    """
+    rest, teachers_rest = _log_rest(logprobs), _log_rest(teacher)
+    among = (logprobs.exp() * (logprobs - teacher)).sum(-1)
+    return among + rest.exp() * (rest - teachers_rest)
+
+
+def _log_rest(logprobs: Tensor) -> Tensor:
+    return (1.0 - logprobs.exp().sum(-1)).clamp(min=LEAST).log()
+
+
+def teacher_advantages(logprobs: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """What the teacher adds to each token's advantage, and the mean reverse KL per token that it stands for.
+
+    Args:
+        logprobs: of the sampled tokens under the policy before the update, ``[batch, length]``.
+        teacher: the same under the teacher.
+
+    Returns:
+        ``log t - log p``, ``[batch, length]``, 0 outside the mask; and a scalar, the k1 estimate of KL(p || t).
+    """
+    gap = torch.where(mask, teacher - logprobs, 0.0).detach()
+    return gap, -gap.sum(dtype=torch.float64) / mask.sum().clamp(min=1)

@@ -218,8 +218,8 @@ class Objective:
         return loss
 
     def _check(self, tensors: Mapping[str, Any]) -> None:
-        wanted = self._enters | ({"selection"} if self.prepares else set())
-        missing = sorted(name for name in wanted if name not in tensors)
+        needed = self._enters | ({"selection"} if self.prepares else set())
+        missing = sorted(name for name in needed if name not in tensors)
         if missing:
             raise ValueError(f"the objective needs {', '.join(missing)} (objective.needs = {sorted(self.needs)})")
 

@@ -1,5 +1,7 @@
 """How far training is from the policy that sampled: metrics, by staleness, and a warning when nothing moves.
 
+Also the proximal policy between the two (``approximate_proximal``).
+
 Invariant: metrics are means over the mask's tokens of the tensors given; call them on a whole batch.
 """
 
@@ -65,8 +67,8 @@ def gap_metrics(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Te
     drift = torch.where(mask, proximal - behaviour, 0).detach()
     chosen = drift[fresh].double()
     near = chosen.clamp(-20, 20)
-    found = {"mean": chosen.abs().mean(), "max": chosen.abs().max(), "k3": (near.expm1() - near).mean()}
-    return {f"gap/{name}": float(v) for name, v in found.items()} | _by_position("gap/from_{}", drift, mask, fresh)
+    values = {"mean": chosen.abs().mean(), "max": chosen.abs().max(), "k3": (near.expm1() - near).mean()}
+    return {f"gap/{name}": float(v) for name, v in values.items()} | _by_position("gap/from_{}", drift, mask, fresh)
 
 
 def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Tensor) -> str | None:
@@ -87,9 +89,9 @@ def _by_position(name: str, drift: Tensor, mask: Tensor, chosen: Tensor) -> dict
         return {}
     edges = torch.tensor(POSITIONS[1:], device=mask.device)
     which = torch.bucketize(position[chosen], edges, right=True)
-    apart = drift[chosen].double().abs()
+    distance = drift[chosen].double().abs()
     return {
-        name.format(first): float(apart[which == number].mean())
+        name.format(first): float(distance[which == number].mean())
         for number, first in enumerate(POSITIONS)
         if bool((which == number).any())
     }
@@ -109,3 +111,29 @@ def _metrics(prefix: str, ratio: Tensor, drift: Tensor, mask: Tensor, weights: T
         metrics["masked_fraction"] = (factor == 0).double().mean()
         metrics["clipped_fraction"] = ((factor != 0) & (factor.double() != chosen)).double().mean()
     return {prefix + name: float(value) for name, value in metrics.items()}
+
+
+def approximate_proximal(current: Tensor, behaviour: Tensor, versions: Tensor, current_version: int, *,
+                         method: str = "loglinear") -> Tensor:  # fmt: skip
+    """Log-probabilities ``[batch, length]`` of the policy just before this update, from those of the two ends.
+
+    With ``alpha = (v_prox - v) / (current_version - v)`` in [0, 1] and ``v_prox = current_version - 1``: "loglinear" is
+    ``behaviour + alpha (current - behaviour)``; "linear" interpolates the probabilities; "rollout" is ``behaviour``.
+    Tokens of the newest version (``v_prox``) get the behaviour policy itself. The result is detached.
+
+    Args:
+        versions: int ``[batch, length]``, the policy version of each token; negative (prompt) gives alpha 0.
+        current_version: the version that this update makes.
+
+    Source: AReaL ``prox_logp_method``.
+    """
+    staleness = (current_version - versions).to(current.dtype)
+    alpha = torch.where((staleness > 0) & (versions >= 0), (staleness - 1) / staleness.clamp(min=1), 0).clamp(0, 1)
+    current, behaviour = current.detach(), behaviour.detach()
+    if method == "loglinear":
+        return behaviour + alpha * (current - behaviour)
+    if method == "linear":
+        return ((1 - alpha) * behaviour.exp() + alpha * current.exp() + 1e-10).log()
+    if method == "rollout":
+        return behaviour
+    raise ValueError(f"unknown method {method!r}: loglinear, linear or rollout")

@@ -1,6 +1,6 @@
 """How token losses become one number: a weight per token, made once for a whole mini-batch.
 
-Invariant: the loss is ``(weights * token_loss).sum()`` and the weights have seen the whole mini-batch, so cutting it
+Invariant: the loss is ``(weights * token_loss).sum()``, and the weights have seen the whole mini-batch. So cutting it
 into micro-batches, packing it or spreading it over ranks (whose gradients are summed) cannot change the gradient.
 Each reduction takes the mask ``[batch, length]`` and ``group_ids [batch]`` and returns weights ``[batch, length]``, 0
 outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, verl); with ``count_empty`` they do
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from skyasync.algorithms.binding import bind, configured
-from skyasync.algorithms.end_to_end import EndToEnd
+from skyasync.algorithms.masked import JoinedRows
 from skyasync.algorithms.registries import LOSS_REDUCTIONS
 from skyasync.errors import UserError
 from skyasync.lazy_torch import torch
@@ -37,7 +37,7 @@ def loss_weights(cfg: ReducedBy, mask: Tensor, group_ids: Tensor, dtype: torch.d
     Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence. By default in float64.
     """
     if trajectory_ids is not None:
-        samples = EndToEnd(trajectory_ids)
+        samples = JoinedRows(trajectory_ids)
         return samples.split(loss_weights(cfg, samples.join(mask), samples.first(group_ids), dtype))
     reduction = bind(LOSS_REDUCTIONS[cfg.loss_reduction], cfg)
     return reduction({"mask": mask, "group_ids": group_ids}).to(dtype or torch.float64)
@@ -54,7 +54,7 @@ def loss_numerators(cfg: ReducedBy, mask: Tensor, group_ids: Tensor,
         UserError: if a reduction of the user's own, which gives no denominator, is asked.
     """
     if trajectory_ids is not None:
-        samples = EndToEnd(trajectory_ids)
+        samples = JoinedRows(trajectory_ids)
         weights, total = loss_numerators(cfg, samples.join(mask), samples.first(group_ids))
         return samples.split(weights), total
     reduction = LOSS_REDUCTIONS[cfg.loss_reduction]

@@ -25,7 +25,7 @@ ADVANTAGE_ESTIMATORS = Registry(
     inputs="rewards values mask group_ids",
     needs="rewards mask",
     capabilities={
-        # A sample is judged beside the rest of its group: in a group of one every advantage is 0. A setting's name
+        # A sample is compared with the rest of its group: in a group of one every advantage is 0. A setting's name
         # in place of true: where that setting is "group".
         "group_relative": False,
         # An advantage depends on other groups of the batch as well. A setting's name: where that is "batch", or true.

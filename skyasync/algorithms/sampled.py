@@ -35,8 +35,8 @@ def _floor(ordered: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tens
     floor = torch.where(top_k > 0, torch.maximum(floor, last), floor)
     probs = ordered.masked_fill(ordered < floor[:, None], -torch.inf).softmax(dim=1)
     likelier = probs.cumsum(dim=1) - probs
-    kept = (likelier < top_p[:, None]).sum(dim=1).clamp(min=1)
-    last = ordered.gather(1, (kept - 1)[:, None])[:, 0]
+    count = (likelier < top_p[:, None]).sum(dim=1).clamp(min=1)
+    last = ordered.gather(1, (count - 1)[:, None])[:, 0]
     return torch.where(top_p < 1, torch.maximum(floor, last), floor)
 
 
@@ -107,5 +107,5 @@ class SampledDistribution:
         top_k = torch.full((rows,), self.top_k, device=logits.device)
         top_p, min_p = (torch.full((rows,), value, device=logits.device) for value in (self.top_p, self.min_p))
         with torch.no_grad():
-            kept = likely(logits, top_k, top_p, min_p).scatter(1, targets[:, None], True)
-        return logits.masked_fill(~kept, _NEVER)
+            likely_tokens = likely(logits, top_k, top_p, min_p).scatter(1, targets[:, None], True)
+        return logits.masked_fill(~likely_tokens, _NEVER)

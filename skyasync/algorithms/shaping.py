@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.binding import setting
-from skyasync.algorithms.end_to_end import EndToEnd
+from skyasync.algorithms.masked import JoinedRows
 from skyasync.algorithms.normalization import normalize
 
 
@@ -30,7 +30,7 @@ def shape_rewards(cfg: object, rewards: Tensor, mask: Tensor, *, truncated: Tens
         trajectory_ids: ``[batch]``; rows that share one are one sample.
     """
     if trajectory_ids is not None:
-        samples = EndToEnd(trajectory_ids)
+        samples = JoinedRows(trajectory_ids)
         per_sample = [None if x is None else samples.first(x) for x in (truncated, group_ids)]
         shaped = shape_rewards(
             cfg, samples.join(rewards), samples.join(mask), truncated=per_sample[0], group_ids=per_sample[1]

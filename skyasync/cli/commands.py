@@ -1,16 +1,18 @@
-"""The subcommands of ``skyasync``: what each is called, what it does, and where it lives.
+"""The subcommands of ``skyasync``: their names, help and modules; and how they read their options.
 
-Importing this imports nothing else of the library, so that ``--help`` is quick; a subcommand's own module is imported
-when it runs.
+Importing this imports nothing else of the library but its errors, so that ``--help`` is quick. A subcommand's own
+module is imported when it runs.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+
+from skyasync.errors import UserError, nearest
 
 Arguments = Sequence[str]
 
@@ -22,11 +24,11 @@ class Subcommand:
     Args:
         home: ``module:function``, called with the arguments after the subcommand; it returns the exit status.
         does: one line of the help.
-        options: those that it takes besides settings, for completion.
+        options: its options, for completion.
         settings: it takes ``key=value``.
         runs: it takes folders of runs, or files.
-        listed: it stands in the help.
-        needs: it takes arguments, without which its help is an error.
+        listed: the help lists it.
+        needs: it needs arguments; without any, its help is an error.
     """
 
     home: str
@@ -50,6 +52,7 @@ class Subcommand:
 
 
 _HELP = ("--help",)
+_LOADER_OPTIONS = ("--config", "--help", "-h")  # which the configuration's own loader reads
 _SETTINGS = ("--config", "--help")
 _PLAN = ("--gpus", "--gpu-memory", "--host-memory", "--json")
 
@@ -59,7 +62,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "skyasync.cli.commands:plan", "say what a run would need, and whether it fits", (*_SETTINGS, *_PLAN)
     ),
     "simulate": Subcommand(
-        "skyasync.cli.commands:simulate", "run the plans on virtual time, with your costs", _SETTINGS
+        "skyasync.simulate.__main__:main", "simulate the plans without GPUs, with your costs", _SETTINGS
     ),
     "translate": Subcommand(
         "skyasync.cli.commands:translate",
@@ -126,7 +129,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         _HELP,
         settings=False,
     ),
-    "complete": Subcommand("skyasync.cli.completion:complete", "what completion asks", settings=False, listed=False),
+    "complete": Subcommand(
+        "skyasync.cli.completion:complete", "the words that complete a line", settings=False, listed=False
+    ),
 }
 """By name, in the order of the help. A subcommand is one word; settings are key=value."""
 
@@ -156,17 +161,10 @@ def train(argv: Arguments) -> None:
 
 
 def plan(argv: Arguments) -> None:
-    """What a run would need; see ``skyasync.planning.command``."""
+    """The resources that a run would need; see ``skyasync.planning.command``."""
     from skyasync.cli.train import DRY_RUN, main
 
     main(argv=[DRY_RUN, *argv])
-
-
-def simulate(argv: Arguments) -> None:
-    """See ``skyasync.simulate``."""
-    from skyasync.simulate.__main__ import main
-
-    main(argv)
 
 
 def translate(argv: Arguments) -> None:
@@ -174,3 +172,48 @@ def translate(argv: Arguments) -> None:
     from skyasync.other_frameworks import other_frameworks
 
     other_frameworks().translate(argv)
+
+
+def take_options(
+    argv: Sequence[str], values: Mapping[str, str], flags: Collection[str] = (), *, settings: bool = False
+) -> tuple[dict[str, str], list[str]]:
+    """The options by their names, and the other arguments, in order.
+
+    Options are ``--name value``, ``--name=value`` and ``--flag``, whose value is "".
+
+    Args:
+        values: options that have a value, each with an example of one.
+        settings: the other arguments are for the configuration's loader, with its options.
+
+    Raises:
+        UserError: for an unknown option, with the nearest one, or for one without its value.
+    """
+    given: dict[str, str] = {}
+    rest, arguments = [], list(argv)
+    while arguments:
+        argument = arguments.pop(0)
+        name, equals, value = argument.partition("=")
+        if name in values:
+            if not equals and not arguments:
+                raise UserError(f"{name} needs a value: {name} {values[name]}")
+            given[name] = value if equals else arguments.pop(0)
+        elif name in flags and not equals:
+            given[name] = ""
+        elif settings and (name in _LOADER_OPTIONS or not name.startswith("-")):
+            rest.append(argument)
+            if argument in _LOADER_OPTIONS and arguments:
+                rest.append(arguments.pop(0))
+        elif name.startswith("-"):
+            known = [*values, *flags]
+            close = nearest(name, known, count=1)
+            raise UserError(f"unknown option {name}: " + (f"did you mean {close[0]}?" if close else ", ".join(known)))
+        else:
+            rest.append(argument)
+    return given, rest
+
+
+def whole_number(text: str, option: str, least: int = 1) -> int:
+    """Raises ``UserError`` unless the text is a whole number of at least ``least``."""
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{option} {text}: not a whole number of at least {least}")
+    return int(text)

@@ -1,22 +1,17 @@
 """Completion of the command in a shell: subcommands, options, keys group by group, and the values of a key.
 
-The words come from the tables that the command itself reads (``SUBCOMMANDS`` and the schema), so that what is
-completed is accepted. A shell asks ``skyasync complete SHELL LINE`` at each key press; nothing heavy is imported.
+The words come from the tables that the command itself reads (``SUBCOMMANDS`` and the schema), so that every completed
+word is accepted. A shell calls ``skyasync complete SHELL LINE`` at each key press; nothing heavy is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from skyasync.cli.commands import LISTED, SUBCOMMANDS, Arguments
 from skyasync.errors import UserError, unknown
 
-if TYPE_CHECKING:
-    from skyasync.config.keys import Key
-
-# bash takes "=" and ":" for the end of a word; so what stands before the last one is cut off what it is given.
+# bash takes "=" and ":" for the end of a word, so everything before the last one is cut off the answers.
 _BASH = """\
 _skyasync() {
     local line="${COMP_LINE:0:COMP_POINT}" found cut
@@ -86,74 +81,52 @@ def candidates(line: str) -> list[str]:
     if subcommand is None and words and "=" not in words[0] and not words[0].startswith("-"):
         return []
     if words[:1] == ["completion"]:
-        return _beginning(SCRIPTS, current)
+        return [shell for shell in SCRIPTS if shell.startswith(current)]
     if words and words[-1] in ("--help", "-h"):
-        return _groups(current)
+        from skyasync.config.keys import Keys
+        from skyasync.config.schema import Config
+
+        keys = Keys.of(Config)
+        return [name for name in [*keys.groups, *keys.by_path] if name.startswith(current)]
     known = subcommand or SUBCOMMANDS["train"]
-    found = [] if words else _beginning(LISTED, current)
+    matches = [] if words else [name for name in LISTED if name.startswith(current)]
     if current.startswith("-"):
-        found += _beginning([option for option in known.options if option not in words], current)
+        matches += [option for option in known.options if option not in words and option.startswith(current)]
     elif known.settings and (current or not known.runs):
-        found += _settings(current) or ([] if found else _by_name(current))
-    if known.runs:
-        found += _runs(current)
-    return found
+        matches += _settings(current, by_name=not matches)
+    if known.runs:  # folders of runs, below ``runs`` or in the folder of the word
+        folder = Path(current) if current.endswith("/") else Path(current).parent if current else Path("runs")
+        paths = sorted(folder.iterdir()) if folder.is_dir() else []
+        folders = [str(path) for path in paths if path.is_dir() and not path.name.startswith(".")]
+        matches += [path for path in folders if path.startswith(current)]
+    return matches
 
 
-def _beginning(words: Iterable[str], current: str) -> list[str]:
-    return [word for word in words if word.startswith(current)]
+def _settings(current: str, *, by_name: bool) -> list[str]:
+    """Keys, group by group; after ``=`` the possible values, if they are few.
 
-
-def _settings(current: str) -> list[str]:
-    """Keys, group by group; after ``=`` the possible values, if they are few."""
+    Args:
+        by_name: a word that begins no group or key may begin a key's own name, in any group.
+    """
     from skyasync.config.keys import Keys
     from skyasync.config.schema import Config
+    from skyasync.config.values import written
 
     keys = Keys.of(Config)
     path, equals, text = current.partition("=")
     if equals:
-        values = _values(keys[path]) if path in keys else []
+        if path not in keys:
+            return []
+        key = keys[path]
+        try:
+            options = list(key.options())
+        except UserError:  # completion does not fail because a part is broken
+            options = list(key.choices)
+        values = [written(value) for value in options] or (["true", "false"] if key.type is bool else [])
         return [f"{path}={value}" for value in values if value.startswith(text)]
     group = path.rpartition(".")[0]
-    found = [f"{name}." for name in keys.groups if name.rpartition(".")[0] == group and name.startswith(path)]
-    return found + [f"{key.path}=" for key in keys if key.group == group and key.path.startswith(path)]
-
-
-def _by_name(current: str) -> list[str]:
-    """Keys whose own name begins so, wherever they live."""
-    from skyasync.config.keys import Keys
-    from skyasync.config.schema import Config
-
-    if not current or "." in current or "=" in current:
-        return []
-    return [f"{key.path}=" for key in Keys.of(Config) if key.name.startswith(current)]
-
-
-def _values(key: Key) -> list[str]:
-    from skyasync.config.values import written
-
-    try:
-        options = [written(value) for value in key.options()]
-    except UserError:  # completion does not fail because a part is broken
-        options = [written(value) for value in key.choices]
-    return options or (["true", "false"] if key.type is bool else [])
-
-
-def _groups(current: str) -> list[str]:
-    from skyasync.config.keys import Keys
-    from skyasync.config.schema import Config
-
-    keys = Keys.of(Config)
-    return [name for name in [*keys.groups, *keys.by_path] if name.startswith(current)]
-
-
-def _runs(current: str) -> list[str]:
-    """Folders of runs, below ``runs`` or wherever the word leads."""
-    at = Path(current)
-    parent = at if current.endswith("/") else at.parent
-    if not current:
-        parent = Path("runs")
-    if not parent.is_dir():
-        return []
-    found = [path for path in sorted(parent.iterdir()) if path.is_dir() and not path.name.startswith(".")]
-    return [text for path in found if (text := str(path)).startswith(current)]
+    matches = [f"{name}." for name in keys.groups if name.rpartition(".")[0] == group and name.startswith(path)]
+    matches += [f"{key.path}=" for key in keys if key.group == group and key.path.startswith(path)]
+    if not matches and by_name and path and "." not in path:
+        return [f"{key.path}=" for key in keys if key.name.startswith(path)]
+    return matches

@@ -1,6 +1,6 @@
 """``skyasync engines``: engines that join a run, or leave it, while it goes on.
 
-Invariant: it changes one file in the run's folder, which the run looks at; a name that the run could not use is refused
+Invariant: it changes one file in the run's folder, which the run reads; a name that the run could not use is rejected
 here, and nothing is written then.
 """
 

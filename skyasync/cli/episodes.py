@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from skyasync.errors import UserError
-from skyasync.observe import jsonl
-from skyasync.observe.report import samples, settings
+from skyasync.observability import jsonl
+from skyasync.observability.report import samples, settings
 from skyasync.rollout.trajectory_files import NONFINITE
 
 Row = Mapping[str, Any]
 COLOURS = ("blue", "dark_orange3", "green4", "magenta", "gold3", "deep_sky_blue3")
 _FAINT = "dim italic"
-MOST = 20  # episodes that are printed where none is named
+MOST = 20  # episodes that are printed if none is named
 
 
 def show(
@@ -34,31 +34,30 @@ def show(
     """Print the episodes of a step (by default the last), or the one whose id begins with ``episode``.
 
     Args:
-        nonfinite: of the batches that could not be learnt from.
+        nonfinite: of the batches that were not trained on because of non-finite values.
 
     Raises:
         UserError: if there are none.
     """
     console = console or Console(highlight=False)
-    found = _of_files(run, step, episode, NONFINITE if nonfinite else "")
-    if not nonfinite:
-        found = found or _of_samples(run, step, episode)
-    if not found:
+    rows = _recorded(run, step, episode, NONFINITE if nonfinite else "")
+    if not rows and not nonfinite:
+        samples_of_run: Sequence[Row] = jsonl.read_rows(run / "samples.jsonl")
+        if step is None and not episode:
+            step = max((row["step"] for row in samples_of_run), default=0)
+        rows = [row for row in samples_of_run
+                if step in (None, row["step"]) and row["prompt_id"].startswith(episode)]  # fmt: skip
+    if not rows:
         raise UserError(f"{run} has recorded no {f'episode {episode}' if episode else f'episodes of step {step}'}")
-    for row in found[:MOST]:
+    for row in rows[:MOST]:
         _print(row, console, tokens=tokens)
-    if len(found) > MOST:
-        console.print(f"and {len(found) - MOST} more of step {found[0]['step']}: name one with --episode")
+    if len(rows) > MOST:
+        console.print(f"and {len(rows) - MOST} more of step {rows[0]['step']}: name one with --episode")
 
 
-def _of_samples(run: Path, step: int | None, episode: str) -> list[Row]:
-    rows: Sequence[Row] = jsonl.read_rows(run / "samples.jsonl")
-    wanted = step if step is not None or episode else max((row["step"] for row in rows), default=0)
-    return [r for r in rows if (wanted is None or r["step"] == wanted) and r["prompt_id"].startswith(episode)]
-
-
-def _of_files(run: Path, step: int | None, episode: str, folder: str) -> list[Row]:
-    """From the recorded trajectories, if there are any."""
+def _recorded(run: Path, step: int | None, episode: str, folder: str) -> list[Row]:
+    """The episodes of the recorded trajectories, if there are any."""
+    from skyasync.rollout.metrics import token_columns
     from skyasync.rollout.trajectory_files import files_of, read
 
     files = files_of(run / folder)
@@ -68,39 +67,35 @@ def _of_files(run: Path, step: int | None, episode: str, folder: str) -> list[Ro
         files = files[-1:]
     if not files:
         return []
-    decode, found = _decoder(run), list[Row]()
-    for file in files:
-        recorded = read(file)
-        theirs = iter(recorded.trainer_logprobs)
-        for group in recorded.groups:
-            for trajectory in group.trajectories:
-                of_each = [(segments, next(theirs)) for segments in trajectory.sequences]
-                if str(trajectory.id).startswith(episode):
-                    found += [_row(recorded.step, group.prompt, trajectory, s, t, decode) for s, t in of_each]
-    return found
-
-
-def _row(step: int, prompt: Any, trajectory: Any, segments: Any, trained: Any, decode: Callable[..., str]) -> Row:  # noqa: ANN401
-    from skyasync.rollout.metrics import token_columns
-
-    return {
-        "step": step,
-        "prompt_id": str(trajectory.id),
-        "prompt": prompt.messages[-1]["content"],
-        "reward": trajectory.reward,
-        "stop_reason": trajectory.stop_reason,
-        "tokens": token_columns(segments, decode, trained, most=None),
-    }
-
-
-def _decoder(run: Path) -> Callable[..., str]:
-    """The model's tokenizer, if it is still there; else tokens are their numbers."""
-    path = str(settings.read(run / "config.yaml").get(settings.MODEL, ""))
-    if path and (not path.startswith("/") or Path(path).is_dir()):
+    model = str(settings.read(run / "config.yaml").get(settings.MODEL, ""))
+    if model and (not model.startswith("/") or Path(model).is_dir()):
         from skyasync.rollout.tokenizer import load_tokenizer
 
-        return load_tokenizer(path).decode
-    return lambda tokens: f"<{tokens[0]}>"
+        decode: Callable[..., str] = load_tokenizer(model).decode
+    else:  # the tokenizer is gone: tokens are numbers
+
+        def decode(tokens: Sequence[int]) -> str:
+            return f"<{tokens[0]}>"
+
+    rows = list[Row]()
+    for file in files:
+        recorded = read(file)
+        logprobs = iter(recorded.trainer_logprobs)
+        for group in recorded.groups:
+            for trajectory in group.trajectories:
+                sequences = [(segments, next(logprobs)) for segments in trajectory.sequences]
+                if not str(trajectory.id).startswith(episode):
+                    continue
+                for segments, trained in sequences:
+                    rows.append({
+                        "step": recorded.step,
+                        "prompt_id": str(trajectory.id),
+                        "prompt": group.prompt.messages[-1]["content"],
+                        "reward": trajectory.reward,
+                        "stop_reason": trajectory.stop_reason,
+                        "tokens": token_columns(segments, decode, trained, most=None),
+                    })  # fmt: skip
+    return rows
 
 
 def _print(row: Row, console: Console, *, tokens: bool) -> None:
@@ -112,27 +107,22 @@ def _print(row: Row, console: Console, *, tokens: bool) -> None:
         line.append(f" {version} ", style=_colour(version))
     console.print(line)
     console.print(Text(sample.prompt, style="dim"))
-    if tokens:
-        console.print(_table(sample))
+    if not tokens:
+        text = Text()
+        for token in sample.tokens:
+            text.append(token.text, style=_FAINT if token.version < 0 else _colour(token.version))
+        console.print(text if sample.tokens else Text(sample.response))
+        console.print()
         return
-    text = Text()
-    for token in sample.tokens:
-        text.append(token.text, style=_FAINT if token.version < 0 else _colour(token.version))
-    console.print(text if sample.tokens else Text(sample.response))
-    console.print()
-
-
-def _table(sample: samples.Sample) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("", "token", "version", "engine", "trainer", "gap"):
         table.add_column(name, justify="left" if name == "token" else "right")
     for place, token in enumerate(sample.tokens):
-        version = "" if token.version < 0 else str(token.version)
         figures = ["" if value is None else f"{value:.4f}" for value in (token.engine, token.trainer, token.gap)]
-        style = _FAINT if token.version < 0 else ""
         gap = Text(figures[2], style="bold red" if token.strength > 0.3 else "")
-        table.add_row(str(place), Text(repr(token.text), style=style), version, figures[0], figures[1], gap)
-    return table
+        shown = Text(repr(token.text), style=_FAINT if token.version < 0 else "")
+        table.add_row(str(place), shown, "" if token.version < 0 else str(token.version), figures[0], figures[1], gap)
+    console.print(table)
 
 
 def _colour(version: int) -> str:

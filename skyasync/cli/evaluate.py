@@ -1,18 +1,18 @@
-"""``skyasync evaluate``: the score of a model or a checkpoint on the held-out prompts, without workers."""
+"""``skyasync evaluate``: rewards and pass@k of a model or a checkpoint on the held-out prompts, without workers."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import number, take
+from skyasync.cli.commands import Arguments, take_options, whole_number
+from skyasync.config.resume import STATE
 from skyasync.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -40,13 +40,17 @@ def evaluate(argv: Arguments) -> int | None:
         print(HELP, end="")
         return None
     values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
-    options, rest = take(argv, values, ("--json", "--best"), settings=True)
-    wanted, passing = _ks(options.get("--k", "")), _passing(options.get("--passing", ""))
+    options, rest = take_options(argv, values, ("--json", "--best"), settings=True)
+    ks = [whole_number(part, "--k") for part in options["--k"].split(",")] if options.get("--k") else []
+    try:
+        passing = float(options["--passing"]) if options.get("--passing") else None
+    except ValueError:
+        raise UserError(f"--passing {options['--passing']}: not a reward") from None
     with ExitStack() as stack:
         settings = _settings_of(options.get("--of", ""), stack, best="--best" in options)
         given = {argument.partition("=")[0] for argument in rest}
         rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
-        from skyasync.cli.playing import RolloutExperiment
+        from skyasync.cli.rollout_experiment import RolloutExperiment
         from skyasync.cli.train import configuration
         from skyasync.config.schema.data import most_samples
         from skyasync.rollout.evaluation import Scoring
@@ -54,24 +58,30 @@ def evaluate(argv: Arguments) -> int | None:
 
         cfg: Config = configuration(rest)
         cfg.trainer.eval_passing = cfg.trainer.eval_passing if passing is None else passing
-        if too_many := [k for k in wanted if k > most_samples(cfg)]:
+        if too_many := [k for k in ks if k > most_samples(cfg)]:
             raise UserError(
                 f"--k {too_many[0]} needs as many samples: set generator.eval_n_samples_per_prompt={too_many[0]} (with "
                 f"generator.eval_sampling_params.temperature=null, that of training)"
             )
-        cfg.trainer.eval_k = wanted or cfg.trainer.eval_k
-        experiment = RolloutExperiment(cfg)
-        experiment.settle(held_out=True)
-        most = number(options["--prompts"], "--prompts") if "--prompts" in options else 0
-        groups = experiment.play(experiment.prompts(held_out=True, most=most), held_out=True)
+        cfg.trainer.eval_k = ks or cfg.trainer.eval_k
+        experiment = RolloutExperiment(cfg, evaluation=True)
+        most = whole_number(options["--prompts"], "--prompts") if "--prompts" in options else 0
+        groups = experiment.play(experiment.prompts(most))
         if problem := describe(bad_rewards(groups)):
             raise UserError(problem)
         scoring, tokenizer = Scoring.of(cfg), experiment.get_tokenizer()
-    found = scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
+    metrics = scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
     if "--json" in options:
-        print(json.dumps(found, indent=1))
-    else:
-        _show(found)
+        print(json.dumps(metrics, indent=1))
+        return None
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for name, value in metrics.items():
+        standard_error = metrics.get(f"{name}_error")
+        error = "" if standard_error is None else f" ± {standard_error:.4f}"
+        if not name.endswith("/score_error"):
+            console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")
     return None
 
 
@@ -79,20 +89,19 @@ def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str
     """What a run would log of these, with the number of prompts and the score's standard error over them, by set."""
     from skyasync.rollout.evaluation import eval_metrics
 
-    found = eval_metrics(groups, numbers)
+    metrics = eval_metrics(groups, numbers)
     for name in dict.fromkeys(["", *(group.prompt.eval_set for group in groups)]):
-        where = f"eval/{name}/" if name else "eval/"
+        prefix = f"eval/{name}/" if name else "eval/"
         own = [group for group in groups if group.rewards and name in ("", group.prompt.eval_set)]
-        found[f"{where}prompts"] = float(len(own))
+        metrics[f"{prefix}prompts"] = float(len(own))
         if len(own) > 1:
-            found[f"{where}score_error"] = stdev(fmean(group.rewards) for group in own) / sqrt(len(own))
-    return found
+            metrics[f"{prefix}score_error"] = stdev(fmean(group.rewards) for group in own) / sqrt(len(own))
+    return metrics
 
 
 def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
-    """Settings that make the run's engine have these weights."""
-    from skyasync.cli.checkpoints import find, is_checkpoint_or_run
-    from skyasync.observe.report.settings import MODEL, read
+    """Settings with which the run's engine has the weights of ``--of``."""
+    from skyasync.observability.report.settings import MODEL, read
 
     if not name:
         return []
@@ -101,44 +110,18 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
         close = nearest(path.name, (each.name for each in path.parent.glob("*")), count=1)
         hint = f": did you mean {path.parent / close[0]}?" if close else ""
         raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
-    if not is_checkpoint_or_run(name):
+    if not (path / STATE).is_file() and not (path / "checkpoints").is_dir():
         return [f"{MODEL}={name}"]
-    checkpoint = find(name, best=best)
-    from skyasync.cli.export import write
+    from skyasync.cli.export import find_checkpoint, write
 
+    checkpoint = find_checkpoint(name, best=best)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write(checkpoint, folder / "model")
-    run = checkpoint.parent.parent / "config.yaml"
-    config = ["--config", str(run), *_without_other_models(read(run))] if run.is_file() else []
+    config, run = list[str](), checkpoint.parent.parent / "config.yaml"
+    if run.is_file():
+        # The run has written its model for each role that shares it; these settings name no model of their own.
+        settings = read(run)
+        shared = [key for key, value in settings.items()
+                  if key.endswith(".model.path") and key != MODEL and value == settings.get(MODEL)]  # fmt: skip
+        config = ["--config", str(run), *(f'{key}=""' for key in shared)]
     return [*config, f"{MODEL}={folder / 'model'}", "trainer.resume_mode=none"]
-
-
-def _without_other_models(settings: Mapping[str, object]) -> list[str]:
-    """Roles whose model is the policy's because none was named: the run has written down which that was."""
-    from skyasync.observe.report.settings import MODEL
-
-    policy = settings.get(MODEL)
-    names = [key for key, value in settings.items() if key.endswith(".model.path") and key != MODEL and value == policy]
-    return [f'{name}=""' for name in names]
-
-
-def _ks(text: str) -> list[int]:
-    return [number(part, "--k") for part in text.split(",")] if text else []
-
-
-def _passing(text: str) -> float | None:
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise UserError(f"--passing {text}: not a reward") from None
-
-
-def _show(found: dict[str, float]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    for name, value in found.items():
-        standard_error = found.get(f"{name}_error")
-        error = "" if standard_error is None else f" ± {standard_error:.4f}"
-        if not name.endswith("/score_error"):
-            console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")

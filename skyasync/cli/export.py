@@ -1,18 +1,19 @@
-"""``skyasync export``: a checkpoint's policy as a Hugging Face folder.
+"""``skyasync export``: a checkpoint's policy as a Hugging Face folder; and the checkpoint that a name means.
 
 Invariant: the weights are the checkpoint's, whatever number of ranks wrote it; no worker, engine or Ray is started.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from skyasync.cli.checkpoints import find, settings_of
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import take
+from skyasync.cli.commands import Arguments, take_options
+from skyasync.config.resume import STATE
 from skyasync.errors import UserError, unknown
+from skyasync.trainer.checkpoint.checkpoints import CONFIG, Checkpoints, glance, read_best
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ usage: skyasync export CHECKPOINT|RUN [--best] [--out FOLDER] [--dtype auto|floa
 
 Writes the policy of a checkpoint (of a run: its newest, or its best one) as a Hugging Face folder: safetensors,
 configuration, tokenizer. FOLDER is hf next to the weights by default. auto is the dtype of the model that the run
-began with; --model is that model, where it is not where it was.
+began with; --model is that model, if it has moved.
 """
 DTYPES = ("auto", "float32", "bfloat16")
 _PREFIX = "model."  # of the weights among a checkpoint's tensors
@@ -35,10 +36,10 @@ def export(argv: Arguments) -> int | None:
         print(HELP, end="")
         return None
     examples = {"--out": "FOLDER", "--dtype": "bfloat16", "--model": "PATH"}
-    options, names = take(argv, examples, ["--best"])
+    options, names = take_options(argv, examples, ["--best"])
     if len(names) != 1:
         raise UserError(f"skyasync export takes one checkpoint, or one run; {len(names)} are named")
-    checkpoint = find(names[0], best="--best" in options)
+    checkpoint = find_checkpoint(names[0], best="--best" in options)
     out = Path(options.get("--out") or checkpoint / "hf")
     write(checkpoint, out, dtype=options.get("--dtype", "auto"), model=options.get("--model", ""))
     print(out)
@@ -55,7 +56,12 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
         raise UserError(unknown("--dtype", dtype, DTYPES))
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is there and not empty: name another folder with --out")
-    settings = settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("model", {})
+    try:
+        recorded = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+        policy = recorded["config"].get("trainer", {}).get("policy", {})
+    except (OSError, ValueError, KeyError, TypeError):
+        policy = {}
+    settings = policy.get("model", {})
     origin = model or str(settings.get("path", ""))
     if not origin or (origin.startswith("/") and not Path(origin).is_dir()):
         raise UserError(
@@ -71,9 +77,11 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 
     config = training_config(origin, settings.get("config_kwargs"))
-    chosen = _dtype(dtype, getattr(torch, str(config.dtype).rpartition(".")[2], None))
+    name = str(config.dtype).rpartition(".")[2] if dtype == "auto" else dtype
+    chosen: torch.dtype = vars(torch).get(name, torch.float32)
     weights = read_weights(checkpoint)
-    if lora := _adapters_of(checkpoint):
+    lora = policy.get("lora", {})
+    if lora.get("rank"):
         from skyasync.models.lora import merge
 
         weights = merge(weights, origin, lora, chosen)
@@ -83,12 +91,6 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
         raise UserError(f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}")
     disable_progress_bar()
     files.export(empty, FullTensors(weights, chosen, FileLayout(empty, specs_in(weights, chosen))), origin, out)
-
-
-def _adapters_of(checkpoint: Path) -> dict[str, Any]:
-    """The settings of the adapters that its run trained on frozen weights; empty without adapters."""
-    lora: dict[str, Any] = settings_of(checkpoint).get("trainer", {}).get("policy", {}).get("lora", {})
-    return lora if lora.get("rank") else {}
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -102,10 +104,9 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{checkpoint} holds no policy")
     reader = HuggingFaceStorageReader(str(folder))
-    found = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in found.items()
+        for name, about in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(_PREFIX) and isinstance(about, TensorStorageMetadata)
     }
     with warnings.catch_warnings():
@@ -114,8 +115,26 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     return {name.removeprefix(_PREFIX): value for name, value in state.items()}
 
 
-def _dtype(asked: str, began_with: torch.dtype | None) -> torch.dtype:
-    import torch
+def find_checkpoint(name: str, *, best: bool = False) -> Path:
+    """A checkpoint's folder: the one of this name, or of a run's folder the newest complete one, or the best.
 
-    chosen: torch.dtype = getattr(torch, asked) if asked != "auto" else began_with or torch.float32
-    return chosen
+    Raises:
+        UserError: if there is none, or it is damaged.
+    """
+    folder = Path(name).expanduser()
+    if (folder / STATE).is_file():
+        if problem := glance(folder):
+            raise UserError(f"checkpoint {folder} cannot be used: {problem}")
+        return folder
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: name a checkpoint's, or a run's that has some")
+    inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    if best:
+        recorded = read_best(inside)
+        if recorded is None:
+            raise UserError(f"{folder} has no best checkpoint: a run with trainer.ckpt_best_metric keeps one")
+        return find_checkpoint(str(inside / recorded.folder))
+    newest = Checkpoints(inside).latest()
+    if newest is None:
+        raise UserError(f"{folder} has no checkpoint: a run with trainer.ckpt_interval keeps some")
+    return newest

@@ -1,21 +1,16 @@
 """``skyasync replay``: training on recorded rollouts, without engines, or a look at them token by token.
 
-Invariant: on the recorded rollouts, with the recorded settings and the same model, the updates are the ones of the run
-that recorded them; whatever differs then is what the user has changed.
+Invariant: on the recorded rollouts, with the recorded settings and the same model, the updates are those of the run
+that recorded them; a difference comes from the user's changes alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import number, take
+from skyasync.cli.commands import Arguments, take_options, whole_number
 from skyasync.errors import UserError
-
-if TYPE_CHECKING:
-    from skyasync.config.schema import Config
 
 HELP = """\
 usage: skyasync replay RUN [key=value ...]
@@ -30,8 +25,8 @@ setting; the new run's folder is RUN-replay, in the same place.
 trainer.policy.model.path names: an export of the steps before them, say.
 
 --show prints episodes instead, coloured by policy version: those of a step (the last), or the one whose id begins so;
---tokens lists each token with its version and what engine and trainer thought of it. Without recorded trajectories it
-shows samples.jsonl.
+--tokens lists each token with its version and its log-probabilities in engine and trainer. Without recorded
+trajectories it shows samples.jsonl.
 """
 
 
@@ -40,7 +35,7 @@ def replay(argv: Arguments) -> int | None:
     if list(argv) in (["--help"], ["-h"]):
         print(HELP, end="")
         return None
-    options, rest = take(
+    options, rest = take_options(
         argv, {"--step": "3", "--episode": "e0-i17"}, ("--show", "--tokens", "--nonfinite"), settings=True
     )
     names = [argument for argument in rest if "=" not in argument and not argument.startswith("-")]
@@ -53,7 +48,7 @@ def replay(argv: Arguments) -> int | None:
     if "--show" in options:
         from skyasync.cli.episodes import show
 
-        step = number(options["--step"], "--step") if "--step" in options else None
+        step = whole_number(options["--step"], "--step") if "--step" in options else None
         show(run, step, options.get("--episode", ""), tokens="--tokens" in options, nonfinite=nonfinite)
     elif given := [name for name in ("--step", "--episode", "--tokens") if name in options]:
         raise UserError(f"{given[0]} is read with --show")
@@ -64,7 +59,7 @@ def replay(argv: Arguments) -> int | None:
 
 def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> None:
     from skyasync.cli.train import main
-    from skyasync.observe.report.settings import read
+    from skyasync.observability.report.settings import read
     from skyasync.rollout.trajectory_files import NONFINITE, files_of, need_pyarrow
 
     need_pyarrow()
@@ -82,21 +77,9 @@ def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> No
         "trainer.export_path": '""',  # the recording run's is not written over
         "trainer.ckpt_path": '""',
     }
-    from skyasync.cli.replaying import Replay
+    from skyasync.cli.replay_experiment import ReplayExperiment
 
     more = [f"{key}={value}" for key, value in own.items() if key not in given]
-    Replay.recorded, Replay.alone = tuple(file.resolve() for file in files), nonfinite
+    ReplayExperiment.recorded, ReplayExperiment.independent = tuple(file.resolve() for file in files), nonfinite
     plan = str(read(run / "config.yaml").get("trainer.plan", "sync"))  # its settings stay as they are
-    main(Replay, ["--config", str(run / "config.yaml"), *settings, *more], plan=plan)
-
-
-def without_engines(cfg: Config) -> None:
-    """Reset the settings that only engines and prompts read."""
-    trainer, generator = cfg.trainer, cfg.generator
-    generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
-    generator.backend = "transformers"  # which needs nothing installed
-    trainer.placement.colocate_all, trainer.allow_uncorrected = False, True
-    trainer.epochs, trainer.max_training_steps, trainer.eval_before_train = 1, 0, False
-    cfg.environment.domains = {}  # rewards are recorded
-    if trainer.ckpt_best_metric.startswith("eval/"):
-        trainer.ckpt_best_metric = ""
+    main(ReplayExperiment, ["--config", str(run / "config.yaml"), *settings, *more], plan=plan)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyasync.cli.options import take
+from skyasync.cli.commands import take_options
 from skyasync.errors import UserError
 
 HELP = """\
@@ -24,14 +24,26 @@ def report(argv: Sequence[str]) -> int | None:
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return None
-    options, names = take(argv, {"--out": "page.html", "--every": "30"})
-    every_s = _seconds(options["--every"]) if "--every" in options else 0.0
-    folders = [_run_folder(name) for name in names]
+    options, names = take_options(argv, {"--out": "page.html", "--every": "30"})
+    every_s = 0.0
+    if "--every" in options:
+        try:
+            every_s = float(options["--every"])
+        except ValueError:
+            every_s = 0.0
+        if not 0 < every_s < float("inf"):
+            raise UserError(f"--every {options['--every']}: not a number of seconds above 0")
+    folders = [Path(name) for name in names]
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)")
+        if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
+            raise UserError(f"{folder} is no run's folder: it has neither metrics.jsonl nor config.yaml")
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
-    from skyasync.observe.jsonl import replace_text
-    from skyasync.observe.report.page import NAME, page
-    from skyasync.observe.status import read_status
+    from skyasync.observability.jsonl import replace_text
+    from skyasync.observability.report.page import NAME, page
+    from skyasync.observability.status import read_status
 
     path = Path(options.get("--out") or (folders[0] / NAME if len(folders) == 1 else COMPARISON))
     while True:
@@ -44,22 +56,3 @@ def report(argv: Sequence[str]) -> int | None:
         if over or not every_s:
             return None
         time.sleep(every_s)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"--every {text}: not a number of seconds above 0")
-    return seconds
-
-
-def _run_folder(name: str) -> Path:
-    folder = Path(name)
-    if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)")
-    if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
-        raise UserError(f"{folder} is no run's folder: it has neither metrics.jsonl nor config.yaml")
-    return folder

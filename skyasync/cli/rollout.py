@@ -6,14 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import number, take
+from skyasync.cli.commands import Arguments, take_options, whole_number
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from skyasync.rollout.tokenizer import Tokenizer
-    from skyasync.rollout.types import Group, Prompt, Trajectory
+    from skyasync.rollout.types import Group, Trajectory
 
 HELP = """\
 usage: skyasync rollout [--prompts N] [--samples N] [--held-out] [--show-prompts] [--json] [key=value ...]
@@ -31,28 +28,39 @@ def rollout(argv: Arguments) -> None:
         print(HELP, end="")
         return
     flags = ("--held-out", "--show-prompts", "--json")
-    options, rest = take(argv, {"--prompts": "4", "--samples": "8"}, flags, settings=True)
-    from skyasync.cli.playing import RolloutExperiment
+    options, rest = take_options(argv, {"--prompts": "4", "--samples": "8"}, flags, settings=True)
+    from skyasync.cli.rollout_experiment import RolloutExperiment
     from skyasync.cli.train import configuration
 
-    held_out = "--held-out" in options
+    evaluation = "--held-out" in options
     if "--samples" in options:
-        name = "eval_n_samples_per_prompt" if held_out else "n_samples_per_prompt"
-        rest = [*rest, f"generator.{name}={number(options['--samples'], '--samples')}"]
-    experiment = RolloutExperiment(configuration(rest))
-    experiment.settle(held_out=held_out)
-    prompts = experiment.prompts(held_out=held_out, most=number(options.get("--prompts", str(PROMPTS)), "--prompts"))
+        name = "eval_n_samples_per_prompt" if evaluation else "n_samples_per_prompt"
+        rest = [*rest, f"generator.{name}={whole_number(options['--samples'], '--samples')}"]
+    experiment = RolloutExperiment(configuration(rest), evaluation=evaluation)
+    prompts = experiment.prompts(whole_number(options.get("--prompts", str(PROMPTS)), "--prompts"))
     tokenizer = experiment.get_tokenizer()
     if "--show-prompts" in options:
-        _show_prompts(prompts, tokenizer, framed=experiment.cfg.data.apply_chat_template)
+        from rich.console import Console
+        from rich.text import Text
+
+        from skyasync.rollout.chat import ChatTokenizer
+
+        console, chat = Console(highlight=False), ChatTokenizer(tokenizer, experiment.cfg.data.apply_chat_template)
+        for prompt in prompts:
+            tokens = chat.prompt(prompt.messages).tolist()
+            console.print(Text(f"{prompt.id}  {prompt.env_class}  {len(tokens)} tokens", style="bold"))
+            console.print(Text(tokenizer.decode(tokens), style="cyan"))
+            for name, value in prompt.extras.items():
+                console.print(Text(f"  {name}: {str(value)[:200]}", style="dim"))
+            console.print()
         return
-    groups = experiment.play(prompts, held_out=held_out)
-    if "--json" in options:
-        for group in groups:
-            for trajectory in group.trajectories:
-                print(json.dumps(record(group, trajectory, tokenizer), default=str))
-    else:
+    groups = experiment.play(prompts)
+    if "--json" not in options:
         _show(groups, tokenizer)
+        return
+    for group in groups:
+        for trajectory in group.trajectories:
+            print(json.dumps(record(group, trajectory, tokenizer), default=str))
 
 
 def record(group: Group, trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, object]:
@@ -69,23 +77,6 @@ def record(group: Group, trajectory: Trajectory, tokenizer: Tokenizer) -> dict[s
     }
 
 
-def _show_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, framed: bool) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    from skyasync.rollout.chat import ChatTokenizer
-
-    console, chat = Console(highlight=False), ChatTokenizer(tokenizer, framed)
-    for prompt in prompts:
-        tokens = chat.prompt(prompt.messages).tolist()
-        head = f"{prompt.id}  {prompt.env_class}  {len(tokens)} tokens"
-        console.print(Text(head, style="bold"))
-        console.print(Text(tokenizer.decode(tokens), style="cyan"))
-        for name, value in prompt.extras.items():
-            console.print(Text(f"  {name}: {str(value)[:200]}", style="dim"))
-        console.print()
-
-
 def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -96,24 +87,16 @@ def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
     for group in groups:
         rewards = ", ".join(f"{reward:.3g}" for reward in group.rewards)
         console.print(Text(f"{group.prompt.id}  rewards {rewards}", style="bold"))
-        console.print(Text(_said(group.trajectories[0], tokenizer, ("prompt",)), style="dim"))
+        prompt = [s for s in group.trajectories[0].segments if s.kind == "prompt"]
+        console.print(Text("".join(tokenizer.decode(s.tokens.tolist()) for s in prompt), style="dim"))
         for trajectory in group.trajectories:
-            _show_one(console, trajectory, tokenizer)
+            reason = trajectory.stop_reason
+            end = {"stop": "", "length": ", cut by its length"}.get(reason, f", {reason}")
+            head = f"  r{trajectory.id.repetition}: reward {trajectory.reward:.3g}, {trajectory.response_length} tokens"
+            console.print(Text(head + end, style="green" if trajectory.reward > 0 else "yellow"))
+            for segment in trajectory.segments[1:]:
+                style = "" if segment.kind == "action" else "magenta"
+                console.print(Text(tokenizer.decode(segment.tokens.tolist()), style=style))
         console.print()
     for name, value in rollout_metrics(groups).items():
         console.print(f"{name:<28} {value:.4g}")
-
-
-def _show_one(console: Console, trajectory: Trajectory, tokenizer: Tokenizer) -> None:
-    from rich.text import Text
-
-    end = {"stop": "", "length": ", cut by its length"}.get(trajectory.stop_reason, f", {trajectory.stop_reason}")
-    head = f"  r{trajectory.id.repetition}: reward {trajectory.reward:.3g}, {trajectory.response_length} tokens{end}"
-    console.print(Text(head, style="green" if trajectory.reward > 0 else "yellow"))
-    for segment in trajectory.segments[1:]:
-        style = "" if segment.kind == "action" else "magenta"
-        console.print(Text(tokenizer.decode(segment.tokens.tolist()), style=style))
-
-
-def _said(trajectory: Trajectory, tokenizer: Tokenizer, kinds: tuple[str, ...]) -> str:
-    return "".join(tokenizer.decode(s.tokens.tolist()) for s in trajectory.segments if s.kind in kinds)

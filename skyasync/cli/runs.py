@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -15,21 +15,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyasync.cli.commands import Arguments
-from skyasync.cli.options import take
+from skyasync.cli.commands import Arguments, take_options
 from skyasync.config.load import COMMAND_LINE
 from skyasync.errors import UserError, unknown
-from skyasync.observe import jsonl
-from skyasync.observe.lines import duration
-from skyasync.observe.report import settings
-from skyasync.observe.status import FAILED, FINISHED, LOST, RUNNING, STOPPED, Status, read_status
+from skyasync.observability import jsonl
+from skyasync.observability.lines import duration
+from skyasync.observability.report import settings
+from skyasync.observability.status import FAILED, FINISHED, LOST, RUNNING, STOPPED, read_status
 
 HELP = """\
 usage: skyasync runs [FOLDER] [--sort METRIC] [--json]
 
 Lists the runs of a folder (runs, if none is named), the newest first: plan, steps, held-out score (last, and best),
 training reward, time, how they ended if they do not run, and the first settings in which they differ: those set on a
-command line before others. A run is lost if its process is gone without a word.
+command line before others. A run is lost if its process is gone and has left no reason.
 --sort METRIC puts the run with the largest last value of a metric of metrics.jsonl first, and shows that value.
 """
 MOST = 4  # settings that the table shows; --json has them all
@@ -61,14 +60,14 @@ def runs(argv: Arguments) -> None:
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return
-    options, folders = take(argv, {"--sort": "reward/mean"}, ("--json",))
+    options, folders = take_options(argv, {"--sort": "reward/mean"}, ("--json",))
     if len(folders) > 1:
         raise UserError(f"skyasync runs lists one folder; {len(folders)} are named")
-    found = listed(Path(folders[0] if folders else "runs"), options.get("--sort", ""))
+    rows = listed(Path(folders[0] if folders else "runs"), options.get("--sort", ""))
     if "--json" in options:
-        print(json.dumps([asdict(run) for run in found], indent=1))
+        print(json.dumps([asdict(run) for run in rows], indent=1))
     else:
-        Console().print(table(found, options.get("--sort", "")))
+        Console().print(table(rows, options.get("--sort", "")))
 
 
 def listed(folder: Path, metric: str = "") -> list[Listed]:
@@ -79,7 +78,8 @@ def listed(folder: Path, metric: str = "") -> list[Listed]:
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the one that trainer.runs_dir has")
-    paths = [path for path in folder.iterdir() if is_run(path)]
+    logs = ("config.yaml", "metrics.jsonl")
+    paths = [path for path in folder.iterdir() if any((path / name).is_file() for name in logs)]
     if not paths:
         raise UserError(f"there is no run in {folder}: a run's folder has a config.yaml")
     rows = [jsonl.read_rows(path / "metrics.jsonl") for path in paths]
@@ -88,29 +88,25 @@ def listed(folder: Path, metric: str = "") -> list[Listed]:
     values = [settings.read(path / "config.yaml") for path in paths]
     set_here = {name for path in paths for name, who in settings.read_origins(path / "origins.json").items()
                 if who == COMMAND_LINE}  # fmt: skip
-    found = [s for s in settings.differing(values) if s.key not in _SHOWN and not s.key.endswith("path")]
-    found.sort(key=lambda setting: setting.key not in set_here)
+    differing = [s for s in settings.differing(values) if s.key not in _SHOWN and not s.key.endswith("path")]
+    differing.sort(key=lambda setting: setting.key not in set_here)
     runs = [
-        replace(_look_at(path, own, cfg), differs={s.key: s.values[place] for s in found}, sorted_by=_last(own, metric))
+        _listed(path, own, cfg, {s.key: s.values[place] for s in differing}, metric)
         for place, (path, own, cfg) in enumerate(zip(paths, rows, values, strict=True))
     ]
     return sorted(runs, key=lambda run: (-inf if run.sorted_by is None else run.sorted_by, run.began), reverse=True)
 
 
-def _last(rows: Sequence[jsonl.Row], metric: str) -> float | None:
-    return next((row[metric] for row in reversed(rows) if row.get(metric) is not None), None)
-
-
-def is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()
-
-
-def _look_at(path: Path, rows: Sequence[jsonl.Row], values: settings.Values) -> Listed:
+def _listed(
+    path: Path, rows: Sequence[jsonl.Row], values: settings.Values, differs: dict[str, str], metric: str
+) -> Listed:
     status = read_status(path)
     steps = [row for row in rows if row["step"] > 0]
     scores = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
     rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
+    last = rows[-1].get("time") if rows else None
     began = status.began or (rows[0].get("time") if rows else None) or path.stat().st_mtime
+    ended = time.time() if status.state == RUNNING else status.ended or last
     return Listed(
         name=path.name,
         state=status.state,
@@ -120,18 +116,15 @@ def _look_at(path: Path, rows: Sequence[jsonl.Row], values: settings.Values) -> 
         score=scores[-1] if scores else None,
         best_score=max(scores, default=None),
         reward=rewards[-1] if rewards else None,
-        seconds=_seconds(status, rows, began),
+        seconds=round(ended - began, 1) if ended else None,
         began=began,
+        differs=differs,
+        sorted_by=next((row[metric] for row in reversed(rows) if row.get(metric) is not None), None),
     )
 
 
-def _seconds(status: Status, rows: Sequence[jsonl.Row], began: float) -> float | None:
-    ended = time.time() if status.state == RUNNING else status.ended or (rows[-1].get("time") if rows else None)
-    return round(ended - began, 1) if ended else None
-
-
 def table(runs: Sequence[Listed], metric: str = "") -> Table:
-    """For a terminal, where a plan of the user's own goes by its class, and a setting by the end of its key."""
+    """For a terminal: a plan of the user's own by its class, a setting by the end of its key."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("run", overflow="fold")
     shown.add_column("plan", overflow="fold")
@@ -142,8 +135,8 @@ def table(runs: Sequence[Listed], metric: str = "") -> Table:
         shown.add_column("settings that differ", overflow="fold")
     for run in runs:
         steps = f"{run.steps}/{run.of_steps}" if run.of_steps else str(run.steps)
-        figures = [_figure(run.score), _figure(run.best_score), _figure(run.reward)]
-        figures += [_figure(run.sorted_by)] if metric else []
+        values = [run.score, run.best_score, run.reward, *([run.sorted_by] if metric else [])]
+        figures = ["-" if value is None else f"{value:.3f}" for value in values]
         took = "-" if run.seconds is None else duration(run.seconds)
         colour = _COLOURS.get(run.state, "dim")
         differs = [f"{key.rpartition('.')[2]}={value}" for key, value in islice(run.differs.items(), MOST)]
@@ -151,7 +144,3 @@ def table(runs: Sequence[Listed], metric: str = "") -> Table:
         plan = run.plan.rpartition(":")[2]
         shown.add_row(run.name, plan, steps, *figures, took, Text(run.state, colour), Text(" ".join(differs + more)))
     return shown
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

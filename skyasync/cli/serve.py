@@ -1,7 +1,7 @@
-"""``skyasync serve``: a vLLM server that can be an engine of a run elsewhere.
+"""``skyasync serve``: a vLLM server that can be an engine of a run on another machine.
 
-Invariant: it is vLLM's own server, with what ``inference.backends.vllm.server`` asks for; whatever
-else is named goes to it as it is, and what is named twice is as named last.
+Invariant: it is vLLM's own server, with the arguments of ``inference.backends.vllm.server``. All other arguments are
+passed on unchanged; the last one of a name counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ usage: skyasync serve MODEL [--port PORT] [vLLM's own arguments]
 
 Starts vLLM's server for a run with generator.engines=[http://host:PORT]. MODEL is the one that the run trains; the run
 gives it weights through a file that both can see (generator.weight_sync_dir, where that is another machine). Only the
-loopback can reach it unless --host says another address: whoever can, can change its weights, unless the environment
+loopback can reach it unless --host is another address. Every client can change its weights, unless the environment
 variable SKYASYNC_ENGINES_KEY holds a key, which the run then has in the same variable.
 """
 

@@ -12,7 +12,7 @@ from skyasync.callbacks import RunExtension
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
 from skyasync.errors import RayEndedError, Terminated, UserError, headline
-from skyasync.observe.run_dir import RunDirectory, shown
+from skyasync.observability.run_dir import RunDirectory, shown
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
@@ -46,8 +46,19 @@ def main(
     try:
         arguments, fixed = list(sys.argv[1:] if argv is None else argv), _plan_of(experiment_class, plan)
         if DRY_RUN in arguments:
-            raise SystemExit(_dry_run(arguments, schema, fixed))
-        experiment = _experiment(experiment_class)(configuration(arguments, schema, fixed))
+            from skyasync.planning.command import HELP, show_plan, split_options
+
+            options, rest = split_options([argument for argument in arguments if argument != DRY_RUN])
+            if rest in (["--help"], ["-h"]):
+                print(HELP, end="")
+                raise SystemExit(0)
+            raise SystemExit(0 if show_plan(configuration(rest, schema, fixed), options) else 1)
+        cfg = configuration(arguments, schema, fixed)
+        if experiment_class is None:
+            from skyasync.run.experiment import BasePPOExp
+
+            experiment_class = BasePPOExp
+        experiment = experiment_class(cfg)
         if callbacks:
             from skyasync.preflight.parts import check_callbacks
 
@@ -65,21 +76,11 @@ def main(
 
 
 def configuration(arguments: Sequence[str], schema: type[C] = Config, plan: str | type | None = None) -> C:  # type: ignore[assignment]
-    """What the arguments ask for; the laptop-sized run where they name neither a model nor a configuration."""
+    """The configuration of these arguments; the laptop-sized run if they name neither a model nor a configuration."""
     cfg = load_config(arguments, schema=schema, default_config=TINY_CONFIG, plan=plan)
     if isinstance(plan, str) and plan:
         cfg.trainer.plan = plan
     return cfg
-
-
-def _dry_run(arguments: list[str], schema: type[Config], plan: str | type | None) -> int:
-    from skyasync.planning.command import HELP, show_plan, split_options
-
-    options, rest = split_options([argument for argument in arguments if argument != DRY_RUN])
-    if rest in (["--help"], ["-h"]):
-        print(HELP, end="")
-        return 0
-    return 0 if show_plan(configuration(rest, schema, plan), options) else 1
 
 
 def _run(experiment: BasePPOExp) -> dict[str, float] | None:
@@ -94,7 +95,7 @@ def _run(experiment: BasePPOExp) -> dict[str, float] | None:
 
 
 def end_with(error: Exception, folder: RunDirectory) -> NoReturn:
-    """End the program with one line, which names where the traceback and the processes' logs are."""
+    """End the program with one line, which names the files of the traceback and the processes' logs."""
     message = folder.secrets.hide_all(headline(error))
     logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
     print(f"error: {message} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
@@ -105,7 +106,7 @@ def end_with(error: Exception, folder: RunDirectory) -> NoReturn:
 
 
 def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:
-    """The plan that the experiment fixes: what the program says, or else what its ``get_trainer`` names."""
+    """The plan that the experiment fixes: the program's, or else the one that its ``get_trainer`` names."""
     if plan or experiment_class is None:
         return plan
     from skyasync.preflight.parts import plans_named_by
@@ -115,11 +116,3 @@ def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str
         return None
     named = plans_named_by(experiment_class.get_trainer)
     return named[0] if len(named) == 1 else ""
-
-
-def _experiment(experiment_class: type[BasePPOExp] | None) -> type[BasePPOExp]:
-    if experiment_class is not None:
-        return experiment_class
-    from skyasync.run.experiment import BasePPOExp
-
-    return BasePPOExp

@@ -31,4 +31,4 @@ __all__ = ["Config", "ConfigError", "check_config", "dump_config", "exit_with", 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return vars(import_module(f"{__name__}.{_HOMES[name]}"))[name]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from skyasync.config.help import allowed_text, default_text
-from skyasync.config.keys import Key, Keys
+from skyasync.config.help import meaning
+from skyasync.config.keys import MISSING, Keys
 from skyasync.config.schema import Config
-from skyasync.config.values import type_name
+from skyasync.config.values import type_name, written
 from skyasync.other_frameworks import other_frameworks
 
 _INTRODUCTION = """\
@@ -61,30 +59,24 @@ cfg = load_config(["mine.strength=0.7"], schema=MyConfig)
 
 def markdown(keys: Keys) -> str:
     """The page, ending in one newline."""
-    return "\n".join([_INTRODUCTION, *_key_tables(keys), *_peer_note()]) + "\n"
-
-
-def _key_tables(keys: Keys) -> Iterator[str]:
-    group = None
-    for key in sorted(keys, key=lambda key: list(keys.groups).index(key.group)):
-        if key.group != group:
-            group = key.group
-            yield from ("", f"## `{group}`", "", "| key | type | default | meaning |", "|---|---|---|---|")
-        yield _row(key)
-
-
-def _row(key: Key) -> str:
-    meaning = " ".join(filter(None, (key.doc, allowed_text(key))))
-    default = default_text(key).removeprefix("= ")
-    cells = (f"`{key.name}`", type_name(key.type), f"`{default}`", meaning)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _peer_note() -> Iterator[str]:
-    yield from ("", "## Coming from another library", "")
+    lines = [_INTRODUCTION]
+    for group in keys.groups:
+        members = [key for key in keys if key.group == group]
+        if members:
+            lines += ["", f"## `{group}`", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in members:
+            default = "required" if key.default == MISSING else written(key.default)
+            cells = (f"`{key.name}`", type_name(key.type), f"`{default}`", meaning(key))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     *first, last = other_frameworks().titles()
-    yield f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see"
-    yield "[coming_from.md](coming_from.md). `python -m skyasync translate run.sh` turns a whole recipe into ours."
+    lines += [
+        "",
+        "## Coming from another library",
+        "",
+        f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see",
+        "[coming_from.md](coming_from.md). `python -m skyasync translate run.sh` turns a whole recipe into ours.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

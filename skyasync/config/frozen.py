@@ -86,8 +86,7 @@ def _frozen_group(kind: type) -> type:
         "__new__": lambda cls, *args, **kwargs: kind(*args, **kwargs),
         "__reduce__": lambda self: (object.__new__, (kind,), settings(self)),
         "__eq__": lambda self, other: (
-            isinstance(other, kind)
-            and all(getattr(self, item.name) == getattr(other, item.name) for item in fields(self))
+            isinstance(other, kind) and all(vars(self)[item.name] == vars(other)[item.name] for item in fields(self))
         ),
         "__hash__": None,
     }

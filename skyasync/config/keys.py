@@ -6,14 +6,18 @@ what is accepted.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
+import re
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
-from math import isfinite
+from itertools import pairwise
+from math import isinf
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -25,50 +29,68 @@ T = TypeVar("T")
 
 MISSING = "???"  # what OmegaConf writes where a value must be given
 
+#: Settings by their former names. In files they are read as the new ones.
+RENAMED = {
+    "environment.reward_unjudged": "environment.reward_on_timeout",
+    "generator.spare_samples_per_prompt": "generator.oversample_per_prompt",
+}
+#: Former settings that did nothing. In files, such as a run's config.yaml, they are passed over.
+REMOVED = {
+    "trainer.parallel.data": "rows are divided among all ranks that trainer.parallel.context and tensor leave",
+    "trainer.parallel.expert": "experts are divided among the ranks of trainer.parallel.tensor",
+    "generator.run_engines_locally": "engines are the run's own unless generator.engines names servers",
+    "generator.async_engine": "requests are always asynchronous",
+    "generator.batched": "requests are always batched by the engine",
+}
+
 
 class When:
-    """When a key is read: where ``test`` of the configuration is true.
+    """The condition under which a key is read.
 
     Args:
-        alternatives: the same as one would write it: ``a.b`` (it is set), ``a.b=c|d``, ``not a.b``.
-        choices: what help writes in their place, if they depend on what is registered.
+        alternatives: as they are written, one of which must hold: ``a.b`` (it is set), ``a.b=c|d``, ``not a.b``.
+        test: decides instead of the alternatives, which then only name the keys that it reads.
+        choices: what help shows instead of the alternatives, if it depends on what is registered.
     """
 
     def __init__(
-        self, test: Callable[[Any], object], *alternatives: str, choices: Callable[[], str] | None = None
+        self,
+        *alternatives: str,
+        test: Callable[[Any], bool] | None = None,
+        choices: Callable[[], str] | None = None,
     ) -> None:
-        self.test, self.alternatives, self.choices = test, alternatives, choices
+        self.alternatives, self.test, self.choices = alternatives, test, choices
+        #: The keys that decide.
+        self.paths = list(dict.fromkeys(text.removeprefix("not ").partition("=")[0] for text in alternatives))
 
     def __call__(self, cfg: object) -> bool:
-        return bool(self.test(cfg))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, When) and self.alternatives == other.alternatives
-
-    def __hash__(self) -> int:
-        return hash(self.alternatives)
+        if self.test:
+            return self.test(cfg)
+        for text in self.alternatives:
+            path, _, values = text.removeprefix("not ").partition("=")
+            value = attrgetter(path)(cfg)
+            if (written(value) in values.split("|") if values else bool(value)) is not text.startswith("not "):
+                return True
+        return False
 
     def __str__(self) -> str:
         return self.choices() if self.choices else " or ".join(self.alternatives)
 
-    @property
-    def paths(self) -> list[str]:
-        """The keys that decide."""
-        return list(dict.fromkeys(text.removeprefix("not ").partition("=")[0] for text in self.alternatives))
-
-    def found(self, cfg: object) -> str:
-        """What these keys are, as one would write them."""
-        return " and ".join(f"{path}={written(attrgetter(path)(cfg))}" for path in self.paths)
-
 
 @dataclass(frozen=True)
 class Key:
-    """One setting. ``default`` is OmegaConf's ``MISSING`` if the user must give a value."""
+    """One setting: what its field says (see ``key``), and where it stands.
 
-    path: str
-    type: Any
+    Args:
+        default: OmegaConf's ``MISSING`` if the user must give a value.
+        own_doc: its sentence; by default the docstring under the field of its ``owner``, the dataclass.
+    """
+
+    path: str = ""
+    type: Any = None
     default: Any = MISSING
-    doc: str = ""
+    own_doc: str = ""
+    owner: type | None = None
     choices: tuple[Any, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
     low: float | None = None
@@ -91,6 +113,13 @@ class Key:
         return self.path.rpartition(".")[0]
 
     @property
+    def doc(self) -> str:
+        """What it means, in sentences: also its text in help and documentation."""
+        owners = self.owner.__mro__ if self.owner and not self.own_doc else ()
+        docs = (_field_docs(owner.__module__).get((owner.__name__, self.name), "") for owner in owners)
+        return next(filter(None, docs), self.own_doc)
+
+    @property
     def is_mapping(self) -> bool:
         """A free mapping: ``<path>.<anything>=value`` sets one of its entries."""
         arms = typing.get_args(self.type) if type(None) in typing.get_args(self.type) else (self.type,)
@@ -106,14 +135,13 @@ class Key:
 
     def bounds(self) -> str:
         """The allowed interval in words, "" if there is none."""
-        limits = (
-            (self.low, "at least"),
-            (self.above, "greater than"),
-            (self.high, "at most"),
-            (self.below, "less than"),
-        )
-        text = " and ".join(f"{words} {_written(limit)}" for limit, words in limits if limit is not None)
-        return " or ".join([*map(_written, self.also), text]) if self.also else text
+
+        def shown(limit: float) -> str:
+            return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+        limits = {"at least": self.low, "greater than": self.above, "at most": self.high, "less than": self.below}
+        text = " and ".join(f"{words} {shown(limit)}" for words, limit in limits.items() if limit is not None)
+        return " or ".join([*map(shown, self.also), text]) if self.also else text
 
     def allows(self, number: float) -> bool:
         """Whether a number lies within the bounds; NaN never does."""
@@ -125,39 +153,69 @@ class Key:
             and (self.below is None or number < self.below)
         )
 
+    def problem(self, value: object) -> str:
+        """What is wrong with a value of the right type (an element, for a list); "" if nothing is."""
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            if not self.allows(value):
+                return f"must be {self.bounds() or 'a number'}"
+            if isinf(value) and not self.infinite:
+                return "must be finite"
+        text = written(value)
+        if not (self.choices or self.registry) or (self.open_ended and isinstance(value, str) and ":" in value):
+            return ""
+        if self.pattern and isinstance(value, str) and re.fullmatch(self.pattern, value):
+            return ""
+        try:
+            options = self.options()
+        except UserError as error:
+            return str(error)
+        if value in options:
+            return ""
+        names = [written(option) for option in options]
+        why = dict(self.refused).get(text)
+        problem = f"{why} (allowed: {', '.join(names)})" if why else unknown(self.name, text, names)
+        if self.registry and self.open_ended:
+            problem += "; one of your own is file.py:name or module:name"
+        elif self.registry and ":" in text:
+            registry = self.registry.rpartition(":")[2]
+            problem += f"; one of your own gets its name in the program that you run: @{registry}.register"
+        return problem
 
-def _written(limit: float) -> str:
-    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+
+@functools.cache
+def _field_docs(module: str) -> dict[tuple[str, str], str]:
+    """The docstrings under the fields of a module's classes, by class and field; none if its source is not known."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError):
+        return {}
+    docs = {}
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for item, text in pairwise(owner.body):
+            match item, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                    docs[owner.name, name] = " ".join(doc.split())
+    return docs
 
 
-def key(
-    default: T,
-    doc: str,
-    *,
-    choices: tuple[Any, ...] = (),
-    refused: tuple[tuple[str, str], ...] = (),
-    low: float | None = None,
-    above: float | None = None,
-    high: float | None = None,
-    below: float | None = None,
-    also: tuple[float, ...] = (),
-    registry: str = "",
-    open_ended: bool = False,
-    pattern: str = "",
-    when: When | None = None,
-    infinite: bool = False,
-) -> T:
-    """A documented field. ``low``/``high`` are inclusive bounds, ``above``/``below`` exclusive ones;
-    ``also`` are numbers outside of them that are allowed.
+def key(default: T, doc: str = "", **limits: Any) -> T:  # noqa: ANN401  (the fields of Key)
+    """A field of a settings dataclass, which ``doc`` or a docstring under the field documents.
 
-    ``refused`` has values that are known elsewhere and are no choice here, each with the reason.
-    Of a list, bounds, choices and registry hold for each element. ``registry`` ("module:NAME") says
-    where the allowed names are registered; with ``open_ended`` a ``module:attribute`` reference (or, for paths,
-    any string) is accepted as well, and beside ``choices`` what matches the whole of ``pattern``. ``when`` says which
-    other keys it takes for this one to be read: set without them it is refused. Numbers must be finite unless
-    ``infinite``.
+    Args:
+        choices: the values that it may have. Of a list, choices, registry and bounds hold for each element.
+        refused: values that other libraries know and that are no choice here, each with the reason.
+        low, high: inclusive bounds; ``above``, ``below``: exclusive ones; ``also``: numbers outside them that are
+            allowed.
+        infinite: the number need not be finite.
+        registry: "module:NAME", where the allowed names are registered.
+        open_ended: a ``module:attribute`` reference (or, for paths, any string) is accepted as well.
+        pattern: what matches it as a whole is accepted in addition to ``choices``.
+        when: a ``When``, or the text of its one alternative: the condition under which the key is read. It is an error
+            to set a key that is not read.
     """
-    metadata = {name: value for name, value in locals().items() if name != "default"}
+    if isinstance(limits.get("when"), str):
+        limits["when"] = When(limits["when"])
+    metadata = {"key": Key(default=default, own_doc=doc, **limits)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -177,11 +235,13 @@ def inheriting(group: type[T]) -> type[T]:
     return dataclass(group)
 
 
+_READ: dict[type, Keys] = {}
+
+
 @dataclass(frozen=True)
 class Keys:
     """All keys of a schema, by dotted path and in the schema's order, and the groups that hold them."""
 
-    schema: type
     by_path: dict[str, Key] = field(default_factory=dict)
     groups: dict[str, type] = field(default_factory=dict)
 
@@ -192,7 +252,36 @@ class Keys:
         Raises:
             UserError: if a group's annotations cannot be resolved (a class defined inside a function).
         """
-        return _read(schema)
+        if schema not in _READ:
+            keys = cls()
+            keys._add(schema, None, "", None)
+            _READ[schema] = keys
+        return _READ[schema]
+
+    def _add(self, group: type, instance: object, prefix: str, when: When | None) -> None:
+        """``when``: the condition of the group that this one is in, which holds for all in it that name none."""
+        try:
+            hints = typing.get_type_hints(group)
+        except NameError as error:
+            raise UserError(
+                f"configuration group {group.__qualname__}: {error}; define it at the top of a module"
+            ) from error
+        for item in dataclasses.fields(group):
+            path, value = prefix + item.name, MISSING if item.default is dataclasses.MISSING else item.default
+            if instance is not None:
+                value = vars(instance)[item.name]
+            elif item.default_factory is not dataclasses.MISSING:
+                value = item.default_factory()
+            nested = type(value) if dataclasses.is_dataclass(value) else hints[item.name]
+            if isinstance(nested, type) and dataclasses.is_dataclass(nested):
+                self.groups[path] = nested
+                inner = None if value == MISSING else value
+                self._add(nested, inner, f"{path}.", item.metadata.get("when", when))
+            else:
+                key = item.metadata.get("key") or Key()
+                self.by_path[path] = dataclasses.replace(
+                    key, path=path, type=hints[item.name], default=value, owner=group, when=key.when or when
+                )
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.by_path.values())
@@ -205,76 +294,23 @@ class Keys:
 
     def holder(self, path: str) -> Key | None:
         """The key that ``path`` sets: itself, or the free mapping that ``path`` is an entry of."""
-        if path in self.by_path:
-            return self.by_path[path]
         parts = path.split(".")
-        if not all(parts) or "[" in path:
+        if path not in self.by_path and (not all(parts) or "[" in path):
             return None
-        for length in range(len(parts) - 1, 0, -1):
-            key = self.by_path.get(".".join(parts[:length]))
-            if key is not None:
-                return key if key.is_mapping else None
-        return None
-
-    def within(self, group: str) -> list[Key]:
-        """The keys in a group and below it; all of them for the empty name."""
-        return [key for key in self if not group or key.path.startswith(f"{group}.")]
-
-
-@functools.lru_cache(maxsize=8)
-def _read(schema: type) -> Keys:
-    keys = Keys(schema)
-    for found in _walk(schema, None, "", keys.groups):
-        keys.by_path[found.path] = found
-    return keys
-
-
-def _walk(
-    group: type, instance: object, prefix: str, groups: dict[str, type], when: When | None = None
-) -> Iterator[Key]:
-    """``when``: the condition of the group that this one is in, which holds for all in it that name none."""
-    hints = _hints(group)
-    for item in dataclasses.fields(group):
-        path = prefix + item.name
-        value = getattr(instance, item.name) if instance is not None else _default(item)
-        nested = type(value) if dataclasses.is_dataclass(value) else hints[item.name]
-        if dataclasses.is_dataclass(nested) and isinstance(nested, type):
-            groups[path], inherited = nested, item.metadata.get("when", when)
-            yield from _walk(nested, None if value == MISSING else value, f"{path}.", groups, inherited)
-        else:
-            known = {f.name for f in dataclasses.fields(Key)} - {"path", "type", "default"}
-            metadata = {name: entry for name, entry in item.metadata.items() if name in known}
-            yield Key(path, hints[item.name], value, **{**metadata, "when": metadata.get("when") or when})
-
-
-def _default(item: dataclasses.Field[Any]) -> object:
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory()
-    return MISSING if item.default is dataclasses.MISSING else item.default
-
-
-def _hints(group: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(group)
-    except NameError as error:
-        raise UserError(
-            f"configuration group {group.__qualname__}: {error}; define it at the top of a module"
-        ) from error
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        key = next((self.by_path[prefix] for prefix in prefixes if prefix in self.by_path), None)
+        return key if key and (key.path == path or key.is_mapping) else None
 
 
 def entry_problem(kind: type, name: str, value: object) -> str:
-    """What is wrong with an entry of a free mapping that is read as a ``kind``, behind its path; "" if nothing is."""
+    """What is wrong with an entry of a free mapping that is read as a ``kind``, after its path; "" if nothing is."""
     keys = Keys.of(kind)
     if name not in keys:
         return f": {unknown('entry', name, keys.by_path)}"
     entry = keys[name]
-    if entry.choices and value not in entry.choices:
-        return f"={value}: {unknown(name, str(value), entry.choices)}"
     expected = typing.get_origin(entry.type) or entry.type
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    right = number if expected is float else isinstance(value, expected) and (number or expected is not int)
-    if not right:
+    if not (number if expected is float else isinstance(value, expected) and (number or expected is not int)):
         return f": expected {type_name(entry.type)}, found {value!r}"
-    if isinstance(value, int | float) and number and not (isfinite(value) and entry.allows(value)):
-        return f"={value:g} must be {entry.bounds() or 'finite'}"
-    return ""
+    problem = entry.problem(value)
+    return f"={written(value)}: {problem}" if problem else ""

@@ -1,8 +1,8 @@
 """From arguments to a checked configuration object.
 
-Invariant: a configuration that ``load_config`` returns has only known keys, every value has its key's type,
-lies within its bounds or among its choices, and no two values contradict each other. Whatever is wrong is
-reported at once, one line for each problem, before torch, Ray or a model is touched.
+Invariant: a configuration that ``load_config`` returns has only known keys. Every value has its key's type and lies
+within its bounds or among its choices, and no two values contradict each other. All that is wrong is reported at once,
+one line for each problem, before torch, Ray or a model is touched.
 
 Layers, each overriding the one before::
 
@@ -16,10 +16,8 @@ import dataclasses
 import enum
 import functools
 import logging
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from math import isinf
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -29,11 +27,11 @@ from omegaconf.errors import OmegaConfBaseException
 from skyasync.config.check import check_config
 from skyasync.config.command_line import Assignment, CommandLine, read_command_line, read_file, unknown_key
 from skyasync.config.help import print_help
-from skyasync.config.keys import Key, Keys
+from skyasync.config.keys import Keys
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden
 from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, written
-from skyasync.errors import UserError, unknown
+from skyasync.errors import UserError
 from skyasync.other_frameworks import other_frameworks
 
 log = logging.getLogger(__name__)
@@ -96,10 +94,8 @@ def load_config(
     for note in line.notes:
         log.warning(note)
     problems = list(line.problems)
-    settings, written_by_hand = _layers(line, default_config, keys, problems)
+    settings, explicit = _layers(line, default_config, keys, problems)
     config = _merge(schema, settings, keys, problems)
-    problems += _check_values(config, settings, keys)
-    problems += _missing(settings, keys)
     if problems:
         raise ConfigError(problems)
     try:
@@ -107,16 +103,15 @@ def load_config(
     except OmegaConfBaseException as error:  # a reference inside a free mapping that leads nowhere
         raise ConfigError([f"{error.full_key}: {_broken_reference(error)}"]) from None
     assert isinstance(result, schema)
-    contradictions = []
     if isinstance(result, Config):
         chosen = result.trainer.plan if plan is None else plan
-        given = {path for path, of_plan in written_by_hand if of_plan in (None, chosen)}
+        given = {path for path, of_plan in explicit if of_plan in (None, chosen)}
         try:
             contradictions = check_config(result, plan=plan, given=given)
         except UserError as error:  # of a file that a setting names
             contradictions = [str(error)]
-    if contradictions:
-        raise ConfigError(contradictions)
+        if contradictions:
+            raise ConfigError(contradictions)
     vars(result)[_ORIGINS] = {s.path: s.where.removesuffix(": ") or COMMAND_LINE for s in settings}
     return result
 
@@ -155,85 +150,79 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
     """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object.
 
     Args:
-        secrets: False writes ``***`` for what is one.
+        secrets: False writes ``***`` for every secret.
     """
+
+    def plain(value: object) -> object:
+        """Only what YAML can hold; text that OmegaConf would take for a reference is escaped."""
+        if isinstance(value, dict):
+            return {name: plain(entry) for name, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(entry) for entry in value]
+        if isinstance(value, enum.Enum):
+            return value.name
+        return escape(value) if isinstance(value, str) else value
+
     groups = dataclasses.asdict(config)
-    return OmegaConf.to_yaml(
-        OmegaConf.create({n: _plain(group if secrets else hidden(group)) for n, group in groups.items()})
-    )
+    shown = {name: plain(group if secrets else hidden(group)) for name, group in groups.items()}
+    return OmegaConf.to_yaml(OmegaConf.create(shown))
 
 
 def _layers(
     line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]
 ) -> tuple[list[TypedSetting], set[tuple[str, str | None]]]:
-    """All settings, a later one of a key behind an earlier; the keys that the user has written by hand, for which plan.
+    """All settings, a later one of a key after an earlier; the keys that the user has chosen, and for which plan.
 
     A file that names most keys is a configuration that was dumped: its user has not chosen them one by one. A key of a
     file is for the plan that the file names, if it names one.
     """
-    given = {assignment.path for assignment in line.assignments}
-    by_hand: set[tuple[str, str | None]] = {(path, None) for path in given}
-    default_file = [default_config] if default_config and not line.files and MODEL_KEY not in given else []
+    on_line = {assignment.path for assignment in line.assignments}
+    chosen: set[tuple[str, str | None]] = {(path, None) for path in on_line}
 
     def typed(assignments: Sequence[Assignment]) -> list[TypedSetting]:
-        settings = [setting for assignment in assignments for setting in _typed(assignment, keys, problems, line.given)]
+        settings = []
+        for assignment in assignments:
+            path, where = assignment.path, assignment.where
+            key = keys.holder(path)
+            if path in keys.groups:
+                problems.append(f"{where}{path} is a group, not a key: set one of its keys, see --help {path}")
+            elif key is None:
+                problems.append(where + unknown_key(path, keys, free(assignment.node), line.given))
+            else:
+                try:  # an entry of a free mapping may be anything
+                    value = convert(assignment.node, key.type if path == key.path else Any)
+                    settings.append(TypedSetting(path, value, where))
+                except WrongTypeError as error:
+                    allowed = f" (allowed: {', '.join(map(written, key.choices))})" if key.choices else ""
+                    problems.append(f"{where}{path}: {error}{allowed}{_hint(path, free(assignment.node))}")
         # A free mapping as a whole comes before its entries, whatever their order.
         return sorted(settings, key=lambda setting: setting.path not in keys)
 
-    default = [
-        dataclasses.replace(setting, where=RECIPE)
-        for file in default_file
-        for setting in typed(read_file(file, keys, problems))
-        if DATA_KEY not in given or setting.path == MODEL_KEY
-    ]
+    default: list[TypedSetting] = []
+    if default_config and not line.files and MODEL_KEY not in on_line:
+        for setting in typed(read_file(default_config, keys, problems)):
+            if DATA_KEY not in on_line or setting.path == MODEL_KEY:
+                default.append(dataclasses.replace(setting, where=RECIPE))
     explicit: list[TypedSetting] = []
     for file in line.files:
         settings = typed(read_file(file, keys, problems))
         if 2 * len(settings) < len(keys.by_path):
             plan = next((str(setting.value) for setting in settings if setting.path == PLAN_KEY), None)
-            by_hand |= {(setting.path, plan) for setting in settings}
+            chosen |= {(setting.path, plan) for setting in settings}
         explicit += settings
     explicit += typed(line.assignments)
-    return default + _preset(default + explicit, keys, problems) + explicit, by_hand
 
+    preset: list[TypedSetting] = []
+    presets = [setting.value for setting in default + explicit if setting.path == PRESET_KEY]
+    if PRESET_KEY in keys and (name := presets[-1] if presets else keys[PRESET_KEY].default):
+        from skyasync.algorithms.presets import apply_preset
 
-def _preset(settings: Sequence[TypedSetting], keys: Keys, problems: list[str]) -> list[TypedSetting]:
-    """The settings that the chosen algorithm preset stands for, if the schema has presets and one is chosen."""
-    if PRESET_KEY not in keys:
-        return []
-    chosen = [setting.value for setting in settings if setting.path == PRESET_KEY]
-    name = chosen[-1] if chosen else keys[PRESET_KEY].default
-    if not name:
-        return []
-    from skyasync.algorithms.presets import apply_preset
-
-    try:
-        values = apply_preset(name)
-    except UserError as error:
-        problems.append(f"{PRESET_KEY}={name}: {error}")
-        return []
-    assignments = [Assignment(path, from_python(value), f"preset {name}: ") for path, value in values.items()]
-    return [setting for assignment in assignments for setting in _typed(assignment, keys, problems)]
-
-
-def _typed(
-    assignment: Assignment, keys: Keys, problems: list[str], given: Mapping[str, Value] | None = None
-) -> list[TypedSetting]:
-    """The assignment as a typed setting: one, or none and a problem."""
-    path, where = assignment.path, assignment.where
-    key = keys.holder(path)
-    if path in keys.groups:
-        problems.append(f"{where}{path} is a group, not a key: set one of its keys, see --help {path}")
-    elif key is None:
-        problems.append(where + unknown_key(path, keys, free(assignment.node), given))
-    else:
         try:
-            # An entry of a free mapping may be anything.
-            return [TypedSetting(path, convert(assignment.node, key.type if path == key.path else Any), where)]
-        except WrongTypeError as error:
-            allowed = f" (allowed: {', '.join(map(written, key.choices))})" if key.choices else ""
-            problems.append(f"{where}{path}: {error}{allowed}{_spelled(path, free(assignment.node))}")
-    return []
+            values = apply_preset(name)
+            preset = typed([Assignment(path, from_python(v), f"preset {name}: ") for path, v in values.items()])
+        except UserError as error:
+            problems.append(f"{PRESET_KEY}={name}: {error}")
+    return default + preset + explicit, chosen
 
 
 @functools.lru_cache(maxsize=8)
@@ -245,6 +234,7 @@ def _defaults(schema: type) -> DictConfig:
 
 
 def _merge(schema: type, settings: Sequence[TypedSetting], keys: Keys, problems: list[str]) -> DictConfig:
+    """The settings over the defaults. All that are set are checked: bounds, choices and names; a default is right."""
     config = copy.deepcopy(_defaults(schema))
     for setting in settings:
         holder = keys.holder(setting.path)
@@ -254,84 +244,31 @@ def _merge(schema: type, settings: Sequence[TypedSetting], keys: Keys, problems:
             OmegaConf.update(config, setting.path, setting.value, merge=False, force_add=setting.path not in keys)
         except OmegaConfBaseException as error:
             problems.append(f"{setting.where}{setting.path}: {_broken_reference(error)}")
-    return config
-
-
-def _check_values(config: DictConfig, settings: Sequence[TypedSetting], keys: Keys) -> list[str]:
-    """Bounds, choices and names of everything that was set; a default is always right."""
-    where = {setting.path: setting.where for setting in settings if setting.path in keys}
-    problems = []
-    for path, source in where.items():
+    for path, where in {setting.path: setting.where for setting in settings if setting.path in keys}.items():
         key = keys[path]
         try:
             value = OmegaConf.select(config, path, throw_on_resolution_failure=True)
             elements = list(value) if OmegaConf.is_list(value) else [value]
         except OmegaConfBaseException as error:
-            problems.append(f"{source}{path}: {_broken_reference(error)}")
+            problems.append(f"{where}{path}: {_broken_reference(error)}")
             continue
-        if value == keys[path].default:
-            continue
-        problems += [
-            f"{source}{path}={written(element)}: {p}{_spelled(path, element)}"
-            for element in elements
-            if (p := _problem(key, element))
-        ]
-    return problems
+        for element in elements if value != key.default else ():
+            if problem := key.problem(element):
+                problems.append(f"{where}{path}={written(element)}: {problem}{_hint(path, element)}")
+    last = {setting.path: setting.value for setting in settings}
+    for key in keys:
+        if last.get(key.path, key.default) == MISSING:
+            problems.append(f"{key.path} has no value and no default: write {key.path}=VALUE")
+    return config
 
 
-def _spelled(path: str, value: Value) -> str:
-    """Whose word a wrong value is, if it is another system's."""
+def _hint(path: str, value: Value) -> str:
+    """Our value for a wrong one, if another framework has that."""
     hint = other_frameworks().value_hint(path, value)
     return f"; {hint}" if hint else ""
 
 
-def _missing(settings: Sequence[TypedSetting], keys: Keys) -> list[str]:
-    given = {setting.path: setting.value for setting in settings}
-    paths = [key.path for key in keys if given.get(key.path, key.default) == MISSING]
-    return [f"{path} has no value and no default: write {path}=VALUE" for path in paths]
-
-
-def _problem(key: Key, value: object) -> str:
-    """What is wrong with a value (an element, for a list) of the right type; "" if nothing is."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not key.allows(value):
-            return f"must be {key.bounds() or 'a number'}"
-        if isinf(value) and not key.infinite:
-            return "must be finite"
-    if not (key.choices or key.registry) or (key.open_ended and isinstance(value, str) and ":" in value):
-        return ""
-    if key.pattern and isinstance(value, str) and re.fullmatch(key.pattern, value):
-        return ""
-    try:
-        options = key.options()
-    except UserError as error:
-        return str(error)
-    if value in options:
-        return ""
-    problem = unknown(key.name if key.registry else "value", written(value), map(written, options))
-    if why := dict(key.refused).get(written(value)):
-        problem = f"{why} (allowed: {', '.join(map(written, options))})"
-    if key.registry and key.open_ended and ":" not in written(value):
-        problem += "; one of your own is file.py:name or module:name"
-    elif key.registry and ":" in written(value):
-        problem += (
-            f"; one of your own gets its name in the program that you run: @{key.registry.rpartition(':')[2]}.register"
-        )
-    return problem
-
-
 def _broken_reference(error: OmegaConfBaseException) -> str:
-    """OmegaConf's complaint, its first line; with types already right, only a ``${reference}`` can be wrong."""
+    """OmegaConf's message, its first line; with types already right, only a ``${reference}`` can be wrong."""
     first = str(error).partition("\n")[0]
     return f"{first} (a literal ${{ is written \\${{)"
-
-
-def _plain(value: object) -> object:
-    """Only what YAML can hold, with text that OmegaConf would take for a reference protected."""
-    if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, enum.Enum):
-        return value.name
-    return escape(value) if isinstance(value, str) else value

@@ -57,12 +57,12 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
         UserError: if it cannot be read, or holds something else.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{what}: its {file.name} cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise UserError(f"{what}: its {file.name} holds no settings")
-    return found
+    return settings
 
 
 def read_shape(file: Path, what: str) -> dict[str, Any]:

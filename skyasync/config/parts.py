@@ -6,6 +6,7 @@ Invariant: no part's name decides; a user's part is judged by the same rules. No
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_REDUCTIONS, POLICY_LOSSES
@@ -60,7 +61,7 @@ def engines_with(capability: str, among: str = "") -> str:
     from skyasync.inference.interface import ENGINES
 
     has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
-    return supported([name for name, found in has.items() if (among in found if among else found)])
+    return supported([name for name, value in has.items() if (among in value if among else value)])
 
 
 def supported(backends: Sequence[str]) -> str:
@@ -83,7 +84,6 @@ class ChosenFunction(NamedTuple):
     def about(self) -> About:
         return self.registry.about(self.name)
 
-    @property
     def problem(self) -> str:
         """What is wrong with its parameters, "" if nothing is."""
         try:
@@ -112,16 +112,14 @@ def functions(algorithm: AlgorithmConfig) -> list[ChosenFunction]:
 
 def reads_behaviour(algorithm: AlgorithmConfig) -> str:
     """The setting by which the behaviour policy enters the objective; "" if it does not."""
-    masks = [mask for mask in algorithm.off_policy_masks if mask != "none"]
     if _uses_behaviour(algorithm):
-        losses = POLICY_LOSSES.about(algorithm.policy_loss_type)
-        anchored = not any("behaviour" in about.inputs for about in losses)
-        name = "ratio_anchor" if anchored else "policy_loss_type"
-    elif algorithm.off_policy_correction != "none":
-        name = "off_policy_correction"
-    else:
-        return f"trainer.algorithm.off_policy_masks={written(masks)}" if masks else ""
-    return f"trainer.algorithm.{name}={getattr(algorithm, name)}"
+        if any("behaviour" in about.inputs for about in POLICY_LOSSES.about(algorithm.policy_loss_type)):
+            return f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
+        return f"trainer.algorithm.ratio_anchor={algorithm.ratio_anchor}"
+    if algorithm.off_policy_correction != "none":
+        return f"trainer.algorithm.off_policy_correction={algorithm.off_policy_correction}"
+    masks = [mask for mask in algorithm.off_policy_masks if mask != "none"]
+    return f"trainer.algorithm.off_policy_masks={written(masks)}" if masks else ""
 
 
 def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
@@ -143,7 +141,7 @@ def depends_on_pool(algorithm: AlgorithmConfig, about: About, capability: str, p
     value = about.can[capability]
     if isinstance(value, bool):
         return value
-    return any(getattr(algorithm, about.keys[setting]) in (pool, True) for setting in value)
+    return any(attrgetter(about.keys[setting])(algorithm) in (pool, True) for setting in value)
 
 
 def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
@@ -163,6 +161,6 @@ def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
 
 
 def reported_metric(cfg: Config) -> str:
-    """What groups are filtered by, where episodes must report it; "" where a reward model may, behind their end."""
+    """What groups are filtered by, where episodes must report it; "" where a reward model may, after their end."""
     reward = cfg.trainer.reward
     return "" if reward.model.path or reward.models else cfg.trainer.algorithm.dynamic_sampling.metric

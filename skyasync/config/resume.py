@@ -1,8 +1,8 @@
-"""What a run goes on from, ``trainer.resume_mode``: nothing, the newest checkpoint, one of a step, or one folder.
+"""What a run resumes from, ``trainer.resume_mode``: nothing, the newest checkpoint, one of a step, or one folder.
 
-Invariant: whether a run shares the folder of the one it goes on from is decided here, once: it does unless it takes up
-a checkpoint that lies elsewhere. By itself a run goes on where the user has named it and it has been begun: the same
-command does, whatever ended the run before.
+Invariant: whether a run shares the folder of the run that it resumes is decided here alone: it does unless it loads a
+checkpoint of another folder. By default a run resumes if the user has named it and it has checkpoints: the same command
+continues it, whatever ended it before.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from skyasync.config.schema import TrainerConfig
 
 STATE = "state.json"  # of a checkpoint
-WRITTEN = "written_ns"  # in it: the time, later than that of every checkpoint beside it
+WRITTEN = "written_ns"  # in it: the time, later than that of every checkpoint next to it
 
 
 @dataclass(frozen=True)
 class Resume:
-    """``step`` and ``folder`` are what the user has named; without them it is the newest, if ``wanted``."""
+    """``step`` and ``folder`` are what the user has named; without them it is the newest, if ``requested``."""
 
-    wanted: bool
+    requested: bool
     step: int | None = None
     folder: Path | None = None
 
@@ -37,10 +37,10 @@ class Resume:
         if mode == "auto":
             mode = "latest" if trainer.run_name and _has_checkpoints(trainer) else "none"
         if mode in ("none", "latest"):
-            return cls(wanted=mode == "latest")
+            return cls(requested=mode == "latest")
         if mode.isdecimal():
-            return cls(wanted=True, step=int(mode))
-        return cls(wanted=True, folder=Path(mode).expanduser().resolve())
+            return cls(requested=True, step=int(mode))
+        return cls(requested=True, folder=Path(mode).expanduser().resolve())
 
     @property
     def named(self) -> bool:
@@ -49,7 +49,7 @@ class Resume:
 
     def within(self, checkpoints: Path) -> bool:
         """It goes on with the run whose checkpoints lie here."""
-        return self.wanted and (self.folder is None or self.folder.parent == checkpoints.resolve())
+        return self.requested and (self.folder is None or self.folder.parent == checkpoints.resolve())
 
 
 def keeps_checkpoints(trainer: TrainerConfig) -> bool:
@@ -62,21 +62,18 @@ def saves(trainer: TrainerConfig) -> bool:
     return keeps_checkpoints(trainer) or trainer.ckpt_on_exit
 
 
-def restarts_workers(trainer: TrainerConfig) -> bool:
-    """Whether workers that die are started again: there is, or will be, something to go on from."""
-    return trainer.max_restarts > 0 and keeps_checkpoints(trainer)
-
-
-def go_on_beside(trainer: TrainerConfig) -> None:
-    """A run that was ended before its first checkpoint has its second try in ``<run_name>-2``, and so on: the same
-    command goes on where one of them has come further. Settles ``run_name``."""
+def settle_run_name(trainer: TrainerConfig) -> None:
+    """A run that ended before its first checkpoint is started again as ``<run_name>-2``, and so on: the same command
+    continues the one of them that is newest. Settles ``run_name``."""
     if trainer.resume_mode != "auto" or not trainer.run_name or trainer.ckpt_path or _has_checkpoints(trainer):
         return
     root = Path(trainer.runs_dir).expanduser() / trainer.run_name
-    beside = [path for path in root.parent.glob(f"{glob.escape(root.name)}-*/checkpoints/step_*") if not path.suffix]
-    tries = [path for path in beside if path.parts[-3].removeprefix(f"{root.name}-").isdecimal()]
-    if tries:
-        newest = max(tries, key=lambda path: (written_ns(path) or 0, int(path.parts[-3].rpartition("-")[2])))
+    checkpoints = root.parent.glob(f"{glob.escape(root.name)}-*/checkpoints/step_*")
+    attempts = [
+        path for path in checkpoints if not path.suffix and path.parts[-3].removeprefix(f"{root.name}-").isdecimal()
+    ]
+    if attempts:
+        newest = max(attempts, key=lambda path: (written_ns(path) or 0, int(path.parts[-3].rpartition("-")[2])))
         trainer.run_name = str(Path(trainer.run_name).with_name(newest.parts[-3]))
 
 
@@ -92,7 +89,7 @@ def settle_resume_mode(trainer: TrainerConfig) -> str:
     """What ``auto`` is, before this run adds a checkpoint; a line about it if it goes on with another."""
     if trainer.resume_mode != "auto":
         return ""
-    trainer.resume_mode = "latest" if Resume.of(trainer).wanted else "none"
+    trainer.resume_mode = "latest" if Resume.of(trainer).requested else "none"
     if trainer.resume_mode == "none":
         return ""
     return (
@@ -109,23 +106,23 @@ def checkpoints_of(trainer: TrainerConfig) -> Path:
 def _has_checkpoints(trainer: TrainerConfig) -> bool:
     try:
         return any(checkpoints_of(trainer).glob("step_*"))
-    except (OSError, ValueError):  # no folder can have that name, which is refused elsewhere
+    except (OSError, ValueError):  # no folder can have that name, which check_name says
         return False
 
 
 def check_resume(trainer: TrainerConfig) -> Iterator[str]:
-    """A run that goes on from a folder which no run has."""
+    """A run that resumes from a folder which no run has."""
     resume = Resume.of(trainer)
-    if resume.wanted and not resume.folder and not trainer.run_name and not trainer.ckpt_path:
+    if resume.requested and not resume.folder and not trainer.run_name and not trainer.ckpt_path:
         yield (
-            f"trainer.resume_mode={trainer.resume_mode} finds nothing in a run folder whose name is made anew "
+            f"trainer.resume_mode={trainer.resume_mode} finds nothing in a run folder whose name is made again "
             f"at every start: set trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its "
             f"checkpoints"
         )
 
 
 def refuse_foreign_checkpoints(trainer: TrainerConfig) -> None:
-    """Raises UserError if a run that starts anew would save into a folder that holds checkpoints."""
+    """Raises UserError if a run that starts again would save into a folder that holds checkpoints."""
     fresh = not Resume.of(trainer).within(checkpoints_of(trainer))
     if fresh and saves(trainer) and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
         raise UserError(

@@ -1,8 +1,8 @@
 """What is written down of keys and passwords: ``***``.
 
-Invariant: a value is hidden if the name that it has says that it is a secret, in the configuration or among the
-environment's variables, or if it is the password of an address. What is hidden in the configuration is hidden in text
-too, where it is long enough to be told from a word. Pure, but for the environment that is asked.
+Invariant: a value is hidden if its name, in the configuration or among the environment's variables, is a secret's, or
+if it is the password of an address. What is hidden in the configuration is hidden in text too, if it is long enough to
+differ from a word.
 """
 
 from __future__ import annotations
@@ -65,7 +65,13 @@ class Secrets:
     @classmethod
     def of(cls, cfg: Config | None = None, environment: Mapping[str, str] = os.environ) -> Secrets:
         """Those of the configuration and of the environment."""
-        values = [text for name, text in environment.items() if _is_key(name, text)]
+        values = []
+        for name, text in environment.items():
+            # Not a path (of an agent's socket), a number or a word.
+            if not _VARIABLE.search(name) or text.startswith("/") or text.isdigit() or any(map(str.isspace, text)):
+                continue
+            if is_secret(name) or len(text) >= LONG or any(map(str.isdigit, text)):
+                values.append(text)
         if cfg is not None:
             values += [text for path, text in _texts(asdict(cfg)) if is_secret(path.rpartition(".")[2])]
             judges = cfg.environment.judges.values()
@@ -81,13 +87,6 @@ class Secrets:
     def hide_all(self, text: str) -> str:
         """As ``hide``, and the passwords of addresses."""
         return without_passwords(self.hide(text))
-
-
-def _is_key(name: str, text: str) -> bool:
-    """Whether a variable of the environment holds a key: not a path (of an agent's socket), a number or a word."""
-    if not _VARIABLE.search(name) or text.startswith("/") or text.isdigit() or any(map(str.isspace, text)):
-        return False
-    return is_secret(name) or len(text) >= LONG or any(map(str.isdigit, text))
 
 
 def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401  (what a configuration holds)

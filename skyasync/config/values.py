@@ -1,12 +1,12 @@
 """From written text to typed values, strictly.
 
-Invariant: the key's type decides how a text is read (``run_name=001`` is the string "001", ``lr=1e-6`` a
-float, ``seed=1.5`` an error), the same for the command line and for YAML files, which both arrive here as
-YAML nodes.
+Invariant: the key's type decides how a text is read. ``run_name=001`` is the string "001", ``lr=1e-6`` a float,
+``seed=1.5`` an error. Texts of the command line and of YAML files both arrive here as YAML nodes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import re
 import types
@@ -55,7 +55,7 @@ def escape(text: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
 
 
-def convert(node: yaml.Node, expected: object) -> object:
+def convert(node: yaml.Node, expected: Any) -> object:  # noqa: ANN401  (an annotation)
     """The node's value as ``expected``, an annotation: a primitive, ``X | None``, list, dict, Literal, Enum, Any.
 
     A string where a list of strings is expected becomes a list of one.
@@ -63,81 +63,49 @@ def convert(node: yaml.Node, expected: object) -> object:
     Raises:
         WrongTypeError: if it is something else.
     """
-    if isinstance(node, yaml.ScalarNode) and "${" in node.value:  # ${other.key}, which OmegaConf resolves later
-        return node.value
-    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    text = node.value if isinstance(node, yaml.ScalarNode) else None
+    if text is not None and "${" in text:  # ${other.key}, which OmegaConf resolves later
+        return text
+    plain = text is not None and node.style is None
+    origin, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
-        return _union(node, expected)
-    if origin is typing.Literal:
-        return _literal(node, expected)
-    if (origin or expected) in (list, tuple):
-        return _list(node, expected, arguments[0] if arguments else Any)
-    if (origin or expected) is dict:
-        return _mapping(node, expected, *(arguments or (Any, Any)))
-    if isinstance(expected, type) and issubclass(expected, enum.Enum):
-        return _enum(node, expected)
-    return _scalar(node, expected)
-
-
-def _scalar(node: yaml.Node, expected: object) -> object:
-    if expected not in (str, int, float, bool, type(None)):
+        for arm in sorted(arguments, key=lambda arm: arm is str):  # str takes anything, so it comes last
+            with contextlib.suppress(WrongTypeError):
+                return convert(node, arm)
+    elif origin is typing.Literal:
+        for option in arguments:
+            with contextlib.suppress(WrongTypeError):
+                if convert(node, type(option)) == option:
+                    return option
+    elif origin in (list, tuple):
+        element = arguments[0] if arguments else Any
+        if isinstance(node, yaml.SequenceNode):
+            return [convert(item, element) for item in node.value]
+        if element is str and text is not None and not (plain and text in _NULL):
+            return [text]
+    elif origin is dict:
+        if isinstance(node, yaml.MappingNode):
+            names, element = arguments or (Any, Any)  # of str, a name that looks like a number is a name
+            return {n.value if names is str else free(n): convert(value, element) for n, value in node.value}
+    elif isinstance(expected, type) and issubclass(expected, enum.Enum):
+        if text is not None and text in expected.__members__:
+            return expected[text]
+    elif expected not in (str, int, float, bool, type(None)):
         return free(node)
-    if isinstance(node, yaml.ScalarNode):
-        text, plain = node.value, node.style is None
-        if expected is str and not (plain and text in _NULL - {"~"}):
-            return text
-        if plain and expected is int and _INT.fullmatch(text):
+    elif expected is str and text is not None and not (plain and text in _NULL - {"~"}):
+        return text
+    elif text is not None and plain:
+        if expected is int and _INT.fullmatch(text):
             return int(text)
-        if plain and expected is float and _FLOAT.fullmatch(text):
+        if expected is float and _FLOAT.fullmatch(text):
             return float(text)
-        if plain and expected is float and text.lstrip("+-").lower() in ("inf", ".inf", "nan", ".nan"):
+        if expected is float and text.lstrip("+-").lower() in ("inf", ".inf", "nan", ".nan"):
             return float(text.replace(".", ""))
-        if plain and expected is bool and text in _BOOL:
+        if expected is bool and text in _BOOL:
             return _BOOL[text]
-        if plain and expected is type(None) and text in _NULL:
+        if expected is type(None) and text in _NULL:
             return None
-    raise _wrong(node, expected)
-
-
-def _union(node: yaml.Node, expected: object) -> object:
-    # str takes anything, so it is asked last.
-    for arm in sorted(typing.get_args(expected), key=lambda arm: arm is str):
-        try:
-            return convert(node, arm)
-        except WrongTypeError:
-            continue
-    raise _wrong(node, expected)
-
-
-def _literal(node: yaml.Node, expected: object) -> object:
-    for option in typing.get_args(expected):
-        try:
-            if convert(node, type(option)) == option:
-                return option
-        except WrongTypeError:
-            continue
-    raise _wrong(node, expected)
-
-
-def _enum(node: yaml.Node, expected: type[enum.Enum]) -> object:
-    if isinstance(node, yaml.ScalarNode) and node.value in expected.__members__:
-        return expected[node.value]
-    raise _wrong(node, expected)
-
-
-def _list(node: yaml.Node, expected: object, element: object) -> list[Any]:
-    if isinstance(node, yaml.SequenceNode):
-        return [convert(item, element) for item in node.value]
-    if element is str and isinstance(node, yaml.ScalarNode) and not (node.style is None and node.value in _NULL):
-        return [node.value]
-    raise _wrong(node, expected)
-
-
-def _mapping(node: yaml.Node, expected: object, name_type: object, element: object) -> dict[Any, Any]:
-    if not isinstance(node, yaml.MappingNode):
-        raise _wrong(node, expected)
-    as_text = name_type is str  # a name that looks like a number is a name
-    return {name.value if as_text else free(name): convert(value, element) for name, value in node.value}
+    raise WrongTypeError(f"expected {type_name(expected)}, found {_described(node)}")
 
 
 def free(node: yaml.Node) -> Value:
@@ -205,14 +173,12 @@ def type_name(expected: object) -> str:
         return "null"
     if isinstance(expected, type) and issubclass(expected, enum.Enum):
         return "one of " + ", ".join(expected.__members__)
-    return "bool (true or false)" if expected is bool else getattr(expected, "__name__", str(expected))
+    if expected is bool:
+        return "bool (true or false)"
+    return expected.__name__ if isinstance(expected, type) else str(expected).rpartition(".")[2]
 
 
-def _wrong(node: yaml.Node, expected: object) -> WrongTypeError:
-    return WrongTypeError(f"expected {type_name(expected)}, found {_found(node)}")
-
-
-def _found(node: yaml.Node) -> str:
+def _described(node: yaml.Node) -> str:
     if isinstance(node, yaml.SequenceNode):
         return "a list"
     if isinstance(node, yaml.MappingNode):
@@ -220,7 +186,6 @@ def _found(node: yaml.Node) -> str:
     value = free(node)
     if value is None:
         return "null"
-    if isinstance(value, bool):
-        return f"the bool {node.value}"
-    kind = {int: "int", float: "float"}.get(type(value), "string")
-    return f"the {kind} {node.value}" if kind != "string" else f"the string {node.value!r}"
+    if isinstance(value, str):
+        return f"the string {node.value!r}"
+    return f"the {type(value).__name__} {node.value}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -37,39 +38,38 @@ def load_prompts(
     cfg: Config,
     tokenizer: Tokenizer,
     *,
-    held_out: bool = False,
+    is_eval: bool = False,
     known: Mapping[str, Iterable[Row]] = MappingProxyType({}),
 ) -> list[Prompt]:
     """The prompts of all sources (see ``skyasync.data.sources``), numbered through.
 
     Args:
-        known: rows of some of the sources, which are not asked for again.
+        is_eval: for evaluation.
+        known: rows of some of the sources, which are not read again.
 
     Raises:
         UserError: naming the source or the row that is wrong.
     """
-    given = [known[s] if s in known else rows(s, cfg, held_out=held_out) for s in sources]
-    found = [row for part in given for row in part]
-    prompts = [as_prompt(index, row, cfg) for index, row in enumerate(found)]
+    given = [known[s] if s in known else rows(s, cfg, is_eval=is_eval) for s in sources]
+    prompts = [as_prompt(index, row, cfg) for index, row in enumerate(row for part in given for row in part)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
-    limit = cfg.trainer.max_prompt_length
-    kept = [p for p in prompts if len(chat.prompt(p.messages)) <= limit]
-    if len(kept) < len(prompts):
+    limit, lengths = cfg.trainer.max_prompt_length, [len(chat.prompt(prompt.messages)) for prompt in prompts]
+    short = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
+    if len(short) < len(prompts):
         log.warning(
             "%d of %d prompts have more than trainer.max_prompt_length=%d tokens and are left out",
-            len(prompts) - len(kept), len(prompts), limit,
+            len(prompts) - len(short), len(prompts), limit,
         )  # fmt: skip
-    if prompts and not kept:
-        shortest = min(len(chat.prompt(p.messages)) for p in prompts)
+    if prompts and not short:
         raise UserError(
-            f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to at least {shortest}, the "
+            f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to at least {min(lengths)}, the "
             f"shortest of {len(prompts)}"
         )
-    if kept and not held_out:
-        _check_domains(kept, cfg)
-        _check_judged(kept, cfg)
-    check_rows(kept, cfg, held_out=held_out)
-    return kept
+    if short and not is_eval:
+        _check_domains(short, cfg)
+        _check_env_classes(short, cfg)
+    check_rows(short, cfg, is_eval=is_eval)
+    return short
 
 
 def load_eval_prompts(
@@ -79,57 +79,54 @@ def load_eval_prompts(
     prompts: list[Prompt] = []
     for name, one in eval_sets(cfg.data).items():
         first = prompts[-1].id.row + 1 if prompts else 0
-        found = load_prompts(one.data, cfg, tokenizer, held_out=True, known=known)
-        prompts += [replace(p, id=PromptId(p.id.epoch, first + p.id.row), eval_set=name) for p in found]
+        loaded = load_prompts(one.data, cfg, tokenizer, is_eval=True, known=known)
+        prompts += [replace(p, id=PromptId(p.id.epoch, first + p.id.row), eval_set=name) for p in loaded]
     return prompts
 
 
 def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) -> StreamedPrompts:
     """The prompts of all sources as a stream (``data.streaming``), its first block read.
 
+    Prompts that are too long are reported at the first, and whenever there are twice as many.
+
     Raises:
         UserError: naming the source or the row that is wrong.
     """
-    chat, left_out = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), _LeftOut(cfg.trainer.max_prompt_length)
+    chat, limit = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), cfg.trainer.max_prompt_length
+    read = too_long = reported = 0
 
     def as_prompts(first: int, rows: Sequence[Row]) -> list[Prompt]:
+        nonlocal read, too_long, reported
         prompts = [as_prompt(number, row, cfg) for number, row in enumerate(rows, first)]
-        kept = [p for p in prompts if len(chat.prompt(p.messages)) <= left_out.limit]
-        left_out.count(len(prompts) - len(kept), len(prompts))
-        check_rows(kept, cfg)
-        return kept
-
-    found = StreamedPrompts([reader(source, cfg) for source in sources], as_prompts, cfg.data.shuffle_buffer)
-    _check_judged(found, cfg)
-    try:
-        _check_domains(found, cfg)
-    except UserError as error:  # it may be one of a later row
-        log.warning("among the first %d prompts: %s", len(found), error)
-    return found
-
-
-class _LeftOut:
-    """Prompts of a stream that are too long: told at the first, and whenever there are twice as many."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self._many, self._of, self._told = limit, 0, 0, 0
-
-    def count(self, many: int, of: int) -> None:
-        self._many, self._of = self._many + many, self._of + of
-        if self._many > 2 * self._told:
-            self._told = self._many
+        short = [prompt for prompt in prompts if len(chat.prompt(prompt.messages)) <= limit]
+        read, too_long = read + len(prompts), too_long + len(prompts) - len(short)
+        if too_long > 2 * reported:
+            reported = too_long
             log.warning(
                 "%d of %d prompts so far have more than trainer.max_prompt_length=%d tokens and are left out",
-                self._many, self._of, self.limit,
+                too_long, read, limit,
             )  # fmt: skip
+        check_rows(short, cfg)
+        return short
+
+    prompts = StreamedPrompts([reader(source, cfg) for source in sources], as_prompts, cfg.data.shuffle_buffer)
+    _check_env_classes(prompts, cfg)
+    try:
+        _check_domains(prompts, cfg)
+    except UserError as error:  # it may be one of a later row
+        log.warning("among the first %d prompts: %s", len(prompts), error)
+    return prompts
 
 
-def warn_of_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-    """How many held-out prompts are also trained on; says so if there are any."""
-    trained = {_text(prompt) for prompt in train}
-    shared = sum(_text(prompt) in trained for prompt in held_out)
+def warn_of_overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> int:
+    """How many held-out prompts are also trained on; a warning says so if there are any."""
+    trained, tested = (
+        ["\n".join(str(message.get("content")) for message in prompt.messages) for prompt in prompts]
+        for prompts in (train, evaluation)
+    )
+    shared = sum(map(set(trained).__contains__, tested))
     if shared:
-        log.warning("%d of %d held-out prompts are also training prompts", shared, len(held_out))
+        log.warning("%d of %d held-out prompts are also training prompts", shared, len(tested))
     return shared
 
 
@@ -137,7 +134,7 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     """A row as the prompt that it is.
 
     Raises:
-        UserError: for what is no row, a column that is not there, or a prompt of a form that is none.
+        UserError: for what is no row, a column that is missing, or a prompt that is neither text nor a conversation.
     """
     if not isinstance(given, Mapping):
         raise UserError(f"data row {index} is no object with columns; found {str(given)[:80]!r}")
@@ -172,33 +169,24 @@ def _messages(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conver
     """The prompt, and whether the row has it as a conversation."""
     prompt = _column(index, row, data.prompt_key, "data.prompt_key")
     row.pop(data.prompt_key, None)
-    prompt = _unpacked(prompt)
-    conversation = not isinstance(prompt, str)
-    if not isinstance(prompt, str):
-        if not data.apply_chat_template:
-            raise UserError(f"data row {index} holds a conversation, and data.apply_chat_template=false takes text")
-        if not _is_conversation(prompt):
-            raise UserError(
-                f"data row {index}: {data.prompt_key!r} must be a string, or a list of messages with role and content; "
-                f"found {str(prompt)[:80]!r}"
-            )
-        messages = [dict(message) for message in prompt]
-    else:
+    if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
+        with suppress(ValueError):  # ROLL's data has conversations as JSON
+            parsed = json.loads(prompt)
+            prompt = parsed if _is_conversation(parsed) else prompt
+    if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
+    elif not data.apply_chat_template:
+        raise UserError(f"data row {index} holds a conversation, and data.apply_chat_template=false takes text")
+    elif not _is_conversation(prompt):
+        raise UserError(
+            f"data row {index}: {data.prompt_key!r} must be a string, or a list of messages with role and content; "
+            f"found {str(prompt)[:80]!r}"
+        )
+    else:
+        messages = [dict(message) for message in prompt]
     if data.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": data.system_prompt})
-    return messages, conversation
-
-
-def _unpacked(prompt: object) -> object:
-    """A conversation that is written as JSON, as ROLL's data has it, as what it is; anything else as it is."""
-    if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
-        try:
-            found = json.loads(prompt)
-        except ValueError:
-            return prompt
-        return found if _is_conversation(found) else prompt
-    return prompt
+    return messages, not isinstance(prompt, str)
 
 
 def _is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
@@ -216,32 +204,26 @@ def _column(index: int, row: Mapping[str, Any], name: str, key: str) -> object:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            close = nearest(name, _names(row), count=1)
+            nested = [f"{outer}.{inner}" for outer, v in row.items() if isinstance(v, Mapping) for inner in v]
+            close = nearest(name, [*row, *nested], count=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(f"data row {index} has no column {name!r} ({key}); it has: {', '.join(row)}{hint}")
         value = value[part]
     return value
 
 
-def _names(row: Mapping[str, Any]) -> Iterable[str]:
-    for name, value in row.items():
-        yield name
-        if isinstance(value, Mapping):
-            yield from (f"{name}.{inner}" for inner in value)
-
-
 def _check_domains(prompts: Sequence[Prompt], cfg: Config) -> None:
-    """Every domain with settings of its own is met in the training rows: another name would be a slip."""
-    found = {str(p.extras.get("domain") or "") for p in prompts}
+    """Raises ``UserError`` for a domain with settings of its own that no training row has."""
+    present = {str(p.extras.get("domain") or "") for p in prompts}
     for name in domains_of(cfg.environment.domains):
-        if name not in found:
+        if name not in present:
             raise UserError(
                 f"environment.domains.{name} is no training row's domain (data.domain_key={cfg.data.domain_key}): "
-                f"{unknown('domain', name, found - {''})}"
+                f"{unknown('domain', name, present - {''})}"
             )
 
 
-def check_rows(prompts: Iterable[Prompt], cfg: Config, *, held_out: bool = False) -> None:
+def check_rows(prompts: Iterable[Prompt], cfg: Config, *, is_eval: bool = False) -> None:
     """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours later, or that has no
     metric to filter its groups by."""
     checks, metric = RowChecks(cfg.environment), reported_metric(cfg)
@@ -250,21 +232,17 @@ def check_rows(prompts: Iterable[Prompt], cfg: Config, *, held_out: bool = False
             try:
                 known = known_of(prompt.extras, prompt.messages, "")
                 checks.check(known)
-                if metric and not held_out:
+                if metric and not is_eval:
                     checks.check_metric(metric, known)
             except UserError as error:
                 raise UserError(f"data row {prompt.id.row}: {error}") from error
 
 
-def _check_judged(prompts: Sequence[Prompt], cfg: Config) -> None:
-    """Reward functions that no row asks for would be ignored without a word."""
+def _check_env_classes(prompts: Sequence[Prompt], cfg: Config) -> None:
+    """Raises ``UserError`` if there are reward functions, and every row has an environment of its own."""
     funcs, named = judges(cfg.environment), sorted({p.env_class for p in prompts})
     if funcs and "reward" not in named:
         raise UserError(
             f"the reward functions {', '.join(funcs)} would judge no row, since all rows name their env_class "
             f"({', '.join(named)}): set environment.env_class_from_rows=false"
         )
-
-
-def _text(prompt: Prompt) -> str:
-    return "\n".join(str(message.get("content")) for message in prompt.messages)

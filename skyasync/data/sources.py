@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,12 @@ ROWS_AT_ONCE = 256  # of a Parquet file
 _SPLITS = {False: ("train",), True: ("validation", "valid", "val", "test")}
 
 
-def rows(source: str, cfg: Config, *, held_out: bool) -> Iterable[Row]:
+def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
     """The rows of one source.
 
     Args:
-        cfg: a ``skyasync.config.Config``; ``data.reasoning_gym`` and ``trainer.seed`` are read.
-        held_out: for evaluation.
+        cfg: ``data.reasoning_gym`` and ``trainer.seed`` are read.
+        is_eval: for evaluation.
 
     Raises:
         UserError: naming the source and what is wrong with it.
@@ -51,22 +52,46 @@ def rows(source: str, cfg: Config, *, held_out: bool) -> Iterable[Row]:
         from skyasync.rewards import reasoning
 
         task = source.removeprefix(TASK_SOURCE)
-        return reasoning.rows(task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, evaluation=held_out)
-    if Path(source).suffix in FILES:
-        return _of_file(source)
+        return reasoning.rows(task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, evaluation=is_eval)
+    if (suffix := Path(source).suffix) in FILES:
+        path = check_file(source)
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
+
+        try:
+            return load_dataset(FILES[suffix], data_files=str(path), split="train")
+        except (DatasetGenerationError, ValueError) as error:
+            raise UserError(f"data file {source!r} cannot be read: {error.__cause__ or error}") from error
     if source.rpartition(":")[0].endswith(".py"):
         return resolve_reference(source, kind="data source")()
-    folder, _, split = source.partition(":")
-    if folder and Path(folder).expanduser().is_dir():
-        return _of_folder(Path(folder).expanduser(), split, source, held_out)
-    if found := HUB.fullmatch(source):
-        return _loaded(source, found["name"], found["config"], found["split"], held_out)
-    if ":" in source:
+    name, _, part = source.partition(":")
+    folder, config, split = Path(name).expanduser(), None, part or None
+    if name and folder.is_dir():
+        if is_saved(folder):
+            from datasets import Dataset, load_from_disk
+
+            saved = load_from_disk(str(folder))
+            return saved if isinstance(saved, Dataset) else saved[split_among(list(saved), split, source, is_eval)]
+        name = str(folder)
+    elif hub := HUB.fullmatch(source):
+        name, config, split = hub["name"], hub["config"], hub["split"]
+    elif ":" in source:
         return resolve_reference(source, kind="data source")()
-    raise UserError(
-        f"data source {source!r} is neither a .parquet, .jsonl or .json file, nor a folder, a Hugging Face data set "
-        f"(owner/name#config:split), reasoning_gym:task or module:function"
-    )
+    else:
+        raise UserError(
+            f"data source {source!r} is neither a .parquet, .jsonl or .json file, nor a folder, a Hugging Face data "
+            f"set (owner/name#config:split), reasoning_gym:task or module:function"
+        )
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        if split and "[" in split:  # a slice: train[:100]
+            return load_dataset(name, config, split=split)
+        splits = load_dataset(name, config)
+    except (DatasetGenerationError, ValueError, OSError) as error:  # also: no such data set, hub out of reach
+        raise UserError(f"data source {source!r} cannot be loaded: {error.__cause__ or error}") from error
+    return splits[split_among(list(map(str, splits)), split, source, is_eval)]
 
 
 def absolute(source: str) -> str:
@@ -103,20 +128,9 @@ def check_file(source: str) -> Path:
     """Raises ``UserError`` if there is no such file."""
     path = Path(source)
     if not path.is_file():
-        close = nearest(path.name, _names_beside(path), count=1)
+        close = nearest(path.name, [file.name for file in path.parent.glob("*") if file.suffix in FILES], count=1)
         raise UserError(f"data file {source!r} does not exist{f': did you mean {close[0]!r}?' if close else ''}")
     return path
-
-
-def _of_file(source: str) -> Iterable[Row]:
-    path = check_file(source)
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        return load_dataset(FILES[path.suffix], data_files=str(path), split="train")
-    except (DatasetGenerationError, ValueError) as error:
-        raise UserError(f"data file {source!r} cannot be read: {error.__cause__ or error}") from error
 
 
 def is_saved(folder: Path) -> bool:
@@ -124,43 +138,16 @@ def is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
 
 
-def _of_folder(folder: Path, split: str, source: str, held_out: bool) -> Iterable[Row]:
-    if not is_saved(folder):
-        return _loaded(source, str(folder), None, split or None, held_out)
-    from datasets import Dataset, load_from_disk
-
-    found = load_from_disk(str(folder))
-    return found if isinstance(found, Dataset) else found[split_among(list(found), split, source, held_out)]
-
-
-def _loaded(source: str, name: str, config: str | None, split: str | None, held_out: bool) -> Iterable[Row]:
-    """``datasets.load_dataset`` for a name on the hub, or a folder in the form of one."""
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        if split and "[" in split:  # a slice: train[:100]
-            return load_dataset(name, config, split=split)
-        found = load_dataset(name, config)
-    except (DatasetGenerationError, ValueError, OSError) as error:  # also: no such data set, hub out of reach
-        raise UserError(f"data source {source!r} cannot be loaded: {error.__cause__ or error}") from error
-    return found[split_among(list(map(str, found)), split, source, held_out)]
-
-
-def split_among(splits: list[str], wanted: str | None, source: str, held_out: bool) -> str:
+def split_among(splits: list[str], name: str | None, source: str, is_eval: bool) -> str:
     """The split that is named, or the usual one."""
-    if wanted:
-        if wanted not in splits:
-            raise UserError(f"data source {source!r}: {unknown('split', wanted, splits)}")
-        return wanted
-    usual = [split for split in _SPLITS[held_out] if split in splits]
+    if name:
+        if name not in splits:
+            raise UserError(f"data source {source!r}: {unknown('split', name, splits)}")
+        return name
+    usual = [split for split in _SPLITS[is_eval] if split in splits]
     if not usual and len(splits) > 1:
         raise UserError(f"data source {source!r} has the splits {', '.join(splits)}: write {source}:SPLIT")
     return (usual or splits)[0]
-
-
-def _names_beside(path: Path) -> list[str]:
-    return [file.name for file in path.parent.glob("*") if file.suffix in FILES]
 
 
 # ---------------------------------------------------------------- row by row
@@ -176,23 +163,31 @@ def reader(source: str, cfg: Config) -> Read:
     Raises:
         UserError: for a source that is none, or cannot be read row by row.
     """
-    path = Path(source)
-    if path.suffix == ".parquet":
-        return _with_user_errors(source, lambda start: _parquet(check_file(source), start))
-    if path.suffix in FILES:
-        return _with_user_errors(source, _Lines(check_file(source), source).read)
-    folder, _, split = source.partition(":")
-    place = Path(folder).expanduser()
-    if folder and not source.rpartition(":")[0].endswith(".py") and place.is_dir():
-        if is_saved(place):
-            return lambda start: _by_number(rows(source, cfg, held_out=False), start)
-        return _with_user_errors(source, _Streamed(source, str(place), None, split or None).read)
-    if not source.startswith(TASK_SOURCE) and (found := HUB.fullmatch(source)):
-        return _with_user_errors(source, _Streamed(source, found["name"], found["config"], found["split"]).read)
-    return lambda start: _by_number(rows(source, cfg, held_out=False), start)
+    suffix = Path(source).suffix
+    if suffix == ".parquet":
+        return partial(_translated, source, partial(_parquet, check_file(source)))
+    if suffix in FILES:
+        path = check_file(source)
+        with path.open("rb") as file:
+            if file.read(64).lstrip()[:1] == b"[":
+                raise UserError(f"data.streaming=true: {source} is one JSON list; write it as JSON lines (.jsonl)")
+        return partial(_translated, source, partial(_json_lines, path, [0]))
+    name, _, part = source.partition(":")
+    folder, config, split = Path(name).expanduser(), None, part or None
+    is_folder = bool(name) and not source.rpartition(":")[0].endswith(".py") and folder.is_dir()
+    hub = None if is_folder or source.startswith(TASK_SOURCE) else HUB.fullmatch(source)
+    if hub:
+        name, config, split = hub["name"], hub["config"], hub["split"]
+    elif is_folder and not is_saved(folder):
+        name = str(folder)
+    else:
+        return lambda start: _skipped(rows(source, cfg, is_eval=False), start)
+    if split and "[" in split:
+        raise UserError(f"data.streaming=true: {source} asks for a slice, which needs the whole: remove it")
+    return partial(_translated, source, partial(_streamed, source, name, config, split))
 
 
-def _by_number(rows: Iterable[Row], start: int) -> Iterator[Row]:
+def _skipped(rows: Iterable[Row], start: int) -> Iterator[Row]:
     if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
         whole: Any = rows
         return (whole[number] for number in range(start, len(whole)))
@@ -213,57 +208,37 @@ def _parquet(path: Path, start: int) -> Iterator[Row]:
                 start -= size
 
 
-class _Lines:
-    """A file with a JSON object per line; keeps the offsets of some lines."""
-
-    def __init__(self, path: Path, source: str) -> None:
-        self._path, self._offsets = path, [0]  # of the lines 0, KNOWN_EVERY, ...
-        with path.open("rb") as file:
-            if file.read(64).lstrip()[:1] == b"[":
-                raise UserError(f"data.streaming=true: {source} is one JSON list; write it as JSON lines (.jsonl)")
-
-    def read(self, start: int) -> Iterator[Row]:
-        known = min(start // KNOWN_EVERY, len(self._offsets) - 1)
-        number = known * KNOWN_EVERY
-        with self._path.open("rb") as file:
-            file.seek(self._offsets[known])
-            while line := file.readline():
-                if not line.strip():
-                    continue
-                if number >= start:
-                    yield parse_line(line, number)
-                number += 1
-                if number % KNOWN_EVERY == 0 and number // KNOWN_EVERY == len(self._offsets):
-                    self._offsets.append(file.tell())
+def _json_lines(path: Path, offsets: list[int], start: int) -> Iterator[Row]:
+    """``offsets``: of the lines 0, ``KNOWN_EVERY``, ..., as far as they have been read; extended here."""
+    known = min(start // KNOWN_EVERY, len(offsets) - 1)
+    number = known * KNOWN_EVERY
+    with path.open("rb") as file:
+        file.seek(offsets[known])
+        while line := file.readline():
+            if not line.strip():
+                continue
+            if number >= start:
+                yield parse_line(line, number)
+            number += 1
+            if number % KNOWN_EVERY == 0 and number // KNOWN_EVERY == len(offsets):
+                offsets.append(file.tell())
 
 
-class _Streamed:
+def _streamed(source: str, name: str, config: str | None, split: str | None, start: int) -> Iterator[Row]:
     """A data set as ``datasets`` streams it."""
+    from datasets import load_dataset
 
-    def __init__(self, source: str, name: str, config: str | None, split: str | None) -> None:
-        self._source, self._name, self._config, self._split = source, name, config, split
-        if split and "[" in split:
-            raise UserError(f"data.streaming=true: {source} asks for a slice, which needs the whole: remove it")
-
-    def read(self, start: int) -> Iterator[Row]:
-        from datasets import load_dataset
-
-        found = load_dataset(self._name, self._config, streaming=True)
-        split = split_among(list(map(str, found)), self._split, self._source, held_out=False)
-        rows = found[split]
-        return iter(rows.skip(start) if start else rows)
+    splits = load_dataset(name, config, streaming=True)
+    rows = splits[split_among(list(map(str, splits)), split, source, is_eval=False)]
+    return iter(rows.skip(start) if start else rows)
 
 
-def _with_user_errors(source: str, read: Read) -> Read:
+def _translated(source: str, read: Read, start: int) -> Iterator[Row]:
     """Raises a library's error about a source that cannot be read as the user's error."""
-
-    def translated(start: int) -> Iterator[Row]:
-        try:
-            yield from read(start)
-        except (OSError, ValueError) as error:  # pyarrow's errors and those of datasets are among them
-            raise UserError(f"data source {source!r} cannot be read: {error.__cause__ or error}") from error
-
-    return translated
+    try:
+        yield from read(start)
+    except (OSError, ValueError) as error:  # pyarrow's errors and those of datasets are among them
+        raise UserError(f"data source {source!r} cannot be read: {error.__cause__ or error}") from error
 
 
 class InterleavedSources:

@@ -15,20 +15,21 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import overload
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from skyasync.config.schema import Config
-from skyasync.data.prompts import ENDLESS, PromptStream
+from skyasync.data.prompts import PromptStream
 from skyasync.data.sources import InterleavedSources, Read, Row
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt, PromptId
 
 log = logging.getLogger(__name__)
 
-KEPT = 4  # blocks besides those of prompts in flight: the current, the next, an empty one between two passes
+BLOCKS_IN_MEMORY = (
+    4  # blocks besides those of prompts in flight: the current, the next, an empty one between two passes
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -65,31 +66,27 @@ class StreamedPrompts(Sequence[Prompt]):
         self.first = BlockPosition(0, 0, 0, (0,) * len(reads))
         self.first_block = self.read(self.first)
 
-    def read(self, mark: BlockPosition) -> PromptBlock:
+    def read(self, start: BlockPosition) -> PromptBlock:
         """Waits for the sources, which are opened once if blocks are read in order. Not for two threads at once.
 
         Raises:
             UserError: if a source cannot be read, or no prompt of a whole pass is short enough.
         """
-        self._source.seek(mark.given)
+        self._source.seek(start.given)
         rows = self._source.take(self.size)
-        prompts = self._as_prompts(mark.block * self.size, rows)
-        end = mark.position + len(prompts)
+        prompts = self._as_prompts(start.block * self.size, rows)
+        end = start.position + len(prompts)
         if len(rows) == self.size:
-            return PromptBlock(prompts, BlockPosition(mark.epoch, mark.block + 1, end, self._source.given))
-        if mark.epoch == 0 and end == 0:
+            return PromptBlock(prompts, BlockPosition(start.epoch, start.block + 1, end, self._source.given))
+        if start.epoch == 0 and end == 0:
             raise UserError("data.train_data has no rows whose prompt is short enough (trainer.max_prompt_length)")
-        log.debug("pass %d over data.train_data has ended: %d prompts so far", mark.epoch + 1, end)
-        return PromptBlock(prompts, BlockPosition(mark.epoch + 1, 0, end, (0,) * len(mark.given)))
+        log.debug("pass %d over data.train_data has ended: %d prompts so far", start.epoch + 1, end)
+        return PromptBlock(prompts, BlockPosition(start.epoch + 1, 0, end, (0,) * len(start.given)))
 
     def __len__(self) -> int:
         return len(self.first_block.prompts)
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+    def __getitem__(self, index: Any) -> Any:  # noqa: ANN401  (a number or a slice)
         return self.first_block.prompts[index]
 
 
@@ -114,50 +111,42 @@ class BlockStream(PromptStream):
         if not dataset:
             raise UserError("the first block of data.train_data has no prompt that is short enough: raise "
                             "data.shuffle_buffer or trainer.max_prompt_length")  # fmt: skip
-        self._dataset, self._batch_size, self.total = dataset, batch_size, total
+        self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
+        self.rows = len(dataset)
         self._blocks = dataset
-        self._seed = seed
-        self._kept = KEPT + -(-window // dataset.size)
-        self._marks = [dataset.first]  # of blocks that follow each other
+        self._most_blocks = BLOCKS_IN_MEMORY + -(-window // dataset.size)
+        self._starts = [dataset.first]  # of blocks that follow each other
         self._reading: dict[BlockPosition, Future[PromptBlock]] = {dataset.first: Future()}
         self._reading[dataset.first].set_result(dataset.first_block)
         self._orders: dict[BlockPosition, np.ndarray] = {}
         self._reader, self._limit_s = ThreadPoolExecutor(1, "reads data.train_data"), limit_s
 
-    @classmethod
-    def of(cls, cfg: Config, dataset: StreamedPrompts) -> BlockStream:
-        """What a run of this configuration trains on."""
-        trainer = cfg.trainer
-        refill = trainer.algorithm.dynamic_sampling.mode == "refill"
-        total = ENDLESS if refill else trainer.max_training_steps * trainer.train_batch_size
-        ahead = max(trainer.max_staleness, trainer.async_queue_size) + 2
-        window = ahead * trainer.train_batch_size
-        return cls(dataset, trainer.train_batch_size, trainer.seed, total, window, trainer.step_timeout_s)
-
     def prompt(self, position: int) -> Prompt:
-        mark = self._mark_of(position)
-        prompts = self._block(mark).prompts
-        if mark not in self._orders:
-            self._orders[mark] = np.random.default_rng((self._seed, mark.epoch, mark.block)).permutation(len(prompts))
-        found = prompts[int(self._orders[mark][position - mark.position])]
-        return self._named(found, mark.epoch)
+        start = self._start_before(position)
+        prompts = self._block(start).prompts
+        if start not in self._orders:
+            order = np.random.default_rng((self._seed, start.epoch, start.block)).permutation(len(prompts))
+            self._orders[start] = order
+        prompt = prompts[int(self._orders[start][position - start.position])]
+        return replace(prompt, id=PromptId(start.epoch, prompt.id.row))
 
     def of_identity(self, identity: PromptId) -> Prompt:
-        wanted = identity.epoch, identity.row // self._blocks.size
-        while (self._marks[-1].epoch, self._marks[-1].block) < wanted:
-            self._find_next()
-        mark = next((m for m in self._marks if (m.epoch, m.block) == wanted), self._marks[-1])
-        found = next((p for p in self._block(mark).prompts if p.id.row == identity.row), None)
-        if found is None or (mark.epoch, mark.block) != wanted:
+        place = identity.epoch, identity.row // self._blocks.size
+        while (self._starts[-1].epoch, self._starts[-1].block) < place:
+            self._starts.append(self._block(self._starts[-1]).following)
+        start = next((start for start in self._starts if (start.epoch, start.block) == place), None)
+        prompts = self._block(start).prompts if start is not None else []
+        prompt = next((prompt for prompt in prompts if prompt.id.row == identity.row), None)
+        if prompt is None:
             raise UserError(
                 f"the checkpoint has rollouts of prompt {identity}, which data.train_data no longer contains: restore "
                 f"the data, or start from scratch with trainer.resume_mode=none"
             )
-        return self._named(found, identity.epoch)
+        return replace(prompt, id=identity)
 
     def mark(self, position: int) -> list[int]:
-        mark = self._mark_of(position)
-        return [self._blocks.size, mark.epoch, mark.block, mark.position, *mark.given]
+        start = self._start_before(position)
+        return [self._blocks.size, start.epoch, start.block, start.position, *start.given]
 
     def go_on(self, mark: Sequence[int]) -> None:
         if not mark:
@@ -170,37 +159,29 @@ class BlockStream(PromptStream):
             )
         if len(given) != len(self._blocks.first.given):
             raise UserError(f"the checkpoint is of a run with {len(given)} sources in data.train_data")
-        self._marks = [BlockPosition(epoch, block, position, tuple(given))]
+        self._starts = [BlockPosition(epoch, block, position, tuple(given))]
 
-    def _mark_of(self, position: int) -> BlockPosition:
-        """The block that holds a position, which is not before the first that is known."""
-        while self._marks[-1].position <= position:
-            self._find_next()
-        return self._marks[bisect_right(self._marks, position, key=lambda mark: mark.position) - 1]
+    def _start_before(self, position: int) -> BlockPosition:
+        """Where the block of a position starts; the position is not before the first start that is known."""
+        while self._starts[-1].position <= position:
+            self._starts.append(self._block(self._starts[-1]).following)
+        return self._starts[bisect_right(self._starts, position, key=lambda start: start.position) - 1]
 
-    def _find_next(self) -> None:
-        self._marks.append(self._block(self._marks[-1]).following)
-
-    def _block(self, mark: BlockPosition) -> PromptBlock:
+    def _block(self, start: BlockPosition) -> PromptBlock:
         """Waits for it if it has not been read; the next one is read meanwhile."""
-        reading = self._begin(mark)
-        done, _ = wait([reading], self._limit_s)
+        done, _ = wait([self._begin(start)], self._limit_s)
         if not done:
             problem = f"has given no block of {self._blocks.size} rows within {self._limit_s:g} s"
             raise UserError(f"data.train_data {problem} (trainer.step_timeout_s)")
-        block = reading.result()
+        block = done.pop().result()
         self._begin(block.following)
         return block
 
-    def _begin(self, mark: BlockPosition) -> Future[PromptBlock]:
-        if mark not in self._reading:
-            self._reading[mark] = self._reader.submit(self._blocks.read, mark)
-            while len(self._reading) > self._kept:  # the first ones go: what is in flight moves on
-                gone = min(other for other in self._reading if other != mark)
-                del self._reading[gone]
-                self._orders.pop(gone, None)
-        return self._reading[mark]
-
-    @staticmethod
-    def _named(prompt: Prompt, epoch: int) -> Prompt:
-        return Prompt(PromptId(epoch, prompt.id.row), prompt.messages, prompt.env_class, prompt.extras)
+    def _begin(self, start: BlockPosition) -> Future[PromptBlock]:
+        if start not in self._reading:
+            self._reading[start] = self._reader.submit(self._blocks.read, start)
+            while len(self._reading) > self._most_blocks:  # the first ones go: what is in flight moves on
+                first = min(other for other in self._reading if other != start)
+                del self._reading[first]
+                self._orders.pop(first, None)
+        return self._reading[start]

@@ -47,7 +47,7 @@ class RewardEnv(BaseTextEnv):
     def graded_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
         """All reward functions of the row with their weights, if a judge is among them.
 
-        ``skyasync.rollout.judging`` asks the judges, after the episode's end.
+        ``skyasync.rollout.generator`` asks the judges, after the episode's end.
         """
         weighted = _settings(env_config).weighted(extras)
         return weighted if any(is_judge(func) for func, _ in weighted) else []

@@ -1,7 +1,7 @@
 """Folders that are made once and then found again.
 
-Invariant: a folder under its final name is complete. It is made under a temporary name next to its final place and
-renamed, so of several processes making it at once the first to finish wins and the others use its result.
+Invariant: a folder under its final name is complete. It is made under a temporary name, and renamed at the end. If
+several processes make it at once, all use the result of the first to finish.
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         make(temporary)
-        _rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return folder
-
-
-def _rename(temporary: Path, folder: Path) -> None:
-    temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can enter
-    try:
+        temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can enter
         temporary.rename(folder)
     except OSError:  # a folder with files in it is never replaced: another process was faster
         if not folder.is_dir():
             raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

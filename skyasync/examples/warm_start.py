@@ -1,7 +1,7 @@
 """Small chat models made on this machine by supervised steps: nothing is downloaded.
 
 Invariant: on one machine the same recipe gives the same model. A model's folder in the cache is named after a hash of
-the recipe and of the sources that carry it out, so a changed recipe never meets an older model.
+the recipe and of its sources, so a changed recipe never uses an older model.
 
 The warm start is counted in steps, not seconds: the starting point does not depend on how busy the machine is.
 """
@@ -39,8 +39,8 @@ Row = tuple[list[int], list[int]]  # tokens, and labels of the same length: the 
 
 
 @dataclass(frozen=True)
-class Recipe(ABC):
-    """Everything that decides what a model is; a subclass says how it speaks and what it is shown.
+class WarmStartRecipe(ABC):
+    """Everything that decides what a model is; a subclass defines its tokenizer and its training rows.
 
     The tokenizer and the rows are functions of the recipe alone.
     """
@@ -65,30 +65,28 @@ class Recipe(ABC):
 
     @abstractmethod
     def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
-        """Endless conversations; labels are what the model shall learn to say."""
+        """Endless conversations; labels are the tokens that the model learns to write."""
 
-    def folder_name(self) -> str:
-        """Changes with the recipe and with any source that carries it out."""
-        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode())
-        own = Path(inspect.getfile(type(self)))
-        for source in (Path(__file__), own, own.with_name(self.lessons)):
+    @classmethod
+    def build(cls, *, out: str | Path | None = None, progress: bool = True, **options: object) -> str:
+        """The folder of the model (weights, configuration, tokenizer), made if it does not exist yet.
+
+        Args:
+            out: the folder; None is its place in the cache.
+            progress: show a bar while it is made.
+            options: fields of the recipe.
+        """
+        recipe = cls(**cast(dict[str, Any], options))
+        digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
+        own = Path(inspect.getfile(cls))
+        for source in (Path(__file__), own, own.with_name(cls.lessons)):
             digest.update(source.read_bytes())
-        return f"{self.name}-{digest.hexdigest()[:12]}"
+        folder = Path(out) if out else cache_folder() / f"{cls.name}-{digest.hexdigest()[:12]}"
+        return str(made_once(folder, lambda temporary: make(recipe, temporary, progress=progress)))
 
 
-def made(recipe: Recipe, out: str | Path | None = None, *, progress: bool = True) -> str:
-    """The folder of the model (weights, configuration, tokenizer), made if it is not there yet.
-
-    Args:
-        out: where it shall be; None is its place in the cache.
-        progress: show a bar while it is made.
-    """
-    folder = Path(out) if out else cache_folder() / recipe.folder_name()
-    return str(made_once(folder, lambda temporary: make(recipe, temporary, progress=progress)))
-
-
-def make(recipe: Recipe, folder: Path, *, progress: bool = True) -> None:
-    """Write tokenizer and warm-started model into ``folder``. The caller's randomness is left alone."""
+def make(recipe: WarmStartRecipe, folder: Path, *, progress: bool = True) -> None:
+    """Write tokenizer and warm-started model into ``folder``. The caller's random state stays the same."""
     tokenizer = recipe.make_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -100,9 +98,9 @@ def make(recipe: Recipe, folder: Path, *, progress: bool = True) -> None:
 
 
 def byte_level_bpe(
-    corpus: Iterable[str], *, vocab_size: int, rarest_merge: int, template: str, marks: Sequence[Any] = ()
+    corpus: Iterable[str], *, vocab_size: int, rarest_merge: int, template: str, added: Sequence[Any] = ()
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE learnt from ``corpus``; each digit is a token of its own, and so are ``marks``."""
+    """A byte-level BPE learnt from ``corpus``; each digit is one token, and so is each text in ``added``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -116,7 +114,7 @@ def byte_level_bpe(
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
-    tokenizer.add_tokens(list(marks))
+    tokenizer.add_tokens(list(added))
     return chat_tokenizer(tokenizer, template)
 
 
@@ -133,7 +131,7 @@ def chat_tokenizer(tokenizer: Tokenizer, template: str, **options: object) -> Pr
     )
 
 
-def llama_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def llama_config(recipe: WarmStartRecipe, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     heads = recipe.hidden // recipe.head_dim
     return LlamaConfig(
         vocab_size=len(tokenizer),
@@ -152,14 +150,23 @@ def llama_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaCon
 
 
 def warm_start(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, progress: bool = True
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: WarmStartRecipe, *, progress: bool = True
 ) -> None:
     """``recipe.steps`` supervised steps of AdamW on the recipe's rows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
     rows, padding = recipe.rows(tokenizer), cast(int, tokenizer.pad_token_id)
     model.train()
-    with _progress_bar(recipe, shown=progress) as bar:
+    bar = Progress(
+        TextColumn(f"[bold]{recipe.name} model, supervised warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.2f}"),
+        TimeRemainingColumn(),
+        disable=not progress,
+    )
+    task = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
+    with bar:
         for _ in range(recipe.steps):
             loss = model(**supervised_batch(list(islice(rows, recipe.batch_size)), padding)).loss
             loss.backward()
@@ -167,7 +174,7 @@ def warm_start(
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            bar.update(bar.task_ids[0], advance=1, loss=loss.item())
+            bar.update(task, advance=1, loss=loss.item())
 
 
 def supervised_batch(rows: Sequence[Row], padding: int) -> dict[str, Tensor]:
@@ -182,16 +189,3 @@ def supervised_batch(rows: Sequence[Row], padding: int) -> dict[str, Tensor]:
         "attention_mask": padded(([1] * len(tokens) for tokens, _ in rows), 0),
         "labels": padded((labels for _, labels in rows), IGNORED),
     }
-
-
-def _progress_bar(recipe: Recipe, *, shown: bool) -> Progress:
-    columns = (
-        TextColumn(f"[bold]{recipe.name} model, supervised warm start"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.2f}"),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, disable=not shown)
-    bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
-    return bar

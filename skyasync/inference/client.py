@@ -8,9 +8,9 @@ a new request, which the engines start with the weights they have then. Its call
 joined (``inflight``).
 
 An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late (``EnginePool.fail``).
-With a failure handler nothing is asked of it any more, and its requests continue at the others from the tokens known of
-them (``poll``); without others they wait for its replacement. Otherwise, and for every other error, the requests that
-the engine had raise the error.
+If failures are handled (``EnginePool.on_failure``), it is not called any more, and its requests continue at the others
+from the tokens known of them (``poll``); without others they wait for its replacement. Otherwise, and for every other
+error, the requests that the engine had raise the error.
 
 While every engine is full (``router``) requests wait here, in order. The queue moves when a request ends, an engine is
 admitted, or one reports room (``poll``).
@@ -43,15 +43,18 @@ from skyasync.inference.interface import (
     RequestFailedError,
 )
 from skyasync.inference.pool import EnginePool, LostWork
+from skyasync.inference.router import EngineLoad
 from skyasync.inference.stop_strings import cut_at_stop_string
 from skyasync.weight_sync.update import WakePart, WeightUpdate
+
+SHUT_DOWN = "the inference client was shut down"
 
 
 class Outgoing(NamedTuple):
     """What an engine is sent in one turn of the event loop."""
 
     requests: list[InflightRequest]
-    abandoned: list[str]  # requests whose answers nobody waits for any more: the engine need not compute them
+    abandoned: list[str]  # requests whose callers no longer wait: the engine need not compute them
 
 
 class InferenceClient:
@@ -78,7 +81,8 @@ class InferenceClient:
         if not engines:
             raise ValueError("an inference client needs at least one engine")
         self.request_timeout_s = request_timeout_s
-        self.pool = EnginePool(engines, self)
+        self.pool = EnginePool(engines, self._recover)
+        self.engines = self.pool.engines
         self._start_at_once = start_at_once or len(engines)
         self._tokenizer = tokenizer
         self._outbox: dict[int, Outgoing] = {}  # engine -> of this turn
@@ -88,10 +92,6 @@ class InferenceClient:
         self._cut: set[str] = set()  # the engines' ids of what has been ended early, and continues
         self._paused = False
         self._cutting = False  # from a cut to the end of its pause
-
-    @property
-    def engines(self) -> list[InferenceEngine]:
-        return self.pool.engines
 
     @property
     def proves_weights(self) -> bool:
@@ -125,14 +125,16 @@ class InferenceClient:
         """
         return await self._finish(request, await self._ask(request, request.request_id))
 
-    async def go_on(self, request: GenerationRequest, begun: GenerationOutput) -> GenerationOutput:
+    async def go_on(self, request: GenerationRequest, partial: GenerationOutput) -> GenerationOutput:
         """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``). As ``generate``."""
-        if begun.finish_reason or len(begun.token_ids) >= request.sampling.max_tokens:
-            return replace(begun, request_id=request.request_id, finish_reason=begun.finish_reason or "length")
+        partial = replace(partial, request_id=request.request_id)
+        if partial.finish_reason or len(partial.token_ids) >= request.sampling.max_tokens:
+            return replace(partial, finish_reason=partial.finish_reason or "length")
         self._cut.add(request.request_id)
-        return await self._finish(request, replace(begun, request_id=request.request_id, finish_reason="abort"))
+        return await self._finish(request, replace(partial, finish_reason="abort"))
 
     async def _finish(self, request: GenerationRequest, answer: GenerationOutput) -> GenerationOutput:
+        """The whole answer: as long as it is cut, the rest is requested."""
         try:
             while answer.finish_reason == "abort" and answer.request_id in self._cut:
                 self._cut.discard(answer.request_id)
@@ -153,8 +155,8 @@ class InferenceClient:
             raise self.pool.end
         loop = asyncio.get_running_loop()
         inflight = InflightRequest(request, caller_id, loop.create_future())
-        if self._queue or not self._route(inflight):
-            self._queue[inflight] = None
+        self._queue[inflight] = None
+        self._advance()
         self._inflight[name] = inflight
         if self._cutting:  # it may arrive before the engine ends all requests, or after
             self._cut.add(name)
@@ -171,170 +173,34 @@ class InferenceClient:
             del self._inflight[name]
             self._queue.pop(inflight, None)
             if inflight.charge is not None:
-                if inflight.abandoned:
+                answer = None
+                if not inflight.future.done() or inflight.future.cancelled():  # the caller no longer waits
                     self._outgoing(inflight.charge.engine).abandoned.append(name)
                     self._inflight.leaving.add(name)
-                self.pool.router.ended(inflight.charge, inflight.answer, loop.time())
-            if self._queue:
-                self._advance()
-
-    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all of them: None) for good, also if they had been cut."""
-        if request_ids is not None:
-            callers = set(request_ids)
-            request_ids = [name for name, inflight in self._inflight.items() if inflight.caller_id in callers]
-        ended = list(self._inflight if request_ids is None else request_ids)
-        self._cut.difference_update(ended)
-        for inflight in [self._inflight[name] for name in ended]:
-            if inflight.engine is None and not inflight.future.done():
-                inflight.future.set_result(inflight.so_far)
-        await self.pool.all("abort", request_ids)
-
-    async def progress(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
-        """What the healthy engines have of these unanswered requests (of all: None), by their ids."""
-        await asyncio.gather(*(self.poll(index) for index in self.pool.healthy))
-        return self._inflight.so_far(request_ids)
-
-    async def poll(self, index: int) -> None:
-        """Ask an engine for its progress and keep it: a heartbeat, and what its requests continue from."""
-        async with self._polling[index]:
-            asked, leaving = self._inflight.at(index), set(self._inflight.leaving)
-            try:
-                answer = await self.pool.ask(index, self.engines[index].progress())
-            except BaseException:
-                for inflight in (*asked.values(), *self._inflight.at(index).values()):
-                    inflight.forget()  # progress may have been lost on its way
-                raise
-            self._inflight.receive(asked, answer[0] if answer else (), leaving)
-        if self.pool.router.loads[index].capacity and answer:
-            stats = await self.pool.ask(index, self.engines[index].stats())
-            if stats:
-                self.pool.router.reported(index, stats[0])
-                self._advance()
-
-    # ---------------------------------------------------------------- all engines
-
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """Per healthy engine, the log-probability of each token after the first."""
-        return list((await self.pool.all("score", sequences)).values())
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        self._paused = True
-        await self.pool.all("pause", mode)
-
-    async def cut(self) -> None:
-        """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
-        self._cut.update(self._inflight)
-        self._cutting = True
-        await self.pause("abort")
-
-    async def resume(self) -> None:
-        self._paused = self._cutting = False
-        await self.pool.all("resume")
-
-    async def update_weights(self, update: WeightUpdate) -> list[str]:
-        """As ``InferenceEngine.update_weights``, of all engines."""
-        self.pool.router.forget_prompts()
-        if "members" in update.info:  # both ends meet in a group
-            await self.pool.all_or_none(update.info["members"], "update_weights", update)
-            return []
-        answers = await self.pool.all("update_weights", update)
-        return sorted({name for unproven in answers.values() for name in unproven or ()})
-
-    async def sleep(self) -> None:
-        await self.pool.all("sleep")
-
-    async def wake(self, part: WakePart) -> None:
-        await self.pool.all("wake", part)
-
-    async def stats(self) -> list[EngineStats]:
-        """Per engine, by its place; nothing but zeros for one that has failed."""
-        found = await self.pool.all("stats")
-        return [found.get(i, EngineStats(gone=load.left)) for i, load in enumerate(self.pool.router.loads)]
-
-    async def shutdown(self) -> None:
-        await asyncio.sleep(0)  # a ``_send`` that is cancelled before it begins would answer nobody
-        calls = self.pool.calls
-        for task in calls:
-            task.cancel()
-        await asyncio.gather(*calls, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
-        self._fail_all(_shareable(asyncio.CancelledError()))  # what had no engine
-
-    # ---------------------------------------------------------------- failures, and engines that come and go
-
-    def recover_requests(self, index: int) -> LostWork:
-        """An engine has failed or left: what it had continues elsewhere."""
-        self._outbox.pop(index, None)
-        lost = [inflight for inflight in self._inflight.at(index).values() if not inflight.future.done()]
-        answers = [inflight.so_far for inflight in lost]
-        for inflight, answer in zip(lost, answers, strict=True):
-            self._cut.add(answer.request_id)
-            inflight.future.set_result(answer)
-        return LostWork(len(lost), sum(len(answer.token_ids) for answer in answers))
-
-    async def admit(self, index: int, engine: InferenceEngine) -> None:
-        """This engine, which holds the weights of the others, takes the place of the failed one."""
-        paused = False
-        while paused != self._paused:
-            paused = self._paused
-            await (engine.pause("keep") if paused else engine.resume())
-        self.pool.admit(index, engine)
-        self._advance()
-
-    async def join(self, engine: InferenceEngine) -> int:
-        """As ``admit``, in a place of its own, whose number is returned."""
-        capacity = (await engine.stats()).cache_tokens
-        index = self.pool.add(engine)
-        self._polling.append(asyncio.Lock())
-        self.pool.router.loads[index].capacity = capacity
-        await self.admit(index, engine)
-        return index
-
-    async def let_go(self, index: int, patience_s: float) -> int:
-        """This engine gets nothing any more, and what it has continues at the others; the number of such requests."""
-        load = self.pool.router.loads[index]
-        load.healthy, load.left = False, True
-        leaving = self._inflight.at(index)
-        self._cut.update(leaving)
-        with contextlib.suppress(Exception):  # if it fails meanwhile, or hangs: from what is known of them
-            async with asyncio.timeout(patience_s):
-                await self.engines[index].abort(list(leaving))
-                await asyncio.gather(*(asyncio.wait({inflight.future}) for inflight in leaving.values()))
-        self.recover_requests(index)
-        return len(leaving)
-
-    def give_up(self, error: BaseException) -> None:
-        """No engine will answer any more: every request and call raises this."""
-        self.pool.end = error
-        self._fail_all(error)
-
-    def _fail_all(self, error: BaseException) -> None:
-        for inflight in self._inflight.values():
-            if not inflight.future.done():
-                inflight.future.set_exception(error)
-
-    # ---------------------------------------------------------------- sending
-
-    def _route(self, inflight: InflightRequest) -> bool:
-        """Send it to an engine in the next turn, with all others of this one; False if none can take it."""
-        inflight.charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time())
-        if inflight.charge is None:
-            return False
-        self._outgoing(inflight.charge.engine).requests.append(inflight)
-        return True
+                elif not inflight.future.exception():
+                    answer = inflight.future.result()
+                self.pool.router.ended(inflight.charge, answer, loop.time())
+            self._advance()
 
     def _advance(self) -> None:
-        """Send the first of the queue, for as long as there is an engine for it."""
+        """Give the first requests of the queue to engines; stop at one that no engine can take."""
         while self._queue:
             inflight = next(iter(self._queue))
-            if not inflight.future.done() and not self._route(inflight):
-                return
+            if not inflight.future.done():
+                inflight.charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time())
+                if inflight.charge is None:
+                    return
+                self._outgoing(inflight.charge.engine).requests.append(inflight)
             del self._queue[inflight]
 
     def _outgoing(self, index: int) -> Outgoing:
+        """What the engine is sent in the next turn of the event loop, with everything of this turn."""
         if index not in self._outbox:
             self._outbox[index] = Outgoing([], [])
-            self.pool.track(index, asyncio.get_running_loop().create_task(self._send(index)))
+            task = asyncio.get_running_loop().create_task(self._send(index))
+            calls = self.pool.calls[index]
+            calls.add(task)
+            task.add_done_callback(calls.discard)
         return self._outbox[index]
 
     async def _send(self, index: int) -> None:
@@ -366,12 +232,147 @@ class InferenceClient:
         except BaseException as error:
             if isinstance(error, EngineFailedError) and self.pool.fail(index, error, asyncio.current_task()):
                 return
+            ended = isinstance(error, asyncio.CancelledError)
             for inflight in waiting.values():
                 if not inflight.future.done():
-                    inflight.future.set_exception(_shareable(error))
+                    inflight.future.set_exception(RuntimeError(SHUT_DOWN) if ended else error)
             if not isinstance(error, Exception):
                 raise
 
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End these requests (all of them: None) for good, also if they had been cut."""
+        if request_ids is not None:
+            callers = set(request_ids)
+            request_ids = [name for name, inflight in self._inflight.items() if inflight.caller_id in callers]
+        ended = list(self._inflight if request_ids is None else request_ids)
+        self._cut.difference_update(ended)
+        for inflight in [self._inflight[name] for name in ended]:
+            if inflight.engine is None and not inflight.future.done():
+                inflight.future.set_result(inflight.so_far)
+        await self.pool.all("abort", request_ids)
 
-def _shareable(error: BaseException) -> BaseException:
-    return RuntimeError("the inference client was shut down") if isinstance(error, asyncio.CancelledError) else error
+    async def progress(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
+        """What the healthy engines have of these unanswered requests (of all: None), by their ids."""
+        await asyncio.gather(*(self.poll(index) for index in self.pool.healthy))
+        return self._inflight.so_far(request_ids)
+
+    async def poll(self, index: int) -> None:
+        """Ask an engine for its progress and keep it: a heartbeat, and what its requests continue from."""
+        async with self._polling[index]:
+            requests, leaving = self._inflight.at(index), set(self._inflight.leaving)
+            try:
+                answer = await self.pool.ask(index, self.engines[index].progress())
+            except BaseException:
+                for inflight in (*requests.values(), *self._inflight.at(index).values()):
+                    inflight.received = None  # progress may have been lost on its way
+                raise
+            self._inflight.receive(requests, answer[0] if answer else (), leaving)
+        if self.pool.router.loads[index].capacity and answer:
+            stats = await self.pool.ask(index, self.engines[index].stats())
+            if stats:
+                self.pool.router.reported(index, stats[0])
+                self._advance()
+
+    # ---------------------------------------------------------------- all engines
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """Per healthy engine, the log-probability of each token after the first."""
+        return list((await self.pool.all("score", sequences)).values())
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        self._paused = True
+        await self.pool.all("pause", mode)
+
+    async def cut(self) -> None:
+        """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
+        self._cut.update(self._inflight)
+        self._cutting = True
+        await self.pause("abort")
+
+    async def resume(self) -> None:
+        self._paused = self._cutting = False
+        await self.pool.all("resume")
+
+    async def update_weights(self, update: WeightUpdate) -> list[str]:
+        """As ``InferenceEngine.update_weights``, of all engines."""
+        self.pool.router.prompts.clear()  # what engines have in their caches was computed by the old weights
+        if "members" in update.info:  # sender and receivers meet in a group
+            await self.pool.all_or_none(update.info["members"], "update_weights", update)
+            return []
+        answers = await self.pool.all("update_weights", update)
+        return sorted({name for unproven in answers.values() for name in unproven or ()})
+
+    async def sleep(self) -> None:
+        await self.pool.all("sleep")
+
+    async def wake(self, part: WakePart) -> None:
+        await self.pool.all("wake", part)
+
+    async def stats(self) -> list[EngineStats]:
+        """Per engine, by its place; nothing but zeros for one that has failed."""
+        stats = await self.pool.all("stats")
+        return [stats.get(i, EngineStats(gone=load.left)) for i, load in enumerate(self.pool.router.loads)]
+
+    async def shutdown(self) -> None:
+        await asyncio.sleep(0)  # a ``_send`` that is cancelled before it starts would not answer its callers
+        calls = set[asyncio.Future[Any]]().union(*self.pool.calls)
+        for task in calls:
+            task.cancel()
+        await asyncio.gather(*calls, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
+        self._fail_all(RuntimeError(SHUT_DOWN))  # what had no engine
+
+    # ---------------------------------------------------------------- failures, and engines that come and go
+
+    def _recover(self, index: int) -> LostWork:
+        """An engine has failed or left: its requests continue at the others."""
+        self._outbox.pop(index, None)
+        lost = [inflight for inflight in self._inflight.at(index).values() if not inflight.future.done()]
+        answers = [inflight.so_far for inflight in lost]
+        for inflight, answer in zip(lost, answers, strict=True):
+            self._cut.add(answer.request_id)
+            inflight.future.set_result(answer)
+        return LostWork(len(lost), sum(len(answer.token_ids) for answer in answers))
+
+    async def admit(self, index: int, engine: InferenceEngine) -> None:
+        """This engine, which holds the weights of the others, takes the place of the failed one."""
+        paused = False
+        while paused != self._paused:
+            paused = self._paused
+            await (engine.pause("keep") if paused else engine.resume())
+        self.engines[index] = engine
+        self.pool.router.renew(index)
+        self._advance()
+
+    async def join(self, engine: InferenceEngine) -> int:
+        """As ``admit``, in a place of its own, whose number is returned."""
+        capacity = (await engine.stats()).cache_tokens
+        index = len(self.engines)
+        self.engines.append(engine)
+        self.pool.calls.append(set())
+        self.pool.router.loads.append(EngineLoad(capacity=capacity, healthy=False))
+        self._polling.append(asyncio.Lock())
+        await self.admit(index, engine)
+        return index
+
+    async def let_go(self, index: int, patience_s: float) -> int:
+        """This engine gets no request any more, and its own continue at the others. Returns the number of these."""
+        load = self.pool.router.loads[index]
+        load.healthy, load.left = False, True
+        leaving = self._inflight.at(index)
+        self._cut.update(leaving)
+        with contextlib.suppress(Exception):  # if it fails or hangs, they continue from what is known of them
+            async with asyncio.timeout(patience_s):
+                await self.engines[index].abort(list(leaving))
+                await asyncio.gather(*(asyncio.wait({inflight.future}) for inflight in leaving.values()))
+        self._recover(index)
+        return len(leaving)
+
+    def give_up(self, error: BaseException) -> None:
+        """No engine will answer any more: every request and call raises this."""
+        self.pool.end = error
+        self._fail_all(error)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for inflight in self._inflight.values():
+            if not inflight.future.done():
+                inflight.future.set_exception(error)

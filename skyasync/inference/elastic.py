@@ -1,8 +1,8 @@
 """Engines that join and leave a run while it continues, as a file in its folder says.
 
 ```
- a line is added   ──▶ made, started ──▶ given the others' weights, proven by digests ──▶ takes requests
- a line is removed ──▶ gets no request any more ──▶ what it has continues at the others ──▶ shut down
+ a line is added   ──▶ made, started ──▶ given the others' weights, proven by digests ──▶ takes requests.
+ a line is removed ──▶ gets no request any more ──▶ its requests continue at the others ──▶ shut down.
 ```
 
 Invariant: the file lists the engines by their names, one per line: a server's address, or the number of one of the
@@ -23,13 +23,17 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import InferenceEngine
-from skyasync.inference.supervisor import EngineSupervisor, Weights, ended_on_error
+from skyasync.inference.supervisor import EngineSupervisor, ended_on_error
 from skyasync.utils.task_group import within
+
+if TYPE_CHECKING:
+    from skyasync.weight_sync.sync import WeightSync
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ class ElasticEngines(RunExtension):
     def __init__(
         self,
         client: InferenceClient,
-        weights: Weights,
+        weights: WeightSync,
         supervisor: EngineSupervisor,
         make: MakeEngine,
         names: Sequence[str],
@@ -83,7 +87,7 @@ class ElasticEngines(RunExtension):
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         if self.joined or self.left:
             metrics |= {"engines/joined": float(self.joined), "engines/left": float(self.left)}
-            metrics["engines/living"] = float(len(self._client.pool.healthy))
+            metrics["engines/alive"] = float(len(self._client.pool.healthy))
 
     async def close(self) -> None:
         """No engine joins or leaves any more; those that are joining are ended."""
@@ -111,7 +115,8 @@ class ElasticEngines(RunExtension):
                     await self._leave(name)
 
     async def _join(self, name: str) -> None:
-        began = self._now()
+        now = asyncio.get_running_loop().time
+        began = now()
         if problem := wrong_name(name, servers=self._servers):
             self._warn(f"{self._file.name}: {problem}")
             return
@@ -127,20 +132,20 @@ class ElasticEngines(RunExtension):
                     await engine.update_weights(update)
                     index = await self._client.join(engine)
         except Exception as error:
-            self._rejected[name] = self._now() + RETRY_S if is_server(name) else float("inf")
+            self._rejected[name] = now() + RETRY_S if is_server(name) else float("inf")
             again = "asked again" if is_server(name) else f"left out until {self._file.name} changes"
             self._warn(f"engine {name} could not join and is {again}: {headline(error)}")
             return
         self._indexes[name] = index
         self._supervisor.watch(index)
         self.joined += 1
-        took = self._now() - began
+        took = now() - began
         log.info("engine %s has joined after %.1f s, with the weights of version %d", name, took, update.version)
 
     async def _leave(self, name: str) -> None:
         index = self._indexes[name]
         if not [other for other in self._client.pool.healthy if other != index]:
-            self._warn(f"engine {name} stays: it is the last one that lives")
+            self._warn(f"engine {name} stays: it is the last healthy one")
             return
         self._supervisor.forget(index)
         moved = await self._client.let_go(index, LEAVING_S)
@@ -154,10 +159,6 @@ class ElasticEngines(RunExtension):
         if line not in self._logged:
             self._logged.add(line)
             log.warning("%s", line)
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()
 
 
 def read_engine_list(text: str) -> list[str]:

@@ -31,35 +31,16 @@ class InflightRequest:
     caller_id: str
     future: asyncio.Future[GenerationOutput]
     charge: Charge | None = None
-    _received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
+    received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
 
     @property
     def engine(self) -> int | None:
         return self.charge.engine if self.charge else None
 
     @property
-    def abandoned(self) -> bool:
-        """Its caller no longer waits, and there is no answer."""
-        return not self.future.done() or self.future.cancelled()
-
-    @property
-    def answer(self) -> GenerationOutput | None:
-        """None if there is none, or an error."""
-        return None if self.abandoned or self.future.exception() else self.future.result()
-
-    def receive(self, progress: GenerationOutput) -> None:
-        """The engine reports new tokens, each once and in order."""
-        if self._received is not None:
-            self._received.append(progress)
-
-    def forget(self) -> None:
-        """Progress may have been missed: nothing is known of it."""
-        self._received = None
-
-    @property
     def so_far(self) -> GenerationOutput:
         """The answer as if it had been cut after what is known of it."""
-        received = self._received or []
+        received = self.received
         if not received:
             return GenerationOutput(self.request.request_id, finish_reason="abort")
         whole = GenerationOutput(
@@ -70,7 +51,7 @@ class InflightRequest:
             "abort",
             joined_experts(each.experts for each in received),
         )
-        self._received = [whole]  # so that frequent calls join it once
+        self.received = [whole]  # so that frequent calls join it once
         return whole
 
 
@@ -92,25 +73,30 @@ class InflightTable(dict[str, InflightRequest]):
 
     def receive(
         self,
-        asked: Mapping[str, InflightRequest],
+        before: Mapping[str, InflightRequest],
         progress: Iterable[GenerationOutput],
         leaving: Collection[str] = (),
     ) -> None:
-        """An engine's progress; ``asked`` and ``leaving``: what it had when it was asked for it."""
+        """Record an engine's progress.
+
+        Args:
+            before: the requests that it had when the progress was requested; ``leaving``: the ids that were leaving.
+        """
         for each in progress:
             request = self.get(each.request_id)
             if request is None:  # answered meanwhile
                 continue
-            known = asked.get(each.request_id)
-            if known is request or (known is None and each.request_id not in leaving):  # it may have begun meanwhile
-                request.receive(each)
-            else:  # it may be that of another one of the same name
-                request.forget()
+            known = before.get(each.request_id)
+            new = known is None and each.request_id not in leaving  # it may have started meanwhile
+            if known is not request and not new:  # the progress may be that of another request of the same name
+                request.received = None
+            elif request.received is not None:
+                request.received.append(each)
 
     def so_far(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
         """What is known of these requests (None: of all), by their callers' ids."""
-        found = {r.caller_id: r.so_far for r in self.values() if request_ids is None or r.caller_id in request_ids}
-        return found | {name: join(before, found[name]) for name, before in self.before.items() if name in found}
+        parts = {r.caller_id: r.so_far for r in self.values() if request_ids is None or r.caller_id in request_ids}
+        return parts | {name: join(before, parts[name]) for name, before in self.before.items() if name in parts}
 
 
 def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
@@ -134,12 +120,12 @@ def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
 
     Experts that both report are those of the first: its tokens were computed with them.
     """
-    again = 0 if answer.experts is None else len(answer.experts)
+    known = 0 if answer.experts is None else len(answer.experts)
     return GenerationOutput(
         more.request_id,
         np.concatenate([answer.token_ids, more.token_ids]),
         np.concatenate([answer.logprobs, more.logprobs]),
         np.concatenate([answer.versions, more.versions]),
         more.finish_reason,
-        joined_experts([answer.experts, None if more.experts is None else more.experts[again:]]),
+        joined_experts([answer.experts, None if more.experts is None else more.experts[known:]]),
     )

@@ -1,13 +1,13 @@
 """The engine interface: requests, answers, the base class of engines and the table of backends.
 
 Invariant: a request is answered exactly once, with one behaviour log-probability and one policy version
-per generated token. Versions are stamped by the engine, at the token, and never changed afterwards.
+per generated token. The engine records the version with the token, and it never changes afterwards.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, nextafter
@@ -37,6 +37,7 @@ _PLAIN: list[tuple[str, Any, float, float]] = [
     (name, key.type, nextafter(key.above or 0.0, inf) if key.low is None else key.low, key.high or 0.0)
     for name, key in LIMITS.items()
 ]
+_SEQUENCES: dict[str, type] = {"stop": str, "bad_words": str, "stop_token_ids": Integral, "allowed_token_ids": Integral}
 LARGEST_BIAS = 100
 
 
@@ -52,8 +53,8 @@ class SamplingParams:
     tokens always hold the stop string. ``structured_outputs`` and ``repetition_detection`` (the fields of vLLM's
     classes of these names) are for vLLM only.
 
-    Whoever says a list, one text, None, or tokens as JSON has them says the same: it is stored in one form, which can
-    be compared and be a key.
+    A list, one text, None, and the keys of JSON are accepted and stored in one form, which can be compared and be a
+    key.
 
     Invariant: the numbers are within ``LIMITS``, so that no engine meets one that its int32 or float32 cannot hold.
 
@@ -84,60 +85,44 @@ class SamplingParams:
     repetition_detection: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        settle = object.__setattr__  # the class is frozen for everybody else
-        for name in ("stop", "bad_words"):
-            settle(self, name, _members(name, getattr(self, name), str))
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            settle(self, name, _members(name, getattr(self, name), Integral))
-        bias = self.logit_bias or {}
-        settle(self, "logit_bias", {int(token): float(value) for token, value in bias.items()})
+        store, given = object.__setattr__, vars(self)  # the class is frozen for all others
+        for name, kind in _SEQUENCES.items():
+            value: Any = given[name]
+            members = (value,) if isinstance(value, str) else tuple(value or ())
+            if not all(isinstance(member, kind) for member in members):
+                raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {value!r:.200}")
+            if kind is str:
+                try:
+                    "".join(members).encode()
+                except UnicodeEncodeError:
+                    raise ValueError(f"{name} has half of a surrogate pair, which is no character") from None
+            store(self, name, members if kind is str else tuple(map(int, members)))
+        store(self, "logit_bias", {int(token): float(value) for token, value in (self.logit_bias or {}).items()})
         for token, value in self.logit_bias.items():
             if not (0 <= token <= INT32 and abs(value) <= LARGEST_BIAS):
                 problem = f"a token's id and a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
                 raise ValueError(f"logit_bias has {token}: {value}, which is not {problem}")
-        for name, plain, low, high in _PLAIN:  # what most requests have is seen at once
-            value = getattr(self, name)
+        for name, plain, low, high in _PLAIN:
+            value = given[name]
             kind = type(value)
-            if not (low <= value <= high if kind is plain else kind is tuple and not value):
-                _check_number(name, LIMITS[name], value)
-
-
-def _check_number(name: str, limits: Key, value: object) -> None:
-    if isinstance(value, tuple):
-        for member in value:
-            _check_number(name, limits, member)
-        return
-    if value is None and name == "seed":
-        return
-    kind = Real if limits.type is float else Integral
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r:.100}, not a {'' if kind is Real else 'whole '}number")
-    if not limits.allows(cast(float, value)):
-        raise ValueError(f"{name} is {value!r:.100}, not {limits.bounds()}")
-
-
-def _members(name: str, said: str | Iterable[object] | None, kind: type) -> tuple[Any, ...]:
-    members: tuple[Any, ...] = (said,) if isinstance(said, str) else tuple(said or ())
-    if not all(isinstance(member, kind) for member in members):
-        raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {said!r:.200}")
-    if kind is str and not all(_is_unicode(member) for member in members):
-        raise ValueError(f"{name} has half of a surrogate pair, which is no character")
-    return members if kind is str else tuple(int(member) for member in members)
-
-
-def _is_unicode(text: Any) -> bool:  # noqa: ANN401  (a text)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+            if low <= value <= high if kind is plain else kind is tuple and not value:
+                continue  # so it is in most requests
+            limits = LIMITS[name]
+            number = Real if limits.type is float else Integral
+            for member in value if kind is tuple else (value,):
+                if member is None and name == "seed":
+                    continue
+                if not isinstance(member, number) or isinstance(member, bool):
+                    raise TypeError(f"{name} is {member!r:.100}, not a {'' if number is Real else 'whole '}number")
+                if not limits.allows(cast(float, member)):
+                    raise ValueError(f"{name} is {member!r:.100}, not {limits.bounds()}")
 
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
     """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its cache.
 
-    The prompt is int32 ``[tokens]``; lists become that.
+    The prompt is int32 ``[tokens]``; lists become arrays.
     """
 
     request_id: str
@@ -151,16 +136,16 @@ class GenerationRequest:
 
 @dataclass(eq=False)
 class GenerationOutput:
-    """The response to one request: three arrays of the same length, int32, float32 and int32; lists become that.
+    """The response to one request: three arrays of the same length, int32, float32 and int32; lists become arrays.
 
     With ``finish_reason == "abort"`` they hold what had been generated before the request was cut.
     A token that ended the response (end-of-sequence, stop token) is part of it.
 
-    ``experts``, from an engine that is asked for them: of each token that it has computed, from the prompt's first to
-    the last but one of the response; in ``progress`` of those that are new.
+    ``experts``, if they are requested: of each token that the engine has computed, from the prompt's first to the last
+    but one of the response; in ``progress`` of those that are new.
 
     With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says why; the engine and
-    all other requests go on. The client makes a ``RequestFailedError`` of it.
+    all other requests continue. The client makes a ``RequestFailedError`` of it.
     """
 
     request_id: str
@@ -174,16 +159,14 @@ class GenerationOutput:
     def __post_init__(self) -> None:
         self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
 
-    def __reduce__(
-        self,
-    ) -> tuple[Callable[..., GenerationOutput], tuple[str, bytes, FinishReason | None, Experts | None, str]]:
+    def __reduce__(self) -> tuple[Callable[..., GenerationOutput], tuple[Any, ...]]:
         """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
         parts = (self.token_ids, self.logprobs, self.versions)
         packed = b"".join(part.tobytes() for part in parts)
         return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error)
 
     def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
-        """The same, ended behind its first ``count`` tokens."""
+        """The same, ended after its first ``count`` tokens."""
         known = None if self.experts is None else self.experts[: len(self.experts) + count - len(self.token_ids)]
         tokens, logprobs, versions = self.token_ids[:count], self.logprobs[:count], self.versions[:count]
         return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known)
@@ -197,7 +180,7 @@ def _unpacked(
 
 
 class RequestFailedError(UserError):
-    """One request cannot be answered, through no fault of the engine, which goes on with the others."""
+    """One request cannot be answered; the engine continues with the others."""
 
 
 def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
@@ -208,14 +191,14 @@ def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
 
 
 class EngineFailedError(WeightReceiverFailedError):
-    """The engine can answer nothing any more; whatever it was computing is lost."""
+    """The engine has failed; whatever it was computing is lost."""
 
 
 @dataclass
 class EngineStats:
-    """Counters since start: ``busy_s`` is wall time with at least one request running. ``cache_tokens``: those that its
-    cache holds, 0 where there is no such number. ``cache_used``: how many of them running requests take now; None where
-    nobody knows. ``gone``: the engine has left, and others are counted without it."""
+    """Counters since start. ``busy_s`` is wall time with at least one request running. ``cache_tokens``: those that its
+    cache holds; 0 if there is no such number. ``cache_used``: how many of them running requests take now; None if
+    unknown. ``gone``: the engine has left, and is not counted."""
 
     running: int = 0
     waiting: int = 0
@@ -228,15 +211,12 @@ class EngineStats:
 
 
 class Stopwatch:
-    """Seconds for which it was switched on; reading it does not stop it."""
+    """Attributes: on: it is running, which ``switch`` changes; ``seconds`` counts the time for which it was on."""
 
     def __init__(self) -> None:
+        self.on = False
         self._seconds = 0.0
         self._since: float | None = None
-
-    @property
-    def on(self) -> bool:
-        return self._since is not None
 
     @property
     def seconds(self) -> float:
@@ -245,7 +225,7 @@ class Stopwatch:
 
     def switch(self, on: bool) -> None:
         if on != self.on:
-            self._seconds, self._since = self.seconds, (time.perf_counter() if on else None)
+            self._seconds, self._since, self.on = self.seconds, (time.perf_counter() if on else None), on
 
 
 class NotSupportedError(UserError):
@@ -260,20 +240,17 @@ class InferenceEngine:
 
     Attributes:
         config: what it was made with.
+        node: Ray's id of the node that it runs on; empty if unknown.
         proves_weights: it compares the weights it holds with digests of what was sent.
         restartable: ``successor`` makes a replacement after a failure.
     """
 
     proves_weights: ClassVar[bool] = True
     restartable: ClassVar[bool] = False
+    node: str = ""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-
-    @property
-    def node(self) -> str:
-        """Ray's id of the node that it runs on; empty if unknown."""
-        return ""
 
     def set_threads(self, threads: int) -> None:
         """CPU threads of the engine; call before ``start``."""
@@ -309,7 +286,7 @@ class InferenceEngine:
         raise self.unsupported("pause")
 
     async def resume(self) -> None:
-        """Continue with the kept and the new requests."""
+        """Continue with the earlier and the new requests."""
         raise self.unsupported("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -319,8 +296,8 @@ class InferenceEngine:
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         """Fetch and load the weights; tokens computed afterwards carry ``update.version``.
 
-        Returns the weights that could not be compared with what was sent, for the probe to run after every sync; None
-        means none. The caller has paused the engine or knows that it is idle.
+        Returns the weights that could not be compared with what was sent: verification prompts then run after every
+        sync. None means none. The caller has paused the engine or knows that it is idle.
         """
         raise self.unsupported("update_weights")
 
@@ -329,7 +306,7 @@ class InferenceEngine:
         raise self.unsupported("sleep")
 
     async def wake(self, part: WakePart) -> None:
-        """Undo ``sleep`` in two steps: room for the weights and, after their update, for the cache."""
+        """Undo ``sleep`` in two steps: memory for the weights and, after their update, for the cache."""
         raise self.unsupported("wake")
 
     async def stats(self) -> EngineStats:
@@ -472,10 +449,10 @@ class EngineRegistry(Registry):
 
     def make(self, backend: str, config: EngineConfig) -> InferenceEngine:
         """An engine, not started; a class that does not subclass ``InferenceEngine`` gets its defaults."""
-        found: Any = self.find(backend)
-        if isinstance(found, type) and not issubclass(found, InferenceEngine):
-            found = type(found.__name__, (found, InferenceEngine), {})
-        engine: InferenceEngine = found(config)
+        factory: Any = self.find(backend)
+        if isinstance(factory, type) and not issubclass(factory, InferenceEngine):
+            factory = type(factory.__name__, (factory, InferenceEngine), {})
+        engine: InferenceEngine = factory(config)
         return engine
 
 

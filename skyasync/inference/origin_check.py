@@ -1,7 +1,7 @@
-"""Requests that a browser sends to one of our servers for another site's page, and keys.
+"""Checks of requests to our servers: those that a browser sends for another site's page, and keys.
 
 A page can send requests to every server that its browser can reach, on the loopback too: its site is in ``Origin``. If
-the site's own name is made to lead to the loopback, ``Host`` has that name.
+the site's own name resolves to the loopback, ``Host`` has that name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
-KEY_VARIABLE = "SKYASYNC_ENGINES_KEY"  # the key that server and run share, if the server wants one
+KEY_VARIABLE = "SKYASYNC_ENGINES_KEY"  # the key that server and run share, if the server needs one
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -47,10 +47,11 @@ def names_the_loopback(host: str) -> bool:
         return False
 
 
-def is_loopback(address: str) -> bool:
+def is_loopback(text: str) -> bool:
     """Raises ``ValueError`` for what is no address."""
-    found = ipaddress.ip_address(address)
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    address = ipaddress.ip_address(text)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 class AccessMiddleware:
@@ -64,26 +65,24 @@ class AccessMiddleware:
         self._app, self._key = app, os.environ.get(KEY_VARIABLE, "")
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:  # noqa: ANN401  (ASGI's)
-        problem, status = self._problem(scope) if scope["type"] in ("http", "websocket") else ("", 200)
-        if not problem:
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        else:
-            headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
-            await send({"type": "http.response.start", "status": status, "headers": headers})
-            await send({"type": "http.response.body", "body": problem.encode()})
-
-    def _problem(self, scope: Scope) -> tuple[str, int]:
+            return
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             loopback = is_loopback((scope.get("server") or ("",))[0])
         except ValueError:  # a socket of another kind
             loopback = False
-        if problem := foreign_origin(headers.get(b"host", ""), headers.get(b"origin"), loopback=loopback):
-            return problem, 403
-        given = headers.get(b"authorization", "")
-        open_to_all = not self._key or scope["path"] == "/health"
-        if open_to_all or hmac.compare_digest(given.encode(), f"Bearer {self._key}".encode()):
-            return "", 200
-        return f"this server wants the key of {KEY_VARIABLE}", 401
+        status, problem = 403, foreign_origin(headers.get(b"host", ""), headers.get(b"origin"), loopback=loopback)
+        if not problem and self._key and scope["path"] != "/health":
+            key = headers.get(b"authorization", "")
+            if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
+                status, problem = 401, f"this server wants the key of {KEY_VARIABLE}"
+        if not problem:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            plain = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
+            await send({"type": "http.response.start", "status": status, "headers": plain})
+            await send({"type": "http.response.body", "body": problem.encode()})

@@ -109,7 +109,9 @@ class RayEngine(InferenceEngine):
         self._start_was_called = True
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                self._process = await self._remote("start", self.config)
+                with self._alive() as actor:
+                    self._process = await actor.start.remote(self.config)
+                self.node = self._process.node
         except TimeoutError as error:
             raise TimeoutError(
                 f"the {self.backend} engine did not start within {self._start_timeout_s:g} s "
@@ -117,30 +119,28 @@ class RayEngine(InferenceEngine):
             ) from error
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        actor = self._running_actor()
-        with _actor_failures():
+        with self._alive() as actor:
             async for reference in actor.generate.options(num_returns="streaming").remote(list(requests)):
                 yield await reference
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         async with update.on(self.node) as own:
-            unproven: Sequence[str] | None = await self._remote("call", "update_weights", own)
+            unproven: Sequence[str] | None = await self._remote("update_weights", own)
             return unproven
 
-    @property
-    def node(self) -> str:
-        return self._process.node if self._process is not None else ""
+    async def _remote(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
+        with self._alive() as actor:
+            return await actor.call.remote(method, *args)
 
-    async def _remote(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the actor's method returns)
-        actor = self._running_actor()
-        with _actor_failures():
-            return await getattr(actor, method).remote(*args)
-
-    def _running_actor(self) -> Any:  # noqa: ANN401  (Ray's handle)
-        """Raises EngineFailedError after ``kill`` and ``shutdown``: a call of all engines may have begun before."""
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[Any]:
+        """The actor. Raises EngineFailedError if it ends in the block, or was ended before it."""
         if self._actor is None:
             raise EngineFailedError(f"the {self.backend} engine has been ended")
-        return self._actor
+        try:
+            yield self._actor
+        except ray.exceptions.RayActorError as error:  # the base of several errors
+            raise EngineFailedError(str(error)) from error
 
     async def shutdown(self) -> None:
         """Let the engine release what it holds, then end its process in any case."""
@@ -164,25 +164,20 @@ class RayEngine(InferenceEngine):
     def successor(self) -> RayEngine:
         return RayEngine(self.backend, self.config, self.options, self._start_timeout_s)
 
-    @property
-    def ended(self) -> bool:
-        """Its resources are free."""
-        return self._actor is None
-
     @staticmethod
     def one_more(engines: Sequence[InferenceEngine], devices: int, *, may_grow: bool = False) -> RayEngine:
-        """Another engine like these, with the resources of one that has left, or where Ray has room. Blocks.
+        """Another engine like these, with the resources of one that has left, or else free ones of Ray. Blocks.
 
         Args:
-            devices: GPUs of an engine; 0 without GPUs, where engines share the cores.
-            may_grow: where Ray has no room it is asked all the same, until the engine's start times out: Ray's
-                autoscaler may add a node.
+            devices: GPUs of an engine; 0 without GPUs: engines then share the cores.
+            may_grow: request GPUs that Ray does not have, until the engine's start times out: Ray's autoscaler may add
+                a node.
 
         Raises:
-            UserError: if Ray has not so many, and will not have.
+            UserError: if Ray has too few free GPUs, and ``may_grow`` is false.
         """
         ours = [engine for engine in engines if isinstance(engine, RayEngine)]
-        taken = [id(engine.options) for engine in ours if not engine.ended]
+        taken = [id(engine.options) for engine in ours if engine._actor is not None]
         free = [engine.options for engine in ours if id(engine.options) not in taken]
         options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
         available = ray.available_resources().get("GPU", 0.0)
@@ -191,27 +186,15 @@ class RayEngine(InferenceEngine):
             lacking = f"another engine takes {devices} GPUs, and Ray has {available:g} that are free"
             if not may_grow:
                 raise UserError(lacking)
-            log.warning(
-                "%s: it waits for a node, at most %g s (generator.engine_start_timeout_s)",
-                lacking,
-                first._start_timeout_s,
-            )
+            limit = f"{first._start_timeout_s:g} s (generator.engine_start_timeout_s)"
+            log.warning("%s: it waits for a node, at most %s", lacking, limit)
         config = replace(first.config, extra={**first.config.extra, "engine_index": len(engines)})
         return RayEngine(first.backend, config, options, first._start_timeout_s)
 
 
-@contextlib.contextmanager
-def _actor_failures() -> Iterator[None]:
-    """Ray has several errors for an actor that has ended."""
-    try:
-        yield
-    except ray.exceptions.RayActorError as error:
-        raise EngineFailedError(str(error)) from error
-
-
 def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def call(self: RayEngine, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
-        return await self._remote("call", name, *args)
+        return await self._remote(name, *args)
 
     call.__name__, call.__doc__ = name, getattr(InferenceEngine, name).__doc__
     return call

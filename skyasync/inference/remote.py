@@ -1,12 +1,12 @@
-"""Servers that somebody else has started, as engines: what does not depend on whose server it is.
+"""Servers that the run does not start, as engines: what is the same for all kinds of servers.
 
-Invariant: a token's version is the one that the server's core stamped it with. A stamp that this run did not set is
-a failure: the server was restarted, or another run uses it. A server that cannot be reached, or that ends in the middle
-of an answer, is ``EngineFailedError``; one that refuses is an error in its own words. A server is left as it was found,
-but for its weights.
+Invariant: a token's version is the one that the server's core reports for it. A version that this run did not set is a
+failure: the server was restarted, or another run uses it. A server that cannot be reached, or that ends in the middle
+of an answer, is ``EngineFailedError``; one that rejects a request is an error with its own message. Of a server's state
+a run changes the weights only.
 
-Requests that have begun keep their cache over an update, those without a token are sent again, and prompts are salted
-with the version, so that none finds blocks that other weights have computed.
+Requests that have a token keep their cache over an update; those without a token are sent again. Prompts are salted
+with the version, so that no prompt finds blocks that other weights have computed.
 
 | who waits               | for what               | woken by                                                     |
 |-------------------------|------------------------|--------------------------------------------------------------|
@@ -108,8 +108,8 @@ class ServerConnection:
             await session.close()
 
     def failure(self, why: object) -> EngineFailedError:
-        found = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
-        return EngineFailedError(f"{self.name} does not answer: {found}")
+        reason = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
+        return EngineFailedError(f"{self.name} does not answer: {reason}")
 
     @contextlib.asynccontextmanager
     async def _request(
@@ -129,12 +129,10 @@ class ServerConnection:
         try:
             async with self._session.request(method, self.url + route, **content) as response:
                 if response.status >= 400:
-                    text = await response.text()
-                    try:
-                        found = json.loads(text)
-                    except ValueError:
-                        found = text
-                    raise self._refusal(route, found, response.status)
+                    answer = await response.text()
+                    with contextlib.suppress(ValueError):
+                        answer = json.loads(answer)
+                    raise self._refusal(route, answer, response.status)
                 yield response
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
             raise self.failure(error) from error
@@ -148,16 +146,16 @@ class ServerConnection:
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """A request at the server, and what has come of it.
+    """A request at the server, and its tokens so far.
 
     Args:
         version: of the server's weights when it was sent.
 
     Attributes:
         certain: how many tokens are surely of that version, once an update may have come.
-        left: why it was given up before it had a token: to be sent ``again``, or ``ended``.
+        left: why it was ended before it had a token: to be sent ``again``, or ``ended``.
         task: reads its answer.
-        server_id: its name at the server, where that is not its own; empty before it is sent.
+        server_id: its name at the server, if that is not its own; empty before it is sent.
     """
 
     request: GenerationRequest
@@ -171,13 +169,13 @@ class RemoteRequest:
     server_id: str = ""
 
     def leave(self, why: Literal["again", "ended"]) -> None:
-        """Hang up, which makes the server end it."""
+        """Close the connection, so that the server ends it."""
         self.left = why
         if self.task is not None:
             self.task.cancel()
 
     def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """What is new of its answer."""
+        """Add new tokens of the answer."""
         if len(logprobs) != len(tokens):
             raise RuntimeError(
                 f"{len(tokens)} tokens of {self.request.request_id} have {len(logprobs)} log-probabilities"
@@ -186,7 +184,7 @@ class RemoteRequest:
         self.logprobs += logprobs
 
     def progress(self) -> GenerationOutput | None:
-        """What has come since the last call and is surely of the version that it was sent under."""
+        """The tokens since the last call that are surely of the version that it was sent under."""
         first, last = self.reported, len(self.tokens) if self.certain is None else self.certain
         if last <= first:
             return None
@@ -200,21 +198,22 @@ class RemoteRequest:
 
 
 def versions_of(spans: Sequence[Mapping[str, Any]] | None, count: int) -> Ints | None:
-    """The version of each of ``count`` tokens; None if the server has weights that no run gave a version to."""
-    found = [int(s["version"]) if str(s["version"]).isdecimal() else None for s in spans or ()]
+    """The version of each of ``count`` tokens; None if the server has weights without a version of a run."""
+    versions = [int(s["version"]) if str(s["version"]).isdecimal() else None for s in spans or ()]
     lengths = [span["end"] - span["start"] for span in spans or ()]
-    if sum(lengths) < count or None in found:
+    if sum(lengths) < count or None in versions:
         return None
-    return np.repeat(ints([version or 0 for version in found]), ints(lengths))[:count]
+    return np.repeat(ints([version or 0 for version in versions]), ints(lengths))[:count]
 
 
 class RemoteEngine(InferenceEngine):
-    """``config.extra``: ``url``; ``key``, if it wants one; ``start_s``: how long its start may take; ``returns``: it
-    has failed, and may stay away until then. A kind of server overrides what raises "not supported"."""
+    """``config.extra``: ``url``; ``key``, if the server needs one; ``start_s``: how long its start may take;
+    ``returns``: it has failed, and may stay away until then. A kind of server overrides what is not supported here."""
 
-    kind: ClassVar[str]  # whose server it is, in messages
+    kind: ClassVar[str]  # of server, in messages
     how_to_start: ClassVar[str]  # one that can be an engine
     core_failures: ClassVar[Sequence[str]] = ()
+    core_route: ClassVar[str]  # the server's core answers it, between two steps
     info_query: ClassVar[Mapping[str, str]] = {}
     restartable: ClassVar[bool] = True
 
@@ -224,98 +223,84 @@ class RemoteEngine(InferenceEngine):
         extra = config.extra
         self._server = ServerConnection(self.kind, extra["url"], extra.get("key", ""), self.core_failures)
         self._run = uuid4().hex  # whose versions these are: the server may have served others
-        self._begun: dict[str, RemoteRequest] = {}
+        self._requests: dict[str, RemoteRequest] = {}
         self._tasks: set[asyncio.Task[GenerationOutput]] = set()
         self._finished_tokens = self._cache_tokens = 0
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
-        self._held = CurrentContent()
+        self._content = CurrentContent()
         self._closing: asyncio.Future[None] | None = None
 
-    # -- what a kind of server does in a way of its own ---------------------------------------------------
+    # -- what each kind of server implements --------------------------------------------------------------
 
     @classmethod
     def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
         """What keeps a server from being an engine, by its own description; empty if nothing does.
 
         Args:
-            config: what an engine of the run's own would be started with.
+            config: what an engine that the run starts would be started with.
         """
         raise NotImplementedError
 
-    def _capacity(self, info: Mapping[str, Any]) -> int:
-        """Tokens that its cache holds; 0 if it does not say."""
-        return 0
+    async def _reset(self, info: Mapping[str, Any]) -> int:
+        """End a pause and requests of an earlier run, and set ``version``.
 
-    async def _cache_used(self) -> int | None:
-        """Tokens of its cache that running requests take; None if it does not say."""
-        return None
-
-    async def _reset(self) -> None:
-        """End a pause and requests that an earlier run may have left, and set ``version``."""
+        Returns the number of tokens that the server's cache holds; 0 if it does not report it.
+        """
         raise self.unsupported("start")
 
-    async def _generate(self, begun: RemoteRequest) -> GenerationOutput:
-        """Send a request, and receive its answer (``begun.receive``) to its end (``_ended``)."""
+    async def _cache_used(self) -> int | None:
+        """Tokens of its cache that running requests take; None if it does not report it."""
+        return None
+
+    async def _generate(self, pending: RemoteRequest) -> GenerationOutput:
+        """Send a request, and receive its answer (``pending.receive``) to its end (``_ended``)."""
         raise self.unsupported("generate")
 
-    async def _abort(self, chosen: Collection[RemoteRequest]) -> None:
+    async def _abort(self, pending: Collection[RemoteRequest]) -> None:
         raise self.unsupported("abort")
-
-    async def _check_core(self) -> None:
-        """Raises EngineFailedError unless the server's core is between two steps."""
-        raise self.unsupported("progress")
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
         """Log-probabilities of each token after the first; None if it was cut before the server had them."""
         raise self.unsupported("score")
 
-    async def _pause(self, mode: PauseMode) -> None:
+    async def _schedule(self, mode: PauseMode | None) -> None:
+        """Pause the server's scheduler; None: resume it."""
         raise self.unsupported("pause")
 
-    async def _resume(self) -> None:
-        raise self.unsupported("resume")
-
     async def _load(self, update: WeightUpdate) -> list[str] | None:
-        """Have it take the weights, paused as it is, and stamp their version."""
+        """Have the paused server load the weights, and set their version."""
         raise self.unsupported("update_weights")
 
     # -- lifecycle ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Check it, and reset what an earlier run may have left: a pause, requests."""
-        url = self.config.extra["url"]
-        async with within(
-            self.config.extra["start_s"], f"the start of engine {url}", "generator.engine_start_timeout_s"
-        ):
-            info = await self._info()
+        """Check the server, and end a pause and requests of an earlier run. A successor waits for its server."""
+        extra = self.config.extra
+        async with within(extra["start_s"], f"the start of engine {extra['url']}", "generator.engine_start_timeout_s"):
+            while True:
+                try:
+                    info: dict[str, Any] = await self._server.get(INFO, **self.info_query)
+                    break
+                except EngineFailedError as error:
+                    if not extra.get("returns"):
+                        raise UserError(f"generator.engines: {error}") from error
+                    await asyncio.sleep(RETRY_S)
             if problem := self.complaint(self._server.url, info, self.config):
                 raise UserError(problem)
-            self._cache_tokens = self._capacity(info)
-            await self._reset()
-
-    async def _info(self) -> dict[str, Any]:
-        """Its own description; a successor waits for it."""
-        while True:
-            try:
-                info: dict[str, Any] = await self._server.get(INFO, **self.info_query)
-                return info
-            except EngineFailedError as error:
-                if not self.config.extra.get("returns"):
-                    raise UserError(f"generator.engines: {error}") from error
-                await asyncio.sleep(RETRY_S)
+            self._cache_tokens = await self._reset(info)
 
     async def shutdown(self) -> None:
-        """The server continues; what this run has asked of it does not."""
+        """End the requests of this run; the server continues."""
         for task in list(self._tasks):
             task.cancel()
         if self._paused.on:
             with contextlib.suppress(Exception):
-                await self._resume()
+                await self._schedule(None)
         await self._server.close()
 
     def kill(self) -> None:
-        """Hang up. The server itself belongs to somebody else."""
+        """Close the connections. The server itself is not the run's to end."""
         for task in list(self._tasks):
             task.cancel()
         self._closing = asyncio.ensure_future(self._server.close())
@@ -349,43 +334,43 @@ class RemoteEngine(InferenceEngine):
                     task.exception()  # it may be one of many that a server's failure has ended
 
     async def _answer(self, request: GenerationRequest) -> GenerationOutput:
-        """What the server refuses is an error of that request alone. A request without a token is sent again after a
+        """A rejection by the server is an error of that request alone. A request without a token is sent again after a
         weight update."""
         name = request.request_id
         try:
             while True:
-                begun = self._begun[name] = RemoteRequest(request, self.version)
+                pending = self._requests[name] = RemoteRequest(request, self.version)
                 self._watch()
-                begun.task = asyncio.create_task(self._generate(begun))
+                pending.task = asyncio.create_task(self._generate(pending))
                 try:
-                    await asyncio.wait({begun.task})
-                    if not begun.left:
-                        return begun.task.result()
-                    if begun.left == "ended":
+                    await asyncio.wait({pending.task})
+                    if not pending.left:
+                        return pending.task.result()
+                    if pending.left == "ended":
                         return GenerationOutput(name, finish_reason="abort")
                 finally:
-                    begun.task.cancel()
-                    del self._begun[name]
+                    pending.task.cancel()
+                    del self._requests[name]
                     self._watch()
         except EngineFailedError:
             raise
         except Exception as error:
             return refusal(request, RequestFailedError(str(error)))
 
-    def _ended(self, begun: RemoteRequest, reason: FinishReason, spans: Any) -> GenerationOutput:  # noqa: ANN401  (JSON)
+    def _ended(self, pending: RemoteRequest, reason: FinishReason, spans: Any) -> GenerationOutput:  # noqa: ANN401
         """The whole answer.
 
         Args:
-            spans: by the server, of which version its tokens are.
+            spans: JSON of the server: the version of its tokens.
         """
-        name, count = begun.request.request_id, len(begun.tokens)
+        name, count = pending.request.request_id, len(pending.tokens)
         versions = versions_of(spans, count)
         if versions is None:
             raise self._server.failure(
                 "it reports a weight version that this run never sent: it was restarted, or another run uses it"
             )
         self._finished_tokens += count
-        return GenerationOutput(name, ints(begun.tokens), floats(begun.logprobs), versions, reason)
+        return GenerationOutput(name, ints(pending.tokens), floats(pending.logprobs), versions, reason)
 
     def _salt(self, version: int) -> str:
         """Keeps a prompt from finding blocks that other weights have computed."""
@@ -393,8 +378,8 @@ class RemoteEngine(InferenceEngine):
 
     async def progress(self) -> list[GenerationOutput]:
         """Of a request that an update found running, only the tokens from before it."""
-        await self._check_core()
-        return [news for begun in self._begun.values() if (news := begun.progress())]
+        await self._server.get(self.core_route)
+        return [output for pending in self._requests.values() if (output := pending.progress())]
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
@@ -408,12 +393,12 @@ class RemoteEngine(InferenceEngine):
         return await asyncio.gather(*map(scored, sequences))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        names = set(self._begun if request_ids is None else request_ids)
-        chosen = [begun for name, begun in self._begun.items() if name in names]
-        for begun in chosen:
-            if not begun.tokens:
-                begun.leave("ended")
-        if at_the_server := [begun for begun in chosen if begun.tokens]:
+        names = set(self._requests if request_ids is None else request_ids)
+        chosen = [pending for name, pending in self._requests.items() if name in names]
+        for pending in chosen:
+            if not pending.tokens:
+                pending.leave("ended")
+        if at_the_server := [pending for pending in chosen if pending.tokens]:
             await self._abort(at_the_server)
 
     # -- control ------------------------------------------------------------------------------------------
@@ -427,46 +412,46 @@ class RemoteEngine(InferenceEngine):
             await self._set_paused(None)
 
     async def _set_paused(self, mode: PauseMode | None) -> None:
-        await (self._resume() if mode is None else self._pause(mode))
+        await self._schedule(mode)
         self._paused.switch(mode is not None)
         self._watch()
 
     async def update_weights(self, update: WeightUpdate) -> list[str] | None:
-        """A server that is not paused is paused ("keep") for the update."""
+        """A server that is not paused is paused ("keep") for the update.
+
+        Raises:
+            WeightSyncError: if the server is healthy and has not loaded the weights.
+        """
         if update.backend != "shared_memory":
             raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
-        self._held.begin(update)
+        self._content.begin(update)
         async with self._control:
             was_paused = self._paused.on
             if not was_paused:
                 await self._set_paused("keep")
-            unproven = await self._transfer(update)
+            try:
+                unproven = await self._load(update)
+            except (EngineFailedError, RuntimeError) as error:  # a server may close the connection at an internal error
+                await self._server.get(self.core_route)
+                raise WeightSyncError(  # layers may lack their weights
+                    f"{self._server.name} has refused the weights of version {update.version} (its own log says why) "
+                    f"and must be started again: {error}"
+                ) from error
             self.version = update.version
-            self._held.complete(update)
-            for begun in self._begun.values():
-                if not begun.tokens:
-                    begun.leave("again")
-                elif begun.certain is None:
-                    begun.certain = len(begun.tokens)
+            self._content.complete(update)
+            for pending in self._requests.values():
+                if not pending.tokens:
+                    pending.leave("again")
+                elif pending.certain is None:
+                    pending.certain = len(pending.tokens)
             if not was_paused:
                 await self._set_paused(None)
             return unproven
 
-    async def _transfer(self, update: WeightUpdate) -> list[str] | None:
-        """Raises WeightSyncError if the server is healthy and has not taken them: layers may lack their weights."""
-        try:
-            return await self._load(update)
-        except (EngineFailedError, RuntimeError) as error:  # some hang up on what they did not foresee
-            await self._check_core()
-            raise WeightSyncError(
-                f"{self._server.name} has refused the weights of version {update.version} (its own log says why) and "
-                f"must be started anew: {error}"
-            ) from error
-
     # -- watching -----------------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        counts = [len(begun.tokens) for begun in self._begun.values()]
+        counts = [len(pending.tokens) for pending in self._requests.values()]
         running = sum(map(bool, counts))
         return EngineStats(
             running=running,
@@ -479,13 +464,13 @@ class RemoteEngine(InferenceEngine):
         )
 
     def _watch(self) -> None:
-        self._busy.switch(bool(self._begun) and not self._paused.on)
+        self._busy.switch(bool(self._requests) and not self._paused.on)
 
     # -- checks before the start --------------------------------------------------------------------------
 
     @classmethod
-    def foreign(cls, url: str, found: str) -> str:
-        return f"generator.engines: {url} is no {cls.kind} server ({found}); {cls.how_to_start}"
+    def foreign(cls, url: str, why: str) -> str:
+        return f"generator.engines: {url} is no {cls.kind} server ({why}); {cls.how_to_start}"
 
     @staticmethod
     def mismatch(
@@ -501,19 +486,19 @@ class RemoteEngine(InferenceEngine):
         """The first setting in which the server differs from the run; empty if none does.
 
         Args:
-            longest: tokens of a sequence at the server; ``length``: what it has to be started with.
-            kwargs: how it was told to change the model's configuration, by ``kwargs_flag``.
+            longest: tokens of a sequence at the server; ``length``: the argument that sets it.
+            kwargs: its changes of the model's configuration, set by ``kwargs_flag``.
         """
         if longest < config.max_model_len:
             return (
                 f"generator.engines: {url} has room for {longest} tokens per sequence, and generator.max_model_len="
                 f"{config.max_model_len} needs more: start it with {length}, or set generator.max_model_len={longest}"
             )
-        wanted = overrides_of(config.model_path, config.extra.get("config_kwargs", {}))
-        if wanted != kwargs:
+        target = overrides_of(config.model_path, config.extra.get("config_kwargs", {}))
+        if target != kwargs:
             return (
                 f"generator.engines: {url} was started with {kwargs_flag} {json.dumps(kwargs)}, and "
-                f"trainer.policy.model.config_kwargs come to {json.dumps(wanted)}: start it with that"
+                f"trainer.policy.model.config_kwargs come to {json.dumps(target)}: start it with that"
             )
         if "auto" not in (dtype, config.dtype) and config.dtype != dtype:
             return (
@@ -530,31 +515,27 @@ def check_servers(
     engine: type[RemoteEngine] = ENGINES.find(backend)
     if weight_sync_dir and not os.access(weight_sync_dir, os.W_OK):
         raise UserError(f"generator.weight_sync_dir={weight_sync_dir} is no folder that can be written to")
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
             raise UserError(f"generator.engines: {url!r} is not the address of a server, such as http://127.0.0.1:8000")
-        if problem := engine.complaint(url, _server_info(engine, url), config):
+        request = urllib.request.Request(f"{url.rstrip('/')}{INFO}?config_format=json", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
+                info = json.load(response)
+        except urllib.error.HTTPError as error:
+            if error.code == 401:
+                what = "rejected the key in" if key else "needs a key: set"
+                raise UserError(
+                    f"generator.engines: {url} {what} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
+                ) from None
+            raise UserError(engine.foreign(url, f"{INFO} answers {error.code}")) from None
+        except OSError as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise UserError(f"generator.engines: {url} does not answer ({reason}); {engine.how_to_start}") from None
+        except ValueError:
+            raise UserError(engine.foreign(url, f"{INFO} is not JSON")) from None
+        if problem := engine.complaint(url, info if isinstance(info, dict) else {}, config):
             raise UserError(problem)
-
-
-def _server_info(engine: type[RemoteEngine], url: str) -> dict[str, Any]:
-    key = os.environ.get(KEY_VARIABLE)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    question = urllib.request.Request(f"{url.rstrip('/')}{INFO}?config_format=json", headers=headers)
-    try:
-        with urllib.request.urlopen(question, timeout=ANSWER_S) as answer:
-            found = json.load(answer)
-    except urllib.error.HTTPError as error:
-        if error.code == 401:
-            what = "rejected the key in" if key else "needs a key: set"
-            raise UserError(
-                f"generator.engines: {url} {what} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
-            ) from None
-        raise UserError(engine.foreign(url, f"{INFO} answers {error.code}")) from None
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise UserError(f"generator.engines: {url} does not answer ({reason}); {engine.how_to_start}") from None
-    except ValueError:
-        raise UserError(engine.foreign(url, f"{INFO} is not JSON")) from None
-    return dict(found) if isinstance(found, dict) else {}

@@ -1,8 +1,8 @@
 """Which engine gets the next request, and when.
 
 Pure: no asyncio, no I/O, no clock. Invariant: nothing is sent to a failed engine, and nothing while all are full. A
-session stays where it began while that engine is healthy; nothing else is sent to a full engine. What is charged for a
-request is given back when the request ends.
+session stays where it began while that engine is healthy; nothing else is sent to a full engine. ``choose`` charges an
+engine for a request, and ``ended`` frees the charge.
 
 The next request goes to the engine that would finish it first: the one with the fewest outstanding tokens for its
 throughput, among those whose cache has room for it, if any has. A request's tokens are its prompt and a response of
@@ -17,7 +17,7 @@ nothing in flight is never full: a request that is larger than all caches is for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from skyasync.inference.interface import EngineStats, GenerationOutput, GenerationRequest
@@ -34,9 +34,9 @@ MAX_RATIO = 16.0  # to the slowest; a higher one means that the slowest hangs
 class Throughput:
     """An engine's tokens per second at its usual load, measured while it is loaded.
 
-    With n requests in flight for dt seconds each, R = sum n dt (request-seconds) and Q = sum n^2 dt, tokens / R is the
-    rate of one request and Q / R the load that a request meets; their product is the throughput at that load. A
-    straggler that is computed alone does not make the engine slow.
+    Let n requests be in flight for dt seconds each, R = sum n dt (request-seconds) and Q = sum n^2 dt. Then tokens / R
+    is the rate of one request, and Q / R the load that a request meets. Their product is the throughput at that load.
+    A straggler that is computed alone does not make the engine slow.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Charge:
 
     engine: int
     tokens: float
-    held: float = 0.0
+    cache_tokens: float = 0.0
 
 
 @dataclass
@@ -87,113 +87,95 @@ class EngineLoad:
     """One engine as the router sees it.
 
     Attributes:
-        outstanding: tokens charged and not given back.
+        outstanding: tokens that are charged.
         capacity: tokens that its cache holds; 0 if unknown.
-        held: of its cache, by the charges; ``unforeseen``: what it has reported in addition.
+        cache_tokens: of its cache, by the charges; ``unforeseen``: what it has reported in addition.
         left: it will not come back.
     """
 
     in_flight: int = 0
     outstanding: float = 0.0
     capacity: int = 0
-    held: float = 0.0
+    cache_tokens: float = 0.0
     unforeseen: float = 0.0
     healthy: bool = True
     left: bool = False
     throughput: Throughput = field(default_factory=Throughput)
 
-    def full(self, held: float) -> bool:
-        """It has something to do, and no room for a request that holds so much."""
-        used = max(self.held + self.unforeseen, 0.0)
-        return bool(self.in_flight and self.capacity and used + held > self.capacity)
-
 
 class Router:
-    """Attributes: loads: of the engines, by their numbers."""
+    """Attributes: loads: of the engines, by their numbers. prompts: hash of a prompt -> engines that have it in their
+    cache, least recently used first; new weights clear it."""
 
     def __init__(self, engines: int) -> None:
         self.loads = [EngineLoad() for _ in range(engines)]
         self.sessions: dict[str, int] = {}  # session -> engine, least recently used first
-        self._prompts: dict[int, set[int]] = {}  # hash of a prompt -> engines that have it, least recently used first
+        self.prompts: dict[int, set[int]] = {}
         self._answers = self._tokens = 0
-
-    @property
-    def healthy(self) -> list[int]:
-        return [index for index, load in enumerate(self.loads) if load.healthy]
-
-    def expected(self, prompt: int, most: int) -> float:
-        """Tokens of a request: its prompt, and a response of mean length."""
-        mean = self._tokens / self._answers if self._answers else most
-        return prompt + min(float(most), mean)
 
     def choose(self, request: GenerationRequest, now: float = 0.0) -> Charge | None:
         """The engine for a request, or its session's; charged there. None if none is healthy, or all are full."""
-        prompt, most = len(request.prompt_token_ids), request.sampling.max_tokens
-        tokens = self.expected(prompt, most)
-        held = prompt + (tokens - prompt) / 2 if self._answers else float(prompt)
-        ready = [index for index in self.healthy if not self.loads[index].full(held)]
+        prompt, longest = len(request.prompt_token_ids), float(request.sampling.max_tokens)
+        tokens = prompt + (min(longest, self._tokens / self._answers) if self._answers else longest)
+        cache_tokens = prompt + (tokens - prompt) / 2 if self._answers else float(prompt)
+        ready = []
+        for index, load in enumerate(self.loads):
+            used = max(load.cache_tokens + load.unforeseen, 0.0)
+            full = load.in_flight and load.capacity and used + cache_tokens > load.capacity
+            if load.healthy and not full:
+                ready.append(index)
         if not ready:
             return None
         key = hash(request.prompt_token_ids.tobytes())
-        cached_at = self._prompts.pop(key, set())
-        index = self._first_done(ready, tokens, CACHED * prompt, cached_at)
+        cached_at = self.prompts.pop(key, set())
+        rates = dict(zip(ready, relative([self.loads[index].throughput for index in ready]), strict=True))
+        after = {index: self.loads[index].outstanding + tokens for index in ready}
+        roomy = [index for index in ready if after[index] <= (self.loads[index].capacity or float("inf"))]
+        saved = CACHED * prompt
+        index = min(roomy or ready, key=lambda i: (after[i] - (saved if i in cached_at else 0.0)) / rates[i])
         if request.session_id is not None:
             before = self.sessions.pop(request.session_id, index)
             index = before if self.loads[before].healthy else index
             self.sessions[request.session_id] = index
             if len(self.sessions) > REMEMBERED_SESSIONS:
                 self.sessions.pop(next(iter(self.sessions)))
-        held -= prompt if index in cached_at else 0
-        self._prompts[key] = cached_at | {index}
-        if len(self._prompts) > REMEMBERED_PROMPTS:
-            self._prompts.pop(next(iter(self._prompts)))
+        cache_tokens -= prompt if index in cached_at else 0
+        self.prompts[key] = cached_at | {index}
+        if len(self.prompts) > REMEMBERED_PROMPTS:
+            self.prompts.pop(next(iter(self.prompts)))
         load = self.loads[index]
         load.throughput.load(load.in_flight, now)
         load.in_flight += 1
         load.outstanding += tokens
-        load.held += held
-        return Charge(index, tokens, held)
-
-    def _first_done(self, ready: list[int], tokens: float, saved: float, cached_at: Collection[int]) -> int:
-        rates = dict(zip(ready, relative([self.loads[index].throughput for index in ready]), strict=True))
-        after = {index: self.loads[index].outstanding + tokens for index in ready}
-        with_room = [index for index in ready if after[index] <= (self.loads[index].capacity or float("inf"))]
-        return min(with_room or ready, key=lambda i: (after[i] - (saved if i in cached_at else 0.0)) / rates[i])
+        load.cache_tokens += cache_tokens
+        return Charge(index, tokens, cache_tokens)
 
     def reported(self, index: int, stats: EngineStats) -> None:
         """An engine's own account of its cache; requests that wait in it will take as much as others do."""
         load = self.loads[index]
         if stats.cache_used is not None and load.in_flight:
-            load.unforeseen = stats.cache_used + stats.waiting * load.held / load.in_flight - load.held
-
-    def forget_prompts(self) -> None:
-        """New weights: cached prompts are of the old ones, and no request finds them."""
-        self._prompts.clear()
+            waiting = stats.waiting * load.cache_tokens / load.in_flight
+            load.unforeseen = stats.cache_used + waiting - load.cache_tokens
 
     def ended(self, charge: Charge, answer: GenerationOutput | None = None, now: float = 0.0) -> None:
-        """A request that was sent to an engine is no longer in flight."""
+        """A request has left its engine: its charge is free again."""
         load = self.loads[charge.engine]
         load.throughput.load(load.in_flight, now)
         load.in_flight -= 1
         if load.in_flight:
             load.outstanding -= charge.tokens
-            load.held -= charge.held
+            load.cache_tokens -= charge.cache_tokens
         else:  # exactly 0, whatever the order of additions
-            load.outstanding = load.held = load.unforeseen = 0.0
+            load.outstanding = load.cache_tokens = load.unforeseen = 0.0
         if answer is not None:
             load.throughput.answered(len(answer.token_ids))
             if answer.finish_reason != "abort":
                 self._answers += 1
                 self._tokens += len(answer.token_ids)
 
-    def add(self) -> int:
-        """One more engine, which gets nothing until ``renew``."""
-        self.loads.append(EngineLoad(healthy=False))
-        return len(self.loads) - 1
-
     def renew(self, index: int) -> None:
         """Another engine takes the place: its throughput is unknown, and it gets requests."""
         load = self.loads[index]
         load.healthy, load.throughput, load.unforeseen = True, Throughput(), 0.0
-        for holders in self._prompts.values():
-            holders.discard(index)
+        for owners in self.prompts.values():
+            owners.discard(index)

@@ -26,7 +26,7 @@ class StopStrings:
     ) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._strings = [s for s in strings if s]
-        self._ends = {s[-1] for s in self._strings}
+        self._last_characters = {s[-1] for s in self._strings}
         self._window = max((len(s.encode()) for s in self._strings), default=0) + _CONTEXT
         self._may_end: dict[int, bool] = {}
 
@@ -35,7 +35,7 @@ class StopStrings:
         last = tokens[-1]
         if last not in self._may_end:
             text = self._decode([last])
-            self._may_end[last] = _INCOMPLETE in text or any(end in text for end in self._ends)
+            self._may_end[last] = _INCOMPLETE in text or any(character in text for character in self._last_characters)
         if not self._may_end[last]:
             return False
         window = list(tokens[-self._window :])
@@ -64,7 +64,7 @@ def cut_at_stop_string(
         return answer
     if tokenizer is None:
         raise UserError(
-            f"request {request.request_id} has stop strings and was cut by a weight sync or an engine's death: the "
+            f"request {request.request_id} has stop strings and was cut by a weight sync or an engine's failure: the "
             f"inference client needs the model's tokenizer to find one that spans the cut, or set "
             f"trainer.partial_rollout=keep and generator.max_engine_restarts=0"
         )

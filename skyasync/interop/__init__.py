@@ -1,6 +1,6 @@
 """Code and recipes of other frameworks: settings, translations, class names and adapters, a folder for each framework.
 
-Invariant: importing this package, or a framework's folder, imports neither torch nor another room.
+Invariant: importing this package, or a framework's folder, imports neither torch nor another package of the library.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from skyasync.other_frameworks import Foreign, OtherFrameworks
 
 
 class Interop(OtherFrameworks):
-    """Asks every system for the adapter that a question is about."""
+    """Each question is answered by the adapters of the systems that have one for it."""
 
     def __init__(self) -> None:
-        playing_rows = [system for system in systems().values() if "environment" in system.adapters]
-        self.environments = {system.adapter("environment"): system.name for system in playing_rows}
-        [playing] = [system for system in systems().values() if "agent_file" in system.adapters]
-        self.agent_file_environment, self.agent_file_programs = playing.name, playing.agent_programs
+        self.environments = {
+            s.adapter("environment"): s.name for s in systems().values() if "environment" in s.adapters
+        }
+        [player] = [system for system in systems().values() if "agent_file" in system.adapters]
+        self.agent_file_environment, self.agent_file_programs = player.name, player.agent_programs
 
     @staticmethod
-    def _all(adapter: str) -> list[Foreign]:
-        return [system.adapter(adapter) for system in systems().values() if adapter in system.adapters]
-
-    def _one(self, adapter: str) -> Foreign:
-        [found] = self._all(adapter)
-        return found
+    def _adapters(name: str) -> list[Foreign]:
+        return [system.adapter(name) for system in systems().values() if name in system.adapters]
 
     def titles(self) -> list[str]:
         return [system.title for system in systems().values()]
@@ -47,21 +44,25 @@ class Interop(OtherFrameworks):
         return {name: (title, row.targets[0].path) for title, rows in named for name, row in rows.items()}
 
     def translate(self, argv: Sequence[str]) -> None:
-        from skyasync.interop.command import translate
+        from skyasync.interop.translation import translate
 
         translate(argv)
 
     def reward_signatures(self) -> Sequence[Foreign]:
-        return [signature() for signature in self._all("reward_signature")]
+        return [signature() for signature in self._adapters("reward_signature")]
 
     def remote_reward(self, addresses: str) -> Foreign:
-        return self._one("remote_reward")(addresses)
+        [remote] = self._adapters("remote_reward")
+        return remote(addresses)
 
     def modules_for_user_files(self) -> Foreign:
-        return self._one("user_modules")()
+        [modules] = self._adapters("user_modules")
+        return modules()
 
     def settle_agent_file(self, cfg: Foreign) -> None:
-        self._one("agent_file")(cfg)
+        [settle] = self._adapters("agent_file")
+        settle(cfg)
 
     def agent_program(self, agent_class: type, settings: Mapping[str, object]) -> Foreign:
-        return self._one("agent_class")(agent_class, settings)
+        [program] = self._adapters("agent_class")
+        return program(agent_class, settings)

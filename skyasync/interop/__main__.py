@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from skyasync.interop.settings import TableRow
-from skyasync.interop.system import System, systems
+from skyasync.interop.system import systems
 
 _INTRODUCTION = """\
 # Coming from another library
@@ -32,26 +29,19 @@ default, `a=-` has no counterpart.
 
 def markdown() -> str:
     """The page, ending in one newline."""
-    lines = [line for system in systems().values() for line in _section(system)]
-    return "\n".join([_INTRODUCTION, *lines]).rstrip() + "\n"
-
-
-def _section(system: System) -> Iterator[str]:
-    yield from (f"## {system.title}", "", "| theirs | ours | |", "|---|---|---|")
-    for row in system.table.rows:
-        yield _line(row)
-    yield ""
-
-
-def _line(row: TableRow) -> str:
-    theirs = ", ".join(f"`{name}`" for name in row.spelled)
-    if row.kind == "key":
-        ours = ", ".join(f"`{t}`" if t.fixed is None else f"`{t}={t.fixed}`" for t in row.targets)
-    else:
-        ours = "none" if row.kind == "-" else "not needed"
-    aliases = " ".join(f"`{a}={b}`" for a, b in row.aliases.items())
-    notes = "; ".join(filter(None, (row.note, aliases)))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (theirs, ours, notes)) + " |"
+    lines = [_INTRODUCTION]
+    for system in systems().values():
+        lines += [f"## {system.title}", "", "| theirs | ours | |", "|---|---|---|"]
+        for row in system.table.rows:
+            theirs = ", ".join(f"`{name}`" for name in row.spelled)
+            ours = {"-": "none", "=": "not needed"}.get(row.kind) or ", ".join(
+                f"`{target}`" if target.fixed is None else f"`{target}={target.fixed}`" for target in row.targets
+            )
+            aliases = " ".join(f"`{a}={b}`" for a, b in row.aliases.items())
+            notes = "; ".join(filter(None, (row.note, aliases)))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in (theirs, ours, notes)) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
 
 
 if __name__ == "__main__":

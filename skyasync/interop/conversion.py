@@ -1,6 +1,6 @@
 """A value of another system as ours.
 
-Invariant: what is returned can be set as it is; what cannot be carried over raises ``NoCounterpartError``.
+Invariant: the result can be set as it is; a value without a counterpart raises ``NoCounterpartError``.
 """
 
 from __future__ import annotations
@@ -30,22 +30,18 @@ class ConversionContext:
     defaults: Mapping[str, Value] = field(default_factory=dict)
 
     def number(self, path: str) -> float:
-        """The number that our key has, or will have: set by our name, by any system's, or by default."""
-        given = [self.ours.get(path), *(self.theirs.get(name) for name in _spellings(path)), self.defaults.get(path)]
+        """The number that our key has, or will have: set by our name, by any system's plain name, or by default."""
+        rows = (row for system in systems().values() for row in system.table.rows)
+        names = [name for row in rows if row.free == [Target(path)] and not row.function for name in row.names]
+        given = [self.ours.get(path), *(self.theirs.get(name) for name in names), self.defaults.get(path)]
         value = next((value for value in given if value is not None), None)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not is_number(value):
             raise NoCounterpartError(f"it depends on {path}")
-        return value
+        return value  # type: ignore[return-value]
 
 
 Conversion = Callable[[Value, ConversionContext], list[Value]]
 """What ``@name`` in a table does: from their value, and what else is set, to a value for each free target."""
-
-
-def _spellings(path: str) -> list[str]:
-    """Every system's plain names for our key."""
-    rows = (row for system in systems().values() for row in system.table.rows)
-    return [name for row in rows if row.free == [Target(path)] and not row.function for name in row.names]
 
 
 def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[str, Value] | None:
@@ -54,30 +50,36 @@ def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[s
     Raises:
         NoCounterpartError: if the value has none.
     """
-    text = "" if isinstance(value, list | dict) else written(value)
-    alias = None if isinstance(value, list | dict) else row.aliases.get(text, row.aliases.get("*"))
+    alias = None if isinstance(value, list | dict) else row.aliases.get(written(value), row.aliases.get("*"))
     if alias == "~":
         return None
     if alias == "-" or row.kind != "key":
         raise NoCounterpartError(row.note)
-    if alias is None and value is None:
-        return None
     if alias is not None:
         values: list[Value] = [value_of(alias)] * len(row.free)
+    elif value is None:
+        return None
     elif row.function:
         values = conversions()[row.function](value, context)
     else:
         values = [value] * len(row.free)
-    result = dict(zip(map(str, row.free), values, strict=False))
-    return result | {target.path: value_of(target.fixed or "") for target in row.fixed}
-
-
-def _none(value: Value, context: ConversionContext) -> list[Value]:
-    raise NoCounterpartError("")
+    settings = dict(zip(map(str, row.free), values, strict=False))
+    return settings | {target.path: value_of(target.fixed) for target in row.targets if target.fixed is not None}
 
 
 def is_number(value: Value) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_list(value: Value) -> list[Value]:
+    """``a,b`` as a list of texts, anything else that is not a list as a list of one."""
+    if isinstance(value, list):
+        return value
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+
+
+def _no_counterpart(value: Value, context: ConversionContext) -> list[Value]:
+    raise NoCounterpartError("")
 
 
 def _per_prompt(value: Value, context: ConversionContext) -> list[Value]:
@@ -92,17 +94,6 @@ def _each(value: Value, context: ConversionContext) -> list[Value]:
     return value if isinstance(value, list) else [value_of(part) for part in str(value).replace(",", " ").split()]
 
 
-def _list(value: Value, context: ConversionContext) -> list[Value]:
-    return [as_list(value)]
-
-
-def as_list(value: Value) -> list[Value]:
-    """``a,b`` as a list of texts, anything else that is none as a list of one."""
-    if isinstance(value, list):
-        return value
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
-
-
 def _int(value: Value, context: ConversionContext) -> list[Value]:
     if isinstance(value, float | int) and value == int(value):
         return [int(value)]
@@ -110,14 +101,14 @@ def _int(value: Value, context: ConversionContext) -> list[Value]:
 
 
 def _bound(value: Value, context: ConversionContext) -> list[Value]:
-    low, high = _each(value, context) if value is not None else [0, 0]
-    if low != -high:  # type: ignore[operator]
+    bounds = _each(value, context)
+    if len(bounds) != 2 or bounds[0] != -bounds[1]:  # type: ignore[operator]
         raise NoCounterpartError("the range is symmetric here")
-    return [high]
+    return bounds[1:]
 
 
 def _min_lr(value: Value, context: ConversionContext) -> list[Value]:
-    """The share of its rate that a schedule ends at, where the chosen schedule ends at one."""
+    """The final learning rate as a share of the first, if the chosen schedule has one."""
     keys = [key for key in context.theirs if key.endswith(("lr_scheduler", "lr_scheduler_type"))]
     schedules = [str(context.theirs[key]) for key in keys]
     if schedules and not any(name.endswith("min_lr") or name == "cosine" for name in schedules):
@@ -134,10 +125,10 @@ def _exports(value: Value, context: ConversionContext) -> list[Value]:
 
 
 _SHARED: dict[str, Conversion] = {
-    "-": _none,
+    "-": _no_counterpart,
     "per_prompt": _per_prompt,
     "each": _each,
-    "list": _list,
+    "list": lambda value, context: [as_list(value)],
     "not": lambda value, context: [not value],
     "int": _int,
     "bound": _bound,
@@ -148,6 +139,6 @@ _SHARED: dict[str, Conversion] = {
 
 @cache
 def conversions() -> dict[str, Conversion]:
-    """By the names that tables have for them: those that several systems share, and each system's own."""
+    """By their names in tables: those that several systems share, and each system's own."""
     own = [system.translation.CONVERSIONS for system in systems().values()]
     return {name: function for functions in (_SHARED, *own) for name, function in functions.items()}

@@ -1,4 +1,4 @@
-"""A translation in the making: what each of their keys became, and what several of them decide together.
+"""The state of a translation: what each of their keys became, and what several of them decide together.
 
 Invariant: every key that was given is in ``left``, ``silent``, ``unknown`` or ``carried``.
 """
@@ -6,7 +6,6 @@ Invariant: every key that was given is in ``left``, ``silent``, ``unknown`` or `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -103,7 +102,7 @@ class Draft:
         self.ours.pop(path, None)
         for name in self.named(*theirs):
             if not any(name in other.theirs for other in self.ours.values()):
-                self.left[name] = why or "it has no effect here beside the other settings"
+                self.left[name] = why or "it has no effect here next to the other settings"
 
     def context(self) -> ConversionContext:
         """What conversions may depend on."""
@@ -144,16 +143,16 @@ class Draft:
         """The KL term where their keys put it; none where its weight is 0."""
         for path in (f"{A}use_kl_loss", f"{A}use_kl_in_reward"):
             theirs = self.origin(path)
-            wanted = bool(coefficient) and in_loss == path.endswith("use_kl_loss")
+            enabled = bool(coefficient) and in_loss == path.endswith("use_kl_loss")
             self.ours.pop(path, None)
-            if wanted or self.named(*theirs):
-                self.put(path, wanted, *theirs)
+            if enabled or self.named(*theirs):
+                self.put(path, enabled, *theirs)
         if not coefficient:
             for name in ("kl_loss_coef", "kl_estimator_type", "kl_ctrl.horizon", "kl_ctrl.kl_target", "kl_ctrl.type"):
                 self.drop(f"{A}{name}", "there is no KL term")
 
     def set_staleness(self, name: str) -> None:
-        """A ratio of batches ahead is bounded by the whole number above it."""
+        """The whole number above a ratio of batches bounds the staleness."""
         ratio = self.value("trainer.async_generation_ratio")
         if self.value(PLAN) == "fully_async" and isinstance(ratio, int | float) and ratio:
             self.put("trainer.max_staleness", max(ceil(ratio), ceil(self.number("trainer.sync_interval")) - 1), name)
@@ -186,28 +185,25 @@ class Draft:
 def begin(system: System, recipe: SourceRecipe) -> Draft:
     """Every key by its row, and the defaults that differ from ours. Units that depend on other keys come last."""
     draft = Draft(system, recipe)
-    given = list(_rows(draft))
-    set_rows = {id(row) for _, row in given}
     order = {id(row): at for at, row in enumerate(system.table.rows)}
-    rows = sorted(given, key=lambda entry: order.get(id(entry[1]), len(order)))  # keys that are ours come last
+    given: list[tuple[str, TableRow]] = []
+    for name in draft.given:
+        if row := system.table.find(name):
+            given.append((name, row))
+        elif name in draft.keys and system.has_our_keys:
+            given.append((name, TableRow((name,), (name,), "", "key", (Target(name),))))
+        else:
+            draft.unknown.append(name)
+    given_rows = {id(row) for _, row in given}
+    given.sort(key=lambda entry: order.get(id(entry[1]), len(order)))  # keys that are ours come last
     for later in (False, True):
-        for name, row in rows:
+        for name, row in given:
             if bool(row.function) == later:
                 _carry(draft, name, row, draft.given[name], given=True)
         for row in system.table.rows:
-            if row.default and row.kind == "key" and bool(row.function) == later and id(row) not in set_rows:
+            if row.default and row.kind == "key" and bool(row.function) == later and id(row) not in given_rows:
                 _carry(draft, row.names[0], row, value_of(row.default), given=False)
     return draft
-
-
-def _rows(draft: Draft) -> Iterator[tuple[str, TableRow]]:
-    for name in draft.given:
-        if row := draft.system.table.find(name):
-            yield name, row
-        elif name in draft.keys and draft.system.has_our_keys:
-            yield name, TableRow((name,), (name,), "", "key", (Target(name),))
-        else:
-            draft.unknown.append(name)
 
 
 def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool) -> None:
@@ -228,24 +224,19 @@ def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool)
     for path, entry in settings.items():
         key = draft.keys.holder(path)
         # A variable of a shell, for what should be a number, a switch or one of our names.
-        unfilled = key is not None and "$" in str(entry) and (key.options() or key.type in (int, float, bool))
-        if given and unfilled:
+        if given and key and "$" in str(entry) and (key.options() or key.type in (int, float, bool)):
             draft.left[name] = "a shell fills it in: write it by hand"
-        else:
-            _set(draft, path, entry, name, given)
-
-
-def _set(draft: Draft, path: str, value: Value, name: str, given: bool) -> None:
-    target = Target.read(path)
-    before = draft.ours.get(target.path)
-    draft.carried.setdefault(name, target.path)
-    if not given and before and (before.given or target.index is None):
-        return
-    if target.index is None:
-        draft.ours[path] = DraftSetting(value, (name,), given)
-        return
-    entries = draft.value(target.path)
-    assert isinstance(entries, list)
-    entries = [value if at == target.index else entry for at, entry in enumerate(entries)]
-    theirs = (*(before.theirs if before else ()), name)
-    draft.ours[target.path] = DraftSetting(entries, theirs, given or bool(before and before.given))
+            continue
+        target = Target.read(path)
+        before = draft.ours.get(target.path)
+        draft.carried.setdefault(name, target.path)
+        if not given and before and (before.given or target.index is None):
+            continue
+        if target.index is None:
+            draft.ours[path] = DraftSetting(entry, (name,), given)
+            continue
+        entries = draft.value(target.path)
+        assert isinstance(entries, list)
+        entries = [entry if at == target.index else other for at, other in enumerate(entries)]
+        theirs = (*(before.theirs if before else ()), name)
+        draft.ours[target.path] = DraftSetting(entries, theirs, given or bool(before and before.given))

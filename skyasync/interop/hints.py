@@ -1,16 +1,14 @@
-"""What to say to someone who writes another system's key or value.
+"""Messages for a user who writes another system's key or value.
 
-Invariant: everything said follows from the tables; systems that mean different things are all named.
+Invariant: every message follows from the tables; systems that mean different things are all named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from skyasync.config.values import Value, written
 from skyasync.interop.conversion import ConversionContext, N, NoCounterpartError, converted
 from skyasync.interop.settings import TableRow
-from skyasync.interop.system import System, systems
+from skyasync.interop.system import systems
 from skyasync.other_frameworks import UNKNOWN
 
 
@@ -18,32 +16,29 @@ def key_hint(path: str, value: object = UNKNOWN, context: ConversionContext | No
     """What the tables say about ``path``, "" if no system has such a key.
 
     Args:
-        value: what it was to be, by which the hint says the whole setting.
+        value: the value to set, so that the hint says the whole setting.
         context: what else was set, for units that depend on it.
     """
-    found = [(system, row) for system in systems().values() if (row := system.table.find(path))] or _by_ending(path)
+    every = systems().values()
+    matches = [(system, row) for system in every if (row := system.table.find(path))]
+    if not matches:  # a key without its groups counts if all keys that end so have one counterpart
+        ending = [(s, row) for s in every for name, row in s.table.exact.items() if name.endswith(f".{path}")]
+        if len({(row.kind, *map(str, row.targets)) for _, row in ending}) == 1 and ending[0][1].kind == "key":
+            matches = list({system.name: (system, row) for system, row in ending}.values())
     answers: dict[str, list[str]] = {}
-    for system, row in found:
+    for system, row in matches:
         answers.setdefault(_answer(row, value, context or ConversionContext()), []).append(system.title)
     if len(answers) != 1:
-        return "; ".join(f"{_and(titles)} {_verb(titles, 'mean')}: {answer}" for answer, titles in answers.items())
-    [(answer, titles)], row = answers.items(), found[0][1]
-    target = row.free[0].path if row.free else ""
-    as_it_is = target if value is UNKNOWN else f"{target}={written(value)}"
+        lines = [f"{_and(titles)} {'mean' if titles[1:] else 'means'}: {answer}" for answer, titles in answers.items()]
+        return "; ".join(lines)
+    [(answer, titles)], row = answers.items(), matches[0][1]
     if not answer.startswith("here it is"):
         return f"that is {_and(titles)}'s; {answer}"
-    if target.endswith(f".{path}") and answer.removeprefix("here it is ").partition(" (")[0] == as_it_is:
+    target = row.free[0].path if row.free else ""
+    unchanged = target if value is UNKNOWN else f"{target}={written(value)}"
+    if target.endswith(f".{path}") and answer.removeprefix("here it is ").partition(" (")[0] == unchanged:
         return f"did you mean {target}?{_note(row)}"
-    return f"that is how {_and(titles)} {_verb(titles, 'spell')} it; {answer}"
-
-
-def _by_ending(path: str) -> list[tuple[System, TableRow]]:
-    """Keys without their groups, if all that end so have one counterpart."""
-    found = [(system, row) for system in systems().values() for row in system.table.ending_in(path)]
-    targets = {(row.kind, *map(str, row.targets)) for _, row in found}
-    if len(targets) != 1 or found[0][1].kind != "key":
-        return []
-    return list({system.name: (system, row) for system, row in found}.values())
+    return f"that is how {_and(titles)} {'spell' if titles[1:] else 'spells'} it; {answer}"
 
 
 def _answer(row: TableRow, value: object, context: ConversionContext) -> str:
@@ -62,8 +57,8 @@ def _answer(row: TableRow, value: object, context: ConversionContext) -> str:
     if settings is None:
         return f"here it is {names}, which stays at its default for {written(value)}{_note(row)}"
     extra = f"{written(value)} over {context.number(N):g} samples per prompt" if row.function == "per_prompt" else ""
-    said = " and ".join(f"{path}={written(entry)}" for path, entry in settings.items())
-    return f"here it is {said}{_note(row, extra)}"
+    setting = " and ".join(f"{path}={written(entry)}" for path, entry in settings.items())
+    return f"here it is {setting}{_note(row, extra)}"
 
 
 def _note(row: TableRow, more: str = "") -> str:
@@ -72,26 +67,22 @@ def _note(row: TableRow, more: str = "") -> str:
 
 
 def value_hint(path: str, value: Value) -> str:
-    """Which systems have ``value`` for our key ``path``, and what it is here; "" if no system says so."""
-    said: dict[str, list[str]] = {}
+    """Which systems have ``value`` for our key ``path``, and what it is here; "" if none has."""
+    meanings: dict[str, list[str]] = {}
     for system in systems().values():
         for row in system.table.rows:
-            if path in (target.path for target in row.free) and written(value) in row.aliases:
-                said.setdefault(_meaning(path, row.aliases[written(value)]), []).append(system.title)
-    unique = {meaning: list(dict.fromkeys(titles)) for meaning, titles in said.items()}
-    return ", ".join(f"{_and(titles)}'s {written(value)} {meaning}" for meaning, titles in unique.items())
+            if path not in (target.path for target in row.free) or written(value) not in row.aliases:
+                continue
+            ours = row.aliases[written(value)]
+            if ours == "-":
+                meaning = "has no counterpart here"
+            else:
+                meaning = f"is {path} left at its default" if ours == "~" else f"is {ours} here"
+            titles = meanings.setdefault(meaning, [])
+            if system.title not in titles:
+                titles.append(system.title)
+    return ", ".join(f"{_and(titles)}'s {written(value)} {meaning}" for meaning, titles in meanings.items())
 
 
-def _meaning(path: str, ours: str) -> str:
-    if ours == "-":
-        return "has no counterpart here"
-    return f"is {path} left at its default" if ours == "~" else f"is {ours} here"
-
-
-def _and(titles: Iterable[str]) -> str:
-    *first, last = titles
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def _verb(titles: list[str], verb: str) -> str:
-    return verb if len(titles) > 1 else f"{verb}s"
+def _and(titles: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(titles[:-1]), titles[-1])))

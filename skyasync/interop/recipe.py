@@ -1,4 +1,4 @@
-"""Reading a recipe: a shell script, flags, overrides, YAML or a program, as keys and values.
+"""The keys and values of a recipe: a shell script, flags, overrides, YAML or a program.
 
 Invariant: the recipe is read, never run.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import yaml
@@ -22,9 +21,9 @@ from skyasync.interop.system import systems
 
 @dataclass
 class SourceRecipe:
-    """``keys``: theirs -> value. ``command`` is the program that a script starts, "" where there is none.
+    """``keys``: theirs -> value. ``command`` is the program that a script starts, "" if there is none.
 
-    ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a program says so.
+    ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a program names it.
     """
 
     keys: dict[str, Value] = field(default_factory=dict)
@@ -57,73 +56,67 @@ def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
 def _file(path: Path) -> SourceRecipe:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: {error}") from None
     if path.suffix in (".yaml", ".yml"):
         return _yaml(text, path)
+    if path.suffix not in (".py", ".ipynb"):
+        return _script(text, path.parent)
     if path.suffix == ".ipynb":
-        text = _cells(text, path)
-    if path.suffix in (".py", ".ipynb"):
-        [system] = [system for system in systems().values() if "program" in system.adapters]
-        program = system.adapter("program")(text, path)
-        # A program that reads its command line shows one.
-        shown = _script(program.command, path.parent).keys if program.command else {}
-        return SourceRecipe(shown | program.keys, program.name, system=system.name if program.name else "")
-    return _script(text, path.parent)
-
-
-def _cells(text: str, path: Path) -> str:
-    """The code of a notebook, without its shell's commands.
-
-    Raises:
-        UserError: if it is not a notebook.
-    """
-    try:
-        parts = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} is no notebook") from None
-    return "\n".join(re.sub(r"^\s*[%!].*(\\\n.*)*$", "", part, flags=re.MULTILINE) for part in parts)
+        try:
+            cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path} is no notebook") from None
+        # without the commands of its shell
+        text = "\n".join(re.sub(r"^\s*[%!].*(\\\n.*)*$", "", cell, flags=re.MULTILINE) for cell in cells)
+    [system] = [system for system in systems().values() if "program" in system.adapters]
+    program = system.adapter("program")(text, path)
+    # A program that reads its command line shows one.
+    example = _script(program.command, path.parent).keys if program.command else {}
+    return SourceRecipe(example | program.keys, program.name, system=system.name if program.name else "")
 
 
 def _script(text: str, folder: Path) -> SourceRecipe:
     """The command with most keys; a YAML file that it names is read with it."""
     script = shell.read(text, folder=folder)
-    found = [SourceRecipe(flags(_behind_program(words)), " ".join(words)) for words in script.commands]
-    best = max(found, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
+    recipes = [SourceRecipe(flags(_program_arguments(words)), " ".join(words)) for words in script.commands]
+    best = max(recipes, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
     known = {name for system in systems().values() for name in system.table.variables}
     best.keys |= {n: value_or_text(v) for n, v in script.variables.items() if n in known and isinstance(v, str)}
     best.branches = script.branches
     if file := _config(best.keys, folder):
-        best = _file(file).with_(SourceRecipe(best.keys, best.command, best.branches))
+        return _file(file).with_(best)
     return best
 
 
 def _config(keys: dict[str, Value], folder: Path) -> Path | None:
     """Takes out of the keys the YAML file that they name: ``config``, or Hydra's ``config-path`` and ``config-name``.
 
-    It is looked for as it is written, beside the script and in the folders above.
+    The file is searched as it is written, next to the script and in the folders above.
     """
     names = [key for key in ("config", "config_file", "config_name", "config-name") if isinstance(keys.get(key), str)]
     for key in names:
         name = str(keys[key])
-        place = keys.get(key.replace("name", "path")) if "name" in key else None
+        path_key = key.replace("name", "path")
+        parent = keys.get(path_key) if "name" in key else None
         name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
-        whole = f"{place}/{name}" if isinstance(place, str) else name
         # What a shell would fill in is most often the script's own folder.
-        tries = [whole, name, name.rpartition("/")[2]]
-        for tail in (tried.rpartition("}/")[2].rpartition(")/")[2].lstrip("/") for tried in tries):
+        for written in (f"{parent}/{name}" if isinstance(parent, str) else name, name, name.rpartition("/")[2]):
+            relative = written.rpartition("}/")[2].rpartition(")/")[2].lstrip("/")
             for base in (folder, *folder.parents):
-                if "$" not in tail and (base / tail).is_file():
-                    for used in (key, key.replace("name", "path")):
-                        keys.pop(used, None)
-                    return base / tail
+                if "$" not in relative and (base / relative).is_file():
+                    keys.pop(key)
+                    keys.pop(path_key, None)
+                    return base / relative
     others = [key for key in keys if key not in names]
     if names and not any(system.table.find(key) for system in systems().values() for key in others):
-        raise UserError(f"{names[0]}={keys[names[0]]} is not beside {folder}: give the YAML file itself")
+        raise UserError(f"{names[0]}={keys[names[0]]} is not next to {folder}: give the YAML file itself")
     return None
 
 
-def _behind_program(words: list[str]) -> list[str]:
+def _program_arguments(words: list[str]) -> list[str]:
     """What follows the program that is started: its module, its file, or a system's command and subcommand."""
     commands = {system.command for system in systems().values()} - {""}
     if "--" in words:
@@ -138,6 +131,9 @@ def _behind_program(words: list[str]) -> list[str]:
     return words
 
 
+_FLAG = re.compile(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=")
+
+
 def flags(words: Sequence[str]) -> dict[str, Value]:
     """``--flag value ...``, ``--flag=value``, ``key=value`` and Hydra's ``+key=value``; a bare flag is true."""
     keys: dict[str, Value] = {}
@@ -147,52 +143,46 @@ def flags(words: Sequence[str]) -> dict[str, Value]:
         name, equals, text = word.partition("=")
         if word.startswith("--"):
             values = [text] if equals else []
-            while not equals and rest and not _is_flag(rest[0]) and not (values and re.match(r"\w+=", rest[0])):
+            while not equals and rest and not _FLAG.match(rest[0]) and not (values and re.match(r"\w+=", rest[0])):
                 values.append(rest.pop(0))
-            values = [said.removesuffix(",") for said in values] if values[1:] else values
-            read = [value_or_text(said) for said in values]
-            value: Value = True if not read else read if read[1:] else read[0]
-            keys[name.lstrip("-")] = value
+            if len(values) > 1:
+                keys[name.lstrip("-")] = [value_or_text(value.removesuffix(",")) for value in values]
+            else:
+                keys[name.lstrip("-")] = value_or_text(values[0]) if values else True
         elif equals and re.fullmatch(r"\+{0,2}[\w.@/-]+", name):
             keys[name.lstrip("+")] = value_or_text(text)
     return keys
 
 
-def _is_flag(word: str) -> bool:
-    return bool(re.match(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=", word))
-
-
 def _yaml(text: str, path: Path) -> SourceRecipe:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error.problem or error}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not valid YAML: {getattr(error, 'problem', None) or error}") from None
+        raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys")
-    keys = dict(_leaves(root, ""))
+    rows = [row for system in systems().values() for row in system.table.rows]
+    mappings = {name for row in rows if row.function == "proportions" for name in row.names}
+    keys: dict[str, Value] = {}
+
+    def add(node: yaml.MappingNode, prefix: str) -> None:
+        for name, value in node.value:
+            key = f"{prefix}{name.value}"
+            if isinstance(value, yaml.MappingNode) and value.value and key not in mappings:
+                add(value, f"{key}.")
+            elif not key.endswith("_target_"):
+                keys[key] = free(value)
+
+    add(root, "")
     if isinstance(job := keys.get("run"), str) and "\n" in job:  # a launcher's, with the script in it
         return _script(job, path.parent)
     return SourceRecipe({key: _resolved(value, keys) for key, value in keys.items()})
 
 
-def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, Value]]:
-    for name, value in node.value:
-        path = f"{prefix}{name.value}"
-        if isinstance(value, yaml.MappingNode) and value.value and path not in _mappings():
-            yield from _leaves(value, f"{path}.")
-        elif not path.endswith("_target_"):
-            yield path, free(value)
-
-
-@cache
-def _mappings() -> frozenset[str]:
-    """The keys that are mappings themselves, without keys in them."""
-    rows = [row for system in systems().values() for row in system.table.rows]
-    return frozenset(name for row in rows if row.function == "proportions" for name in row.names)
-
-
 def _resolved(value: Value, keys: Mapping[str, Value], depth: int = 0) -> Value:
-    """``${other.key}`` replaced by its value; what the file does not say stays as it is written."""
+    """``${other.key}`` replaced by its value; a key that is not in the file stays as it is written."""
     if isinstance(value, list):
         return [_resolved(entry, keys, depth) for entry in value]
     if not isinstance(value, str) or "${" not in value or depth > 8:

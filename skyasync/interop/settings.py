@@ -16,7 +16,6 @@ Invariant: the name that says most about a key decides: itself, then the longest
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import translate
 from pathlib import Path
@@ -75,11 +74,6 @@ class TableRow:
         """The targets that take their value from theirs."""
         return [target for target in self.targets if target.fixed is None]
 
-    @property
-    def fixed(self) -> list[Target]:
-        """The targets that are set along with the first."""
-        return [target for target in self.targets if target.fixed is not None]
-
 
 @dataclass(frozen=True)
 class Table:
@@ -103,10 +97,6 @@ class Table:
         matching = (row for pattern, row in self.patterns if pattern.fullmatch(path))
         return self.exact.get(path) or next(matching, None)
 
-    def ending_in(self, path: str) -> Iterator[TableRow]:
-        """The rows of all keys that end in ``path``: someone left their groups out."""
-        yield from (row for name, row in self.exact.items() if name.endswith(f".{path}"))
-
     @property
     def variables(self) -> dict[str, TableRow]:
         """The rows of environment variables, which the system reads as it does its keys."""
@@ -118,5 +108,5 @@ def expand(pattern: str) -> list[str]:
     match = _BRACES.search(pattern)
     if not match:
         return [pattern]
-    head, tail = pattern[: match.start()], pattern[match.end() :]
-    return [name for option in match[1].split(",") for name in expand(f"{head}{option}{tail}")]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [name for option in match[1].split(",") for name in expand(f"{before}{option}{after}")]

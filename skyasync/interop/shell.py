@@ -1,8 +1,8 @@
 """A shell script as the words of its commands.
 
 Invariant: nothing is run. Variables and arrays that the script sets, and those of the environment, take effect;
-``$(command)`` and what is not set stay as they are written. A condition that compares what is known is evaluated;
-branches of any other only set what has no value before.
+``$(command)`` and names without a value stay as they are written. A condition that compares known values is evaluated;
+the branches of any other condition set only variables that have no value yet.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 
+import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 _NAME = r"[A-Za-z_]\w*"
 #: What stands in braces: the length sign, a name, an index, an operator and its word.
 _PARAMETER = re.compile(rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL)
 _PLACEHOLDER = re.compile(r"(?<!<)<([A-Za-z][\w./-]*)>")  # which a shell would take for two redirections
+_PARSER = Parser(Language(tree_sitter_bash.language()))
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
 _LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
 _SHELLS = ("bash", "sh", "zsh")
@@ -47,39 +48,23 @@ class Script:
     branches: bool = False
 
 
-def commands(text: str, environment: Mapping[str, str] | None = None) -> list[list[str]]:
-    """The words of each command, assignments left out, in the script's order."""
-    return read(text, environment).commands
-
-
 def read(text: str, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> Script:
-    """The whole script; scripts that it starts or sources are read with it where they stand in ``folder``."""
-    script = Script(variables={**(os.environ if environment is None else environment), "@": []})
-    reader = _Reader(script, folder)
+    """The whole script; scripts that it starts or sources are read with it if they are in ``folder``."""
+    reader = _Reader(Script(variables={**(os.environ if environment is None else environment)}), folder)
     reader.run(_parse(text), True)
     while reader.functions:  # never called by name
         reader.run(reader.functions.pop(next(iter(reader.functions))), True)
-    return script
-
-
-@cache
-def _parser() -> Parser:
-    import tree_sitter_bash
-
-    return Parser(Language(tree_sitter_bash.language()))
+    return reader.script
 
 
 def _parse(text: str) -> Node:
     joined = re.sub(r"\\[ \t]*\n", " ", text.replace("\r\n", "\n"))
-    return _parser().parse(_PLACEHOLDER.sub("\ue000\\1\ue001", joined).encode()).root_node
+    return _PARSER.parse(_PLACEHOLDER.sub("\ue000\\1\ue001", joined).encode()).root_node
 
 
-def _decoded(source: bytes | None) -> str:
-    return (source or b"").decode().replace("\ue000", "<").replace("\ue001", ">")
-
-
-def _text(node: Node) -> str:
-    return _decoded(node.text)
+def _text(source: Node | bytes) -> str:
+    encoded = source if isinstance(source, bytes) else source.text or b""
+    return encoded.decode().replace("\ue000", "<").replace("\ue001", ">")
 
 
 def _parts(node: Node) -> list[Node]:
@@ -99,6 +84,7 @@ class _Reader:
     script: Script
     folder: Path | None
     functions: dict[str, Node] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
     depth: int = 0
 
     # Statements: ``runs`` is whether the branch that they stand in is taken. Each returns whether it succeeds.
@@ -194,36 +180,35 @@ class _Reader:
             words.pop(0)
         if words and words[0] != ":" and self.depth < 8:
             self.depth += 1
-            if not self._other(words):
+            if not self._runs_statements(words):
                 self.script.commands.append(words)
             self.depth -= 1
         return None
 
-    def _other(self, words: list[str]) -> bool:
+    def _runs_statements(self, words: list[str]) -> bool:
         """Whether it starts statements that are read in its place: a function, another script, ``eval``, ``-c``."""
         name, arguments = words[0], words[1:]
         if name in self.functions:
-            return self._with(arguments, self.functions.pop(name))
-        if name == "eval":
-            return self._with(self._arguments(), _parse(" ".join(arguments)))
-        for at, word in enumerate(words[:-2]):
-            if word in _SHELLS and re.fullmatch(r"-\w*c", words[at + 1]):
-                return self._with(self._arguments(), _parse(words[at + 2]))
-        if name in (*_SHELLS, "source", ".") and arguments and self.folder:
+            statements = self.functions.pop(name)
+        elif name == "eval":
+            statements, arguments = _parse(" ".join(arguments)), self.arguments
+        elif inline := [
+            words[at + 2]
+            for at, word in enumerate(words[:-2])
+            if word in _SHELLS and re.fullmatch(r"-\w*c", words[at + 1])
+        ]:
+            statements, arguments = _parse(inline[0]), self.arguments
+        else:
+            if name not in (*_SHELLS, "source", ".") or not arguments or not self.folder:
+                return False
             file = self.folder / arguments[0].rpartition("/")[2]
-            if file.is_file() and "\0" not in (text := file.read_text(encoding="utf-8", errors="replace")):
-                return self._with(arguments[1:], _parse(text))
-        return False
-
-    def _arguments(self) -> list[str]:
-        found = self.script.variables.get("@", [])
-        return found if isinstance(found, list) else [found]
-
-    def _with(self, arguments: list[str], statements: Node) -> bool:
-        before, count = self._arguments(), len(self.script.commands)
-        self.script.variables["@"] = arguments
+            if not file.is_file() or "\0" in (text := file.read_text(encoding="utf-8", errors="replace")):
+                return False
+            statements, arguments = _parse(text), arguments[1:]
+        before, count = self.arguments, len(self.script.commands)
+        self.arguments = arguments
         self.run(statements, True)
-        self.script.variables["@"] = before
+        self.arguments = before
         return len(self.script.commands) > count or not arguments
 
     # Conditions.
@@ -240,7 +225,12 @@ class _Reader:
             return self._command(node, True) if _text(parts[0]) == "test" else None
         sign = next((_text(child) for child in node.children if child not in parts or "operator" in child.type), "")
         if node.type == "unary_expression":
-            return _not(self.holds(parts[-1], patterns)) if sign == "!" else self._is_empty(parts[-1], sign)
+            if sign == "!":
+                return _not(self.holds(parts[-1], patterns))
+            value = self.joined(parts[-1])
+            if "$" in value and re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(parts[-1])):
+                value = ""  # a variable that has no value is empty
+            return None if sign not in ("-z", "-n") or "$" in value else (not value) is (sign == "-z")
         if node.type not in ("binary_expression", "list"):
             return None
         left, right = parts[0], parts[-1]
@@ -257,13 +247,6 @@ class _Reader:
         except (KeyError, ValueError):
             return None
 
-    def _is_empty(self, node: Node, sign: str) -> Known:
-        """``-z`` and ``-n``; a variable that has no value is empty."""
-        value = self.joined(node)
-        if re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(node)) and "$" in value:
-            value = ""
-        return None if sign not in ("-z", "-n") or "$" in value else (not value) is (sign == "-z")
-
     # Words.
 
     def joined(self, node: Node) -> str:
@@ -273,7 +256,7 @@ class _Reader:
     def expanded(self, node: Node) -> list[str]:
         """A word as words: quotes off, variables put in, split where they are not quoted."""
         fields, solid = [""], False  # an empty word that is quoted counts
-        for value, quoted in self._pieces(node):
+        for value, quoted in self._fragments(node):
             if isinstance(value, list):
                 parts = value if quoted else [part for entry in value for part in _split(entry)]
             else:
@@ -283,22 +266,22 @@ class _Reader:
             fields += parts[1:]
         return [word for word in fields if word or solid]
 
-    def _pieces(self, node: Node) -> Iterator[tuple[str | list[str], bool]]:
-        """What a word consists of, and whether it is quoted or written out, so that it is not split."""
+    def _fragments(self, node: Node) -> Iterator[tuple[str | list[str], bool]]:
+        """The fragments of a word, and whether each is quoted or written out, so that it is not split."""
         text = _text(node)
         if node.type in ("concatenation", "command_name"):
             for child in node.children:
-                yield from self._pieces(child)
+                yield from self._fragments(child)
         elif node.type == "string":
             source, begin = node.text or b"", 1
             expansions = [child for child in node.children if child.type in _EXPANSIONS]
             for child in expansions:
                 if before := source[begin : child.start_byte - node.start_byte]:
-                    yield _unescaped(before), True
+                    yield re.sub(r'\\(["\\$`])', r"\1", _text(before)), True
                 yield self._value(child), True
                 begin = child.end_byte - node.start_byte
             if source[begin:-1] or not expansions:
-                yield _unescaped(source[begin:-1]), True
+                yield re.sub(r'\\(["\\$`])', r"\1", _text(source[begin:-1])), True
         elif node.type == "raw_string":
             yield text[1:-1], True
         elif node.type in _EXPANSIONS:
@@ -314,8 +297,8 @@ class _Reader:
         if node.type == "arithmetic_expansion":
             number = self._number(node.named_children[0]) if node.named_child_count == 1 else None
             return text if number is None else str(number)
-        found = self._parameter(text[2:-1] if text.startswith("${") else text[1:])
-        return text if found is None else found
+        value = self._parameter(text[2:-1] if text.startswith("${") else text[1:])
+        return text if value is None else value
 
     def _number(self, node: Node) -> int | None:
         """Whole numbers added, subtracted, multiplied and divided; None for anything else."""
@@ -324,15 +307,9 @@ class _Reader:
             return self._number(parts[0])
         if node.type == "binary_expression" and _text(node.children[1]) in _OPERATORS:
             left, sign, right = self._number(parts[0]), _text(node.children[1]), self._number(parts[1])
-            if (
-                left is None
-                or right is None
-                or (sign in "/%" and not right)
-                or (sign == "**" and right not in range(65))
-            ):
+            if left is None or right is None or (sign in "/%" and not right) or (sign == "**" and not 0 <= right < 65):
                 return None
-            result: int = _OPERATORS[sign](left, right)
-            return result
+            return int(_OPERATORS[sign](left, right))
         if node.type == "unary_expression" and _text(node).startswith("-"):
             negated = self._number(parts[-1])
             return None if negated is None else -negated
@@ -342,12 +319,23 @@ class _Reader:
     def _parameter(self, body: str) -> str | list[str] | None:
         """``name``, ``name:-word`` and the like; None if there is no value."""
         if body == "#":
-            return str(len(self._arguments()))
+            return str(len(self.arguments))
         match = _PARAMETER.fullmatch(body)
         if not match:
             return None
         length, name, index, sign, word = match.groups()
-        value, sign = self._variable(name, index), sign or ""
+        sign = sign or ""
+        value: str | list[str] | None = self.script.variables.get(name)
+        if name in "@*":
+            value = self.arguments
+        elif name.isdigit():
+            value = dict(enumerate(self.arguments, start=1)).get(int(name))
+        elif index is None:
+            value = " ".join(value) if isinstance(value, list) else value
+        elif value is not None:
+            entries = value if isinstance(value, list) else [value]
+            at = int(index) if index.isdigit() else len(entries)
+            value = entries if index in ("@", "*") else entries[at] if at < len(entries) else None
         if length:
             return None if value is None else str(len(value))
         missing = value is None or (not value and sign.startswith(":"))
@@ -370,23 +358,6 @@ class _Reader:
         command = _parse(f": {word}" if '"' in word else f': "{word}"').named_children
         return " ".join(self.joined(child) for child in command[0].named_children[1:]) if command else word
 
-    def _variable(self, name: str, index: str | None) -> str | list[str] | None:
-        if name in "@*":
-            return self._arguments()
-        if name.isdigit():
-            return dict(enumerate(self._arguments(), start=1)).get(int(name))
-        value = self.script.variables.get(name)
-        if index is None or value is None:
-            return " ".join(value) if isinstance(value, list) and index is None else value
-        entries = value if isinstance(value, list) else [value]
-        if index in ("@", "*"):
-            return entries
-        return entries[int(index)] if index.isdigit() and int(index) < len(entries) else None
-
-
-def _unescaped(quoted: bytes) -> str:
-    return re.sub(r'\\(["\\$`])', r"\1", _decoded(quoted))
-
 
 def _split(value: str) -> list[str]:
     """An unquoted value, split at its blanks; quotes in it hold together, and blanks at its ends part words as well."""
@@ -395,7 +366,7 @@ def _split(value: str) -> list[str]:
 
 
 def _changed(value: str, sign: str, word: str) -> str | None:
-    """A value without the part that a pattern names, with one text for another, or in other letters."""
+    """A value without the part that a pattern matches, with one text replaced, or in upper or lower case."""
     if sign in ("#", "##", "%", "%%"):
         cuts: Sequence[int] = range(len(value) + 1) if sign in ("#", "%%") else range(len(value), -1, -1)
         for cut in cuts:

@@ -35,7 +35,7 @@ class System:
             - ``reward_signature``: a ``skyasync.rewards.signature.Signature``
             - ``remote_reward``, ``user_modules``, ``agent_file``, ``agent_class``: what ``OtherFrameworks`` asks for
             - ``program``: reads a recipe that is a Python program
-        command: the word of a command line behind which the recipe's name and flags follow.
+        command: the word of a command line after which the recipe's name and flags follow.
         agent_programs: play its agent files that have a loop of their own: the reference, and its former ones.
         has_our_keys: it spells most keys as we do; those that its table lacks are ours.
     """
@@ -69,5 +69,5 @@ class System:
 def systems() -> dict[str, System]:
     """All of them by name, in their order."""
     folders = [module.name for module in pkgutil.iter_modules([str(_FOLDER)]) if module.ispkg]
-    found = [import_module(f"{__package__}.{folder}").SYSTEM for folder in folders]
-    return {system.name: system for system in sorted(found, key=lambda system: system.order)}
+    declared = [import_module(f"{__package__}.{folder}").SYSTEM for folder in folders]
+    return {system.name: system for system in sorted(declared, key=lambda system: system.order)}

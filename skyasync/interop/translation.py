@@ -1,50 +1,84 @@
-"""From a draft to YAML that loads, with a comment for what has no place in it.
+"""``python -m skyasync translate``: another system's recipe as YAML that loads, with a comment for each key left out.
 
-Invariant: what is written has been loaded; a setting that contradicts another one is left out, and said.
+Invariant: the YAML has been loaded; a setting that contradicts another one is left out, with a comment.
 """
 
 from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
 from skyasync.config.values import Value, escape, written
-from skyasync.errors import UserError
+from skyasync.errors import UserError, unknown
 from skyasync.interop.conversion import BATCH
 from skyasync.interop.draft import MINI, PLACEMENT, PLAN, Draft, DraftSetting, begin
-from skyasync.interop.recipe import SourceRecipe
+from skyasync.interop.recipe import SourceRecipe, detect, read_recipe
 from skyasync.interop.system import systems
 
-#: Keys whose values are not repeated.
-_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+HELP = f"""\
+usage: python -m skyasync translate [--from SYSTEM] FILE ... [FLAGS]
+
+Prints the recipe of another system as our configuration, with a comment for each key that has no counterpart.
+FILE is a shell script, a YAML file or (TRL) a Python program; FLAGS are theirs: --flag value, key=value. Nothing of
+it is run. SYSTEM is one of {", ".join(systems())}; without it the keys decide.
+
+    python -m skyasync translate run.sh > ours.yaml
+    python -m skyasync plan --config ours.yaml
+"""
+_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)  # keys whose values are not repeated
+
+
+def translate(argv: Sequence[str]) -> None:
+    """The subcommand: print the translation.
+
+    Raises:
+        UserError: for an unreadable recipe or an unknown system.
+    """
+    arguments, name = list(argv), ""
+    if not arguments or arguments[0] in ("--help", "-h"):
+        print(HELP, end="")
+        return
+    at = next((at for at, argument in enumerate(arguments) if argument.partition("=")[0] == "--from"), None)
+    if at is not None:
+        _, equals, name = arguments.pop(at).partition("=")
+        if not equals and at < len(arguments):
+            name = arguments.pop(at)
+        if not name:
+            raise UserError(f"--from needs a system: {', '.join(systems())}")
+        if name.lower() not in systems():
+            raise UserError(unknown("system", name, systems()))
+    recipe = read_recipe(arguments)
+    print(translated(recipe, name.lower() or detect(recipe)), end="")
 
 
 def translated(recipe: SourceRecipe, system: str) -> str:
     """The recipe of a system (one of ``systems()``) as our YAML, with comments."""
     draft = begin(systems()[system], recipe)
     draft.system.translation.finish(draft)
-    _engine(draft)
-    _devices(draft)
-    _schedules(draft)
-    _tidy(draft)
-    _settle(draft)
+    _finish(draft)
+    while problems := _problems(draft):
+        # Left out is the first key of a problem until the rest loads, and at once every key that has no effect.
+        named = [(problem, path) for problem in problems if (path := _named(problem, draft))]
+        if not named:
+            raise UserError("\n".join(problems))
+        unread = [entry for entry in named if " has no effect with " in entry[0]]
+        for problem, path in unread or named[:1]:
+            draft.drop(path, problem)
     return "\n".join(_lines(draft)) + "\n"
 
 
-def _engine(draft: Draft) -> None:
-    """The engine of the recipe, not the one that is installed where it is translated."""
+def _finish(draft: Draft) -> None:
+    """What holds for every system."""
+    # The engine is the recipe's, not the one that is installed where it is translated.
     if draft.value("generator.engines"):
         draft.drop("generator.backend", "generator.engines names servers")
     elif draft.value("generator.backend") == "auto":
         draft.put("generator.backend", "vllm")
-
-
-def _devices(draft: Draft) -> None:
-    """Models beside the policy have its devices; an engine beside it has one of them."""
+    # Models that are colocated with the policy have its devices; a colocated engine has one of them.
     for model in ("ref", "critic", "teacher"):
         if draft.value(f"{PLACEMENT}colocate_policy_{model}"):
             for path in (f"{PLACEMENT}{model}_num_nodes", f"{PLACEMENT}{model}_num_gpus_per_node"):
@@ -56,25 +90,15 @@ def _devices(draft: Draft) -> None:
         whole = int(draft.number(engines) * draft.number(size))
         draft.put(engines, whole, *draft.origin(engines))
         draft.drop(size, f"with {PLACEMENT}colocate_all each engine has one GPU: {engines}={whole}")
-
-
-def _schedules(draft: Draft) -> None:
-    """A cosine that ends at a share of its rate has a name of its own."""
+    if draft.value(PLAN) != "sync" and draft.value(f"{PLACEMENT}colocate_all"):
+        draft.drop(f"{PLACEMENT}colocate_all", f"plan {draft.value(PLAN)}: engines and policy work at once")
+    # A cosine that ends at a share of its rate has a name of its own.
     for section in ("policy", "critic"):
         name, options = (f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs"))
         if options in draft.ours and draft.value(name) == "cosine":
             draft.put(name, "cosine_with_min_lr", *draft.origin(name), *draft.origin(options))
-
-
-def _tidy(draft: Draft) -> None:
-    """Defaults there that are ours as well go; updates of the whole batch are written as 0."""
-    if draft.value(PLAN) != "sync" and draft.value("trainer.placement.colocate_all"):
-        draft.drop(
-            "trainer.placement.colocate_all", f"plan {draft.value('trainer.plan')}: engines and policy work at once"
-        )
-    if draft.number(MINI) >= draft.number(BATCH):
-        setting = draft.ours[MINI]
-        draft.put(MINI, 0, *setting.theirs)
+    if draft.number(MINI) >= draft.number(BATCH):  # one update of the whole batch
+        draft.put(MINI, 0, *draft.ours[MINI].theirs)
     for path, setting in list(draft.ours.items()):
         key = draft.keys.holder(path)
         if key and key.path == path and not setting.given and setting.value == key.default:
@@ -83,18 +107,8 @@ def _tidy(draft: Draft) -> None:
             draft.ours[path] = DraftSetting([setting.value], setting.theirs, setting.given)
 
 
-def _settle(draft: Draft) -> None:
-    """Leave out what the loader refuses, the first key of a problem until it loads; at once all that nothing reads."""
-    while problems := _problems(draft):
-        found = [(problem, path) for problem in problems if (path := _named(problem, draft))]
-        if not found:
-            raise UserError("\n".join(problems))
-        unread = [entry for entry in found if " has no effect with " in entry[0]]
-        for problem, path in unread or found[:1]:
-            draft.drop(path, problem)
-
-
 def _problems(draft: Draft) -> list[str]:
+    """What the loader rejects in the draft's YAML."""
     from skyasync.config.check import check_config
     from skyasync.config.load import load_config
 
@@ -104,10 +118,8 @@ def _problems(draft: Draft) -> list[str]:
         try:
             return check_config(load_config(["--config", str(file)]), given={*draft.ours})
         except UserError as error:
-            return [
-                problem.partition("translated.yaml:")[2].partition(": ")[2] or problem
-                for problem in str(error).splitlines()
-            ]
+            lines = str(error).splitlines()
+            return [line.partition("translated.yaml:")[2].partition(": ")[2] or line for line in lines]
 
 
 def _named(problem: str, draft: Draft) -> str:
@@ -115,77 +127,58 @@ def _named(problem: str, draft: Draft) -> str:
 
     An entry of a mapping is named by the mapping; a name that no part has may stand for its key.
     """
-    places = {}
+    positions = {}
     for path in draft.ours:
         key = draft.keys.holder(path)
         names = [path, *([f"{key.path}=" + "{"] if key and key.path != path else [])]
-        found = [problem.find(name) for name in names if name in problem]
-        if found:
-            places[path] = found[0]
-    if not places:
-        places = {path: 0 for path, setting in draft.ours.items() if written(setting.value) in problem.split("'")}
-    first = sorted(places, key=lambda path: (draft.ours[path].given, places[path], -len(path)))
-    return first[0] if first else ""
+        if inside := [problem.find(name) for name in names if name in problem]:
+            positions[path] = inside[0]
+    if not positions:
+        quoted = problem.split("'")
+        positions = {path: 0 for path, setting in draft.ours.items() if written(setting.value) in quoted}
+    return min(positions, key=lambda path: (draft.ours[path].given, positions[path], -len(path)), default="")
 
 
 def _lines(draft: Draft) -> Iterator[str]:
-    title = draft.system.title
+    title, given = draft.system.title, draft.given
     yield f"# Made from a recipe of {title} by python -m skyasync translate."
     if draft.recipe.branches:
         yield "# The script's conditions were not evaluated: its first branches count. Check what they set."
     yield from _tree(draft)
-    yield from _comments(draft, f"Keys of {title} without a counterpart here:", draft.left)
-    yield from _comments(draft, f"Keys of {title} that need no setting here:", _unset(draft))
-    yield from _comments(draft, "Values that a shell fills in, to be written by hand:", _open(draft))
-    yield from _comments(draft, f"Not known as keys of {title}:", dict.fromkeys(draft.unknown, ""))
-
-
-def _unset(draft: Draft) -> dict[str, str]:
-    """Keys that became no setting of ours and are no loss."""
-    used = {name for setting in draft.ours.values() for name in setting.theirs} | {*draft.left}
-    decided = {name: f"other keys decide about {path}" for name, path in draft.carried.items()}
-    whys = decided | draft.silent
-    return {name: whys[name] for name in draft.given if name in whys and name not in used}
-
-
-def _open(draft: Draft) -> dict[str, str]:
-    return {name: "" for setting in draft.ours.values() for name in setting.theirs if "$" in str(setting.value)}
-
-
-def _comments(draft: Draft, heading: str, entries: dict[str, str]) -> Iterator[str]:
-    if entries:
-        yield from ("", f"# {heading}")
-    for name, why in entries.items():
-        shown = name in draft.given and not _SECRET.search(name)
-        value = f"={_one_line(draft.given[name])}" if shown else ""
-        yield f"#   {name}{value}{f': {why}' if why else ''}"
-
-
-def _one_line(value: Value) -> str:
-    text = " ".join(written(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _order(draft: Draft) -> dict[str, int]:
-    """Where a key or a group stands in the schema: a group where its first key does."""
-    order: dict[str, int] = {}
-    for at, key in enumerate(draft.keys):
-        parts = key.path.split(".")
-        for depth in range(len(parts)):
-            order.setdefault(".".join(parts[: depth + 1]), at)
-    return order
+    used = {name for setting in draft.ours.values() for name in setting.theirs}
+    decided = {name: f"other keys decide about {path}" for name, path in draft.carried.items()} | draft.silent
+    no_loss = {name: decided[name] for name in given if name in decided and name not in used | {*draft.left}}
+    unfilled = [name for setting in draft.ours.values() for name in setting.theirs if "$" in str(setting.value)]
+    for heading, entries in (
+        (f"Keys of {title} without a counterpart here:", draft.left),
+        (f"Keys of {title} that need no setting here:", no_loss),
+        ("Values that a shell fills in, to be written by hand:", dict.fromkeys(unfilled, "")),
+        (f"Not known as keys of {title}:", dict.fromkeys(draft.unknown, "")),
+    ):
+        if entries:
+            yield from ("", f"# {heading}")
+        for name, why in entries.items():
+            value = ""
+            if name in given and not _SECRET.search(name):
+                value = " ".join(written(given[name]).split())
+                value = f"={value if len(value) <= 80 else f'{value[:77]}...'}"
+            yield f"#   {name}{value}{f': {why}' if why else ''}"
 
 
 def _tree(draft: Draft) -> Iterator[str]:
     """The settings as nested YAML in the schema's order, each with the keys that it came from."""
-    order = _order(draft)
+    order: dict[str, int] = {}  # of keys and groups; a group stands where its first key does
+    for at, key in enumerate(draft.keys):
+        parts = key.path.split(".")
+        for depth in range(len(parts)):
+            order.setdefault(".".join(parts[: depth + 1]), at)
 
-    def place(path: str) -> tuple[int, ...]:
+    def position(path: str) -> tuple[int, ...]:
         parts = path.split(".")
         return tuple(order.get(".".join(parts[: depth + 1]), len(order)) for depth in range(len(parts)))
 
     open_groups: list[str] = []
-    for path in sorted(draft.ours, key=lambda path: (place(path), path)):
+    for path in sorted(draft.ours, key=lambda path: (position(path), path)):
         *groups, name = path.split(".")
         shared = 0
         while shared < min(len(groups), len(open_groups)) and groups[shared] == open_groups[shared]:
@@ -194,12 +187,8 @@ def _tree(draft: Draft) -> Iterator[str]:
             yield f"{'  ' * depth}{groups[depth]}:"
         open_groups = groups
         setting = draft.ours[path]
-        yield f"{'  ' * len(groups)}{name}: {_yaml(setting.value)}{_origin(draft, setting, path)}"
-
-
-def _yaml(value: Value) -> str:
-    value = _literal(value)
-    return yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False).strip()[1:-1]
+        value = yaml.safe_dump([_literal(setting.value)], default_flow_style=True, width=10**6, sort_keys=False)
+        yield f"{'  ' * len(groups)}{name}: {value.strip()[1:-1]}  # {_origin(draft, setting, path)}"
 
 
 def _literal(value: Value) -> Value:
@@ -210,9 +199,9 @@ def _literal(value: Value) -> Value:
 
 
 def _origin(draft: Draft, setting: DraftSetting, path: str) -> str:
-    given = [name for name in setting.theirs if name in draft.given]
-    if given:
-        row = draft.system.table.find(given[0])
-        differs = row and row.note.startswith(written(draft.given[given[0]])) and path == row.targets[0].path
-        return f"  # {', '.join(given)}{f': {row.note}' if row and differs else ''}"
-    return f"  # {draft.system.title}'s default" if setting.theirs else "  # follows from the others"
+    given = draft.named(*setting.theirs)
+    if not given:
+        return f"{draft.system.title}'s default" if setting.theirs else "follows from the others"
+    row = draft.system.table.find(given[0])
+    differs = row and row.note.startswith(written(draft.given[given[0]])) and path == row.targets[0].path
+    return f"{', '.join(given)}{f': {row.note}' if row and differs else ''}"

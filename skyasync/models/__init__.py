@@ -1,5 +1,62 @@
-"""Models, and the backends that compute with them. This module imports no torch."""
+"""Models, and the backends that compute with them. What planning shares with workers is here: it imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
-"""What a model says of a token: a causal language model's logits; one number, by a head that is new if the files lack
-it; one number, by a head that the files hold."""
+"""What a model computes of a token: a causal language model's logits; one number, by a head that is new if the files
+lack it; one number, by a head that the files hold."""
+
+MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
+"""By default. On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are computed about 1.4
+times faster than 16,384 at once (benchmarks/update_speed.py)."""
+
+MIN_SAVED_TOKENS = 0.2
+"""Share of all tokens that sharing prompts must save; a dense attention mask is slower than a causal one."""
+
+MAX_LOGITS = 1 << 27
+"""Most logits in memory at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in
+chunks."""
+
+STEPPED_AT_ONCE = 1 << 22
+"""Numbers of which an optimizer with a low-precision state makes float32 copies at once."""
+
+MAX_PADDING = 0.05
+"""Share of padding up to which rows are a padded batch; with more they are packed, if the model can."""
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the dimensions of a model's device mesh; their product is the number of ranks.
+
+    Invariant: rows are divided over the data dimension alone. The ranks of one data coordinate, which are neighbours,
+    get the same rows and return the same values. The last dimension varies fastest:
+
+        data 2 x context 1 x tensor 2:   rank 0 and 1 share the first half of the rows, rank 2 and 3 the second
+    """
+
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.non_data
+
+    @property
+    def non_data(self) -> int:
+        """Ranks that have the same rows."""
+        return self.context * self.tensor
+
+    def data_rank(self, rank: int) -> int:
+        """The coordinate of a rank in the data dimension."""
+        return rank // self.non_data
+
+    @classmethod
+    def of(cls, ranks: int, context: int = 1, tensor: int = 1) -> MeshShape:
+        """The data dimension takes all of ``ranks`` that the other dimensions leave."""
+        shape = cls(ranks // (context * tensor), context, tensor)
+        if shape.ranks != ranks:
+            raise ValueError(f"{ranks} ranks are no multiple of context {context} times tensor {tensor}")
+        return shape

@@ -1,4 +1,4 @@
-"""What computes with a model and trains it: the interface that workers use, whatever shards and schedules the work.
+"""The interface by which workers compute with a model and train it, for any way of sharding and scheduling.
 
     worker ──batch, LossFn──▶ backend: micro-batches ─▶ forward ─▶ LossFn ─▶ backward
 
@@ -10,7 +10,7 @@ Invariant: a batch's gradient does not depend on how a backend divides the batch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,10 +21,8 @@ from torch import Tensor
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import LoraConfig, OptimizerConfig, TrainerConfig
-from skyasync.models import VOCABULARY
-from skyasync.models.axes import Axes
+from skyasync.models import VOCABULARY, MeshShape
 from skyasync.models.batch import TokenBatch, UpdateBatch
-from skyasync.registry import resolve_reference
 from skyasync.utils.manifest import Sums
 
 LOGPROBS, ENTROPY, VALUES, TOP_K, TOKEN_LOGPROBS = "logprobs", "entropy", "values", "top_k", "token_logprobs"
@@ -38,7 +36,7 @@ MODEL, VALUE_HEAD = "model", "value_head"
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """What is asked of a model about each loss token.
+    """What a model shall compute for each loss token.
 
     Args:
         names: of the outputs.
@@ -47,7 +45,7 @@ class OutputRequest:
         top_k: how many of the likeliest tokens.
         token_ids: int64 ``[rows, length, k]``: tokens other than the loss token.
         entropy_gradient: the entropy is differentiable; else it costs no memory in the backward pass.
-        value_gradient: share of the values' gradient that goes on from the head to the layers.
+        value_gradient: share of the values' gradient that flows from the head to the layers.
     """
 
     names: frozenset[str] = frozenset({LOGPROBS})
@@ -64,7 +62,7 @@ class OutputRequest:
 
 
 class LossTerm(NamedTuple):
-    """What a part of the model learns of a micro-batch.
+    """What a part of the model learns from a micro-batch.
 
     Args:
         loss: a scalar.
@@ -78,7 +76,7 @@ class LossTerm(NamedTuple):
 
 
 class LossFn(ABC):
-    """What is learnt of a batch. Losses of micro-batches and ranks are added up."""
+    """A loss; those of micro-batches and ranks are summed."""
 
     @abstractmethod
     def request(self, batch: UpdateBatch) -> OutputRequest:
@@ -112,26 +110,30 @@ class JointLoss(LossFn):
         return {part: term for loss in self._losses for part, term in loss(outputs, batch).items()}
 
 
+@dataclass
 class Totals:
     """Sums over micro-batches, in float64, of what becomes a metric."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
+    sums: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, term: LossTerm) -> None:
         values = {"loss": term.loss, "tokens": term.mask.sum()}
         for name, per_token in term.per_token.items():
             values[name] = per_token.where(term.mask, 0.0).sum(dtype=torch.float64)
         for name, value in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value.detach().double()
+            self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
 
-    def reduce(self, sum_over_ranks: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Global loss and token count; the rest as global means over tokens."""
-        names = list(self._sums)
-        totals = dict(zip(names, sum_over_ranks(torch.stack([self._sums[n] for n in names])).tolist(), strict=True))
+    def reduce(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> dict[str, float]:
+        """Loss and token count of all ranks of ``group``; the other metrics as means over their tokens.
+
+        Args:
+            device: of the collective.
+        """
+        names, sums = list(self.sums), torch.stack(list(self.sums.values()))
+        if group is not None:
+            sums = sums.to(device)
+            dist.all_reduce(sums, group=group)
+        totals = dict(zip(names, sums.tolist(), strict=True))
         tokens = max(1.0, totals["tokens"])
         return {name: value if name in ("loss", "tokens") else value / tokens for name, value in totals.items()}
 
@@ -141,14 +143,13 @@ class ModelSpec:
     """Which model a backend loads, how the model is divided over ranks, and which parts of it are trained.
 
     Args:
-        role, section: whose it is and its part of the configuration, for errors and file names.
+        role, section: the role and its part of the configuration, for errors and file names.
         path: a folder or hub name.
         dtype: that is computed in; "auto" is float32 on a CPU and bfloat16 on a GPU.
         head: ``VOCABULARY``, ``VALUE`` or ``SCORE``.
         trainer: settings that all models of a run share.
         distribution: that of the sampling, for log-probabilities.
         optimizers: of each part that is trained; none: the model is frozen.
-
         value_head_kwargs: ``config_kwargs`` of a critic of its own, as which the ``VALUE_HEAD`` is exported.
 
     The others are the keys of the same names in the role's section.
@@ -162,7 +163,7 @@ class ModelSpec:
     head: str = VOCABULARY
     config_kwargs: Mapping[str, Any] = field(default_factory=dict)
     distribution: SampledDistribution = field(default_factory=SampledDistribution)
-    axes: Axes = field(default_factory=Axes)
+    mesh_shape: MeshShape = field(default_factory=MeshShape)
     optimizers: Mapping[str, OptimizerConfig] = field(default_factory=dict)
     lora: LoraConfig = field(default_factory=LoraConfig)
     cpu_offload: str = "none"
@@ -173,16 +174,10 @@ class ModelSpec:
     router_replay: str = "none"
     value_head_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def torch_dtype(self, device: torch.device) -> torch.dtype:
-        if self.dtype == "auto":
-            return torch.float32 if device.type == "cpu" else torch.bfloat16
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
-
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of a model, and where it finds the others: ``store``, or rank 0's at ``host`` and ``port``."""
+    """One rank of a model, and the rendezvous with the others: ``store``, or rank 0's at ``host`` and ``port``."""
 
     rank: int = 0
     world_size: int = 1
@@ -198,19 +193,6 @@ class SaveResult:
 
     files: Sums = field(default_factory=dict)
     problem: str = ""
-
-
-def files_of(ranks: Sequence[SaveResult | None]) -> Sums:
-    """The files of all ranks of a role.
-
-    Raises:
-        OSError: if one could not write.
-    """
-    found = [rank for rank in ranks if rank is not None]  # a user's own worker may return nothing
-    for rank in found:
-        if rank.problem:
-            raise OSError(rank.problem)
-    return {name: entry for rank in found for name, entry in rank.files.items()}
 
 
 class ModelBackend(ABC):
@@ -318,10 +300,4 @@ class ModelBackend(ABC):
 
 
 BACKENDS = {"fsdp2": "skyasync.models.fsdp.backend:FSDPBackend"}
-"""By the names of ``trainer.strategy``."""
-
-
-def new_backend(strategy: str) -> ModelBackend:
-    """The backend of a name in ``BACKENDS``, or of ``module:Class`` or ``file.py:Class``."""
-    backend: ModelBackend = resolve_reference(BACKENDS.get(strategy, strategy), kind="backend")()
-    return backend
+"""By the names of ``trainer.strategy``, which may also be ``module:Class`` or ``file.py:Class``."""

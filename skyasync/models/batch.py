@@ -6,8 +6,8 @@ whole batch (loss weights, advantages) is computed before a batch is split, so t
 micro-batches or ranks cannot change the gradient. A batch has all that its stage promises:
 
     TokenBatch ◁─ RolloutBatch ──▶ ScoredBatch ──▶ TrainingBatch ──▶ UpdateBatch
-    what a model    as collated      proximal and     advantages       loss weights
-    is asked of                      reference                         of a mini-batch
+    a model's       as collated      proximal and     advantages       loss weights
+    inputs                           reference                         of a mini-batch
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 B = TypeVar("B", bound="TokenBatch")
 
@@ -33,8 +34,8 @@ class TokenBatch:
     group_ids: Tensor  # int64 [batch]: samples of one prompt share one
     trajectory_ids: Tensor | None = None  # int64 [batch]: rows of one trajectory share one; None: a row each
     routed_experts: Tensor | None = None
-    """``[batch, length, layers, top_k]``: those that the engine's routers chose, for the trained model to choose the
-    same; the dtype's largest number where they are not known. None: it chooses itself."""
+    """``[batch, length, layers, top_k]``: the experts that the engine's routers chose, which the trained model replays;
+    the dtype's largest number if they are not known. None: the trained model chooses."""
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -45,10 +46,18 @@ class TokenBatch:
         length = max(part.tokens.shape[1] for part in parts)
         whole = copy(parts[0])
         for name in vars(whole):
-            values = [value for part in parts if isinstance(value := getattr(part, name, None), Tensor)]
-            values = _apart(values) if name.endswith("_ids") else values
-            known = len(values) == len(parts)
-            setattr(whole, name, torch.cat([_padded(value, length) for value in values]) if known else None)
+            values = [value for part in parts if isinstance(value := vars(part).get(name), Tensor)]
+            if len(values) < len(parts):
+                setattr(whole, name, None)
+                continue
+            start = 0
+            for i, value in enumerate(values):
+                if name.endswith("_ids"):
+                    values[i] = value + start
+                    start = int(values[i].max()) + 1 if len(value) else start
+                elif value.dim() >= 2:
+                    values[i] = pad(value, (*[0, 0] * (value.dim() - 2), 0, length - value.shape[1]))
+            setattr(whole, name, torch.cat(values))
         return whole
 
     def select(self, rows: Tensor) -> Self:
@@ -56,14 +65,14 @@ class TokenBatch:
         return self.each(lambda tensor: tensor[rows])
 
     def trim(self) -> Self:
-        """Drop the columns in which every row is padding."""
+        """Shorten the sequence dimension to the longest row."""
         length = int(self.attention_mask.sum(1).max()) if len(self) else 0
         return self.each(lambda tensor: tensor[:, :length] if tensor.dim() >= 2 else tensor)
 
     def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[Self, int]]:
-        """Pieces of whole groups, in order, and how many groups each has: ``first``, then ``size`` at a time.
+        """Mini-batches of whole groups, in order, and how many groups each has: ``first``, then ``size`` at a time.
 
-        ``size=0`` gives the whole batch as one piece.
+        ``size=0`` gives the whole batch.
         """
         groups = self.group_ids.unique()
         count = (size if first is None else first) if size else len(groups)
@@ -73,12 +82,12 @@ class TokenBatch:
             groups, count = groups[count:], size
 
     def split(self, size: int) -> Iterator[Self]:
-        """Consecutive pieces of at most ``size`` rows."""
+        """Consecutive batches of at most ``size`` rows."""
         for start in range(0, len(self), size):
             yield self.select(torch.arange(start, min(start + size, len(self))))
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The batch with each of its tensors, also those that a hook has added, replaced by what is made of it."""
+        """The batch with ``function`` applied to each of its tensors, also to those that a hook has added."""
         changed = copy(self)
         vars(changed).update({name: function(v) for name, v in vars(self).items() if isinstance(v, Tensor)})
         return changed
@@ -112,7 +121,7 @@ class ScoredBatch(RolloutBatch):
     Without ``proximal_logprobs`` the current policy is the proximal one, and the update fills them in; without
     ``reference_logprobs`` nothing is compared with a reference model, without ``teacher_logprobs`` there is no teacher.
     ``values`` are the critic's, before its update. ``teacher_top_k``, ``[batch, length, 2 k]``, has the k tokens that
-    the teacher finds likeliest, and behind them their log-probabilities.
+    the teacher finds most likely, and after them their log-probabilities.
     """
 
     proximal_logprobs: Tensor | None = None
@@ -141,18 +150,3 @@ class UpdateBatch(TrainingBatch):
     selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
     approximated_version: int | None = None  # that this update makes, where the proximal policy is interpolated
     critic_alone: bool = False  # a critic on the policy's layers learns from it, and no policy
-
-
-def _apart(identities: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers ``[batch]`` of several batches, moved so that no two batches share one."""
-    moved, start = [], 0
-    for ids in identities:
-        moved.append(ids + start)
-        start = int(moved[-1].max()) + 1 if len(ids) else start
-    return moved
-
-
-def _padded(value: Tensor, length: int) -> Tensor:
-    if value.dim() < 2:
-        return value
-    return torch.nn.functional.pad(value, (*[0, 0] * (value.dim() - 2), 0, length - value.shape[1]))

@@ -1,4 +1,4 @@
-"""A model's configuration with what ``config_kwargs`` says of it.
+"""A model's configuration with ``config_kwargs`` of its section.
 
 Invariant: workers and engines of a model use the same overrides, with the names of the model's own class in
 transformers. Settings of rotary embeddings go to the one place where that class reads them:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ONE_AT_A_TIME = threading.RLock()
 """Held while a model is loaded or built; a loader that holds it may call another.
 
-transformers changes its own classes while it loads a model (ties and initialisation are switched off), so two threads
-that load at once may leave them changed: from then on no model of the process has tied weights.
+transformers changes its own classes while it loads a model (ties and initialisation are switched off). Two threads
+that load at once may leave them changed: then no later model of the process has tied weights.
 """
 
 ROPE = "rope_parameters"
@@ -33,7 +33,7 @@ _SHAPE = (
     "vocab_size", "tie_word_embeddings", "attention_bias", "mlp_bias", "num_experts", "num_local_experts",
     "moe_intermediate_size",
 )  # fmt: skip
-_SAID_ELSEWHERE = {
+_REJECTED = {
     "dtype": "use {section}.dtype",
     "torch_dtype": "use {section}.dtype",
     "model_type": "it is that of the model's files",
@@ -44,7 +44,7 @@ _SAID_ELSEWHERE = {
 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
-    """The configuration of a folder or hub name, so changed."""
+    """The configuration of a folder or hub name with ``kwargs``."""
     from transformers import AutoConfig
 
     config: PreTrainedConfig = AutoConfig.from_pretrained(path)
@@ -63,71 +63,65 @@ def overrides_of(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def overrides(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """``kwargs`` by the names of the configuration's class; rotary embeddings as one entry."""
     names = config.attribute_map
-    found = {names.get(name, name): value for name, value in kwargs.items() if name not in (ROPE, _THETA, _SCALING)}
+    values = {names.get(name, name): value for name, value in kwargs.items() if name not in (ROPE, _THETA, _SCALING)}
     if not kwargs.keys() & {ROPE, _THETA, _SCALING}:
-        return found
-    here = dict(getattr(config, ROPE, None) or {})
-    said = {**(kwargs.get(_SCALING) or {}), **(kwargs.get(ROPE) or {})}
-    if "type" in said:
-        said["rope_type"] = said.pop("type")
+        return values
+    current = dict(getattr(config, ROPE, None) or {})
+    changes = {**(kwargs.get(_SCALING) or {}), **(kwargs.get(ROPE) or {})}
+    if "type" in changes:
+        changes["rope_type"] = changes.pop("type")
     if _THETA in kwargs:
-        said[_THETA] = float(kwargs[_THETA])
-    another = said.get("rope_type", here.get("rope_type")) != here.get("rope_type")
-    kept = {_THETA: here[_THETA]} if another and _THETA in here else {} if another else here
-    return found | {ROPE: kept | said}
+        changes[_THETA] = float(kwargs[_THETA])
+    if changes.get("rope_type", current.get("rope_type")) != current.get("rope_type"):  # of another type: all but theta
+        current = {_THETA: current[_THETA]} if _THETA in current else {}
+    return values | {ROPE: current | changes}
 
 
 def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[str]:
-    """What is wrong with ``<section>.config_kwargs``, a line each, judged by the model's own class.
+    """What is wrong with ``<section>.config_kwargs``, a line each, by the model's own class.
 
     Args:
         section: of the model, such as ``trainer.policy.model``.
     """
     if not kwargs:
         return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config, key = load_config(path, {}), f"{section}.config_kwargs"
-    kind, rotary = type(config).__name__, hasattr(config, ROPE)
-    known = set(config.to_dict()) | set(config.attribute_map) | ({_THETA, _SCALING} if rotary else set())
-    before = len(kwargs)
+    family, valid = type(config).__name__, True
+    known = set(config.to_dict()) | set(config.attribute_map) | ({_THETA, _SCALING} if hasattr(config, ROPE) else set())
     for name, value in kwargs.items():
-        own = config.attribute_map.get(name, name)
-        if reason := _SAID_ELSEWHERE.get(name):
+        if reason := _REJECTED.get(name):
             yield f"{key}.{name} is not taken: {reason.format(section=section)}"
         elif name not in known:
             close = " or ".join(nearest(name, known))
-            yield f"{key}.{name} is no setting of {kind}" + (f": did you mean {close}?" if close else "")
-        elif own in _SHAPE or name in _SHAPE:
+            yield f"{key}.{name} is no setting of {family}" + (f": did you mean {close}?" if close else "")
+        elif name in _SHAPE or config.attribute_map.get(name) in _SHAPE:
             yield f"{key}.{name}={value!r} would need other weights than those of {path}: train a model of that shape"
+        elif name in (ROPE, _SCALING) and not isinstance(value, Mapping):
+            yield f"{key}.{name}={value!r} must be settings, such as {{rope_type: linear, factor: 2.0}}"
         else:
-            before -= 1
-    if not before:
-        yield from _refused_by_its_class(config, kwargs, key)
-
-
-def _refused_by_its_class(config: PreTrainedConfig, kwargs: Mapping[str, Any], key: str) -> Iterator[str]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    for name in (ROPE, _SCALING):
-        if name in kwargs and not isinstance(kwargs[name], Mapping):
-            yield f"{key}.{name}={kwargs[name]!r} must be settings, such as {{rope_type: linear, factor: 2.0}}"
-            return
+            continue
+        valid = False
+    if not valid:
+        return
     changed = overrides(config, kwargs)
     rope = changed.get(ROPE) or {}
-    kinds = {"default", *ROPE_INIT_FUNCTIONS}
+    rope_types = {"default", *ROPE_INIT_FUNCTIONS}
     if _THETA in kwargs and any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{key}.{_THETA} is not one number for this model's kinds of layers: say {key}.{ROPE} of each"
-    elif rope.get("rope_type", "default") not in kinds:
-        close = " or ".join(nearest(str(rope["rope_type"]), kinds)) or ", ".join(sorted(kinds))
+    elif rope.get("rope_type", "default") not in rope_types:
+        close = " or ".join(nearest(str(rope["rope_type"]), rope_types)) or ", ".join(sorted(rope_types))
         yield f"{key}: unknown rope_type {rope['rope_type']!r}: did you mean {close}?"
     else:
         try:
             type(config).from_dict({**config.to_dict(), **changed})
         except Exception as error:  # of any class: each validates in its own way
-            yield f"{key}={dict(kwargs)} is refused by {type(config).__name__}: {' '.join(str(error).split())}"
+            yield f"{key}={dict(kwargs)} is refused by {family}: {' '.join(str(error).split())}"
 
 
 def linear_layers(path: str) -> list[str]:
-    """The ends of the names of a causal language model's linear layers, its head left out; nothing is loaded."""
+    """The last parts of the names of a causal language model's linear layers without its head; nothing is loaded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -135,5 +129,5 @@ def linear_layers(path: str) -> list[str]:
     with ONE_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(path, {}))
     head = model.get_output_embeddings()
-    found = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
-    return sorted({name.rpartition(".")[2] for name, module in found.items() if module is not head})
+    layers = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not head]
+    return sorted({name.rpartition(".")[2] for name in layers})

@@ -1,6 +1,6 @@
-"""What a role's model says of a token: the class of transformers that a folder is loaded as, its head, its wrapper.
+"""The kinds of models that roles have: the class of transformers that loads a folder, and the head.
 
-Invariant: a model is its files'. Only a head for values may be missing from them; a new one is drawn from the run's
+Invariant: a model is that of its files. Only a value head may be missing from them; a new one is drawn from the run's
 seed, so that it is the same on every rank. To add a kind, write a :class:`Head` and an entry in ``HEADS``; a role's
 entry in the table names it.
 """
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -31,15 +31,14 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from skyasync.errors import UserError
 from skyasync.models import SCORE, VALUE, VOCABULARY
 from skyasync.models.config import ONE_AT_A_TIME
-from skyasync.models.fsdp.sharding import own_part
 from skyasync.models.token_model import ATTENTION, SCORE_LAYER, training_config
 
 
 class Head:
-    """A kind of model.
+    """A causal language model with the head of its files; the base class of other kinds.
 
     Attributes:
-        config_kwargs: in place of what the models' own configurations say.
+        config_kwargs: override values of the models' own configurations.
     """
 
     config_kwargs: Mapping[str, Any] = MappingProxyType({})
@@ -50,73 +49,86 @@ class Head:
         return other
 
     def config(self, path: str) -> PreTrainedConfig:
-        """The configuration of a folder or hub name for training, or what is wrong with it (``UserError``)."""
-        raise NotImplementedError
+        """The configuration of a folder or hub name for training; a ``UserError`` if it cannot be trained."""
+        return training_config(path, self.config_kwargs)
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
         """transformers' factory of the class, with ``from_config`` and ``from_pretrained``."""
-        raise NotImplementedError
+        return AutoModelForCausalLM
 
     def loading(self) -> AbstractContextManager[None]:
-        """Around reading the files."""
+        """A context in which the files are read."""
         return nullcontext()
 
     def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
-        """Fill in what the files do not hold, of a model that is loaded, whole or sharded."""
+        """Initialize what the files lack in a loaded model, whole or sharded."""
 
     def empty(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
-        """The model with nothing loaded, on torch's device of the moment."""
+        """The model with nothing loaded, on torch's current device."""
         config = self.config(path)
         model: PreTrainedModel = self.auto(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
         return model
 
-    def load(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
-        """The whole model, on the CPU; safetensors only, no code from the folder."""
+    def load(
+        self,
+        path: str,
+        dtype: torch.dtype,
+        factory: Any = None,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
+    ) -> PreTrainedModel:
+        """The model with the weights of its files: safetensors only, no code from the folder; on the CPU by default.
+
+        Args:
+            factory: has ``from_pretrained``; by default transformers' own for this kind of model.
+            options: more arguments of ``from_pretrained``.
+        """
         config = self.config(path)
         with ONE_AT_A_TIME, self.loading():
-            model, found = self.auto(config).from_pretrained(
+            model, info = (factory or self.auto(config)).from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
                 use_safetensors=True,
                 output_loading_info=True,
+                **options,
             )
-        self.complete(path, model, found["missing_keys"])
+        self.complete(path, model, info["missing_keys"])
         loaded: PreTrainedModel = model
         return loaded
-
-
-class VocabularyHead(Head):
-    """A causal language model."""
-
-    def config(self, path: str) -> PreTrainedConfig:
-        return training_config(path, self.config_kwargs)
-
-    def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-        return AutoModelForCausalLM
 
 
 class ValueHead(Head):
     """The layers of a causal language model under a head of one output.
 
-    It is the library's class for sequence classification with one label, ``score`` being the head: critics and reward
-    models of other systems are stored so too. Of a causal language model's folder its own head is left out.
+    It is transformers' class for sequence classification with one label, whose head is ``score``: critics and reward
+    models of other systems are stored so too. The head of a causal language model's folder is ignored.
     """
 
     def config(self, path: str) -> PreTrainedConfig:
-        config = training_config(path, self.config_kwargs)
+        config = super().config(path)
         config.num_labels = 1
         return config
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-        if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            AutoModelForSequenceClassification.register(type(config), _classifier(type(config)), exist_ok=True)
+        kind = type(config)
+        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:  # the family has no such class: make one
+            base: Any = MODEL_MAPPING[kind]
+            base = next(iter(base)) if isinstance(base, tuple) else base
+            family = next(c for c in base.__mro__ if PreTrainedModel in c.__bases__)
+            attributes = {
+                "base_model_prefix": family.base_model_prefix,
+                "config_class": kind,
+                "__module__": base.__module__,
+            }
+            name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
+            classifier = type(name, (GenericForSequenceClassification, family), attributes)
+            AutoModelForSequenceClassification.register(kind, classifier, exist_ok=True)
         return AutoModelForSequenceClassification
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """transformers would list one head as left out and the other as new; what else is missing is an error here."""
+        """transformers warns of an ignored and a new head; ``complete`` raises an error if anything else is missing."""
         log = logging.getLogger("transformers.modeling_utils")
         level = log.level
         log.setLevel(logging.ERROR)
@@ -130,15 +142,15 @@ class ValueHead(Head):
             raise UserError(
                 f"{path}: {type(model).__name__} has no linear head named {SCORE_LAYER}: it can hold no values"
             )
-        if other := sorted(set(missing) - {f"{SCORE_LAYER}.weight", f"{SCORE_LAYER}.bias"}):
-            raise UserError(f"{path}: its files lack {other[0]}, which {type(model).__name__} needs")
+        if others := sorted(set(missing) - {f"{SCORE_LAYER}.weight", f"{SCORE_LAYER}.bias"}):
+            raise UserError(f"{path}: its files lack {others[0]}, which {type(model).__name__} needs")
         for name, parameter in model.get_submodule(SCORE_LAYER).named_parameters():
             if f"{SCORE_LAYER}.{name}" in missing:
                 copy_own_part(parameter, new_head(name, parameter))
 
 
 class ScoreHead(ValueHead):
-    """The same with the head that its files hold: a reward model that somebody has trained."""
+    """The same with the head of its files: a trained reward model."""
 
     def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
         if f"{SCORE_LAYER}.weight" in missing:
@@ -149,23 +161,12 @@ class ScoreHead(ValueHead):
         super().complete(path, model, missing)
 
 
-HEADS: dict[str, Head] = {VOCABULARY: VocabularyHead(), VALUE: ValueHead(), SCORE: ScoreHead()}
+HEADS: dict[str, Head] = {VOCABULARY: Head(), VALUE: ValueHead(), SCORE: ScoreHead()}
 
 
 def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A causal language model from a folder or hub name, as ``Head.load`` says."""
     return HEADS[VOCABULARY].load(path, dtype)
-
-
-def _classifier(config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """A class for sequence classification, of a family of which the library has none."""
-    base: Any = MODEL_MAPPING[config]
-    base = next(iter(base)) if isinstance(base, tuple) else base
-    family = next(c for c in base.__mro__ if PreTrainedModel in c.__bases__)
-    own = {"base_model_prefix": family.base_model_prefix, "config_class": config, "__module__": base.__module__}
-    name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
-    found: type[PreTrainedModel] = type(name, (GenericForSequenceClassification, family), own)
-    return found
 
 
 def new_head(name: str, like: torch.Tensor) -> torch.Tensor:
@@ -180,6 +181,7 @@ def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Fill this rank's part of a parameter, which may be sharded."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(own_part(parameter, whole))
+            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.to_local().copy_(part.to_local())
         else:
             parameter.copy_(whole)

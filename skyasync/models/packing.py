@@ -10,7 +10,7 @@ micro-batch.
     p p p c
     p p p d d
 
-Packed rows that differ in length stand end to end where a model can take them so (``skyasync.models.attention``).
+Packed rows that differ in length become one packed sequence if the model can take it (``skyasync.models.attention``).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from skyasync.models import MAX_PADDING, MIN_SAVED_TOKENS
 from skyasync.models.attention import PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
-from skyasync.models.limits import MAX_PADDING, MIN_SAVED_TOKENS
 
 
 @dataclass
 class Layout:
-    """What the model computes and where the results belong.
+    """The model's inputs, and which result they belong to.
 
     ``tokens``, ``positions`` (int64) and ``owners`` (int32) are ``[packed rows, width]``. The latter two are None
-    where every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
+    if every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
     last. An owner is 0 for a token of the shared prefix, -1 for padding, else the number of the token's own row.
 
-    With ``blocks`` the packed rows stand end to end, ``[1, tokens]``, and the blocks have the owners.
+    With ``blocks`` the packed rows are one packed sequence, ``[1, tokens]``, and the blocks have the owners.
 
     The n loss tokens: ``predictors`` (flat indices into ``tokens`` of the token before each), ``targets``
     (token ids), ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of the result).
 
-    ``experts``: ``[packed rows, width, layers, top_k]`` where a batch says which experts a mixture chooses.
+    ``experts``: ``[packed rows, width, layers, top_k]`` if the batch has routed experts.
     """
 
     tokens: Tensor
@@ -58,7 +58,7 @@ class Layout:
         return replace(self, **moved, blocks=tuple(block.to(device) for block in self.blocks))
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """What there is per loss token, ``[n, ...]``, as ``[rows, length, ...]``, zero elsewhere; differentiable."""
+        """Values of the loss tokens, ``[n, ...]``, as ``[rows, length, ...]`` with zeros between; differentiable."""
         rows, length = self.shape
         where = (self.cells // max(1, length), self.cells % max(1, length))
         return values.new_zeros(rows, length, *values.shape[1:]).index_put(where, values)
@@ -84,15 +84,15 @@ class _Bundles:
 
 
 class MicroBatches(Generic[B]):
-    """A batch cut into micro-batches of similar widths. How it is cut is settled at once, which is cheap; each
-    micro-batch is built when the iteration comes to it.
+    """A batch cut into micro-batches of similar widths. The cuts are made at once, which is cheap; each micro-batch is
+    built when the iteration comes to it.
 
     Args:
         max_tokens: most tokens per micro-batch, padding included; only a single longer row exceeds it.
         max_rows: most sequences per micro-batch; 0 sets no such limit.
-        share_prefixes: compute the common prefix of a group's rows once, where that pays.
-        hidden_size: of the model; with it goes the price of attention against that of the linear layers.
-        end_to_end: the model takes rows end to end: those of a micro-batch may differ in length, at no cost.
+        share_prefixes: compute the common prefix of a group's rows once, if that saves enough.
+        hidden_size: of the model: it decides the cost of attention relative to that of the linear layers.
+        packs: the model takes packed sequences: rows of a micro-batch may differ in length, at no cost.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class MicroBatches(Generic[B]):
         max_rows: int = 0,
         share_prefixes: bool,
         hidden_size: int,
-        end_to_end: bool = False,
+        packs: bool = False,
     ) -> None:
-        self._batch, self._max_tokens, self._end_to_end = batch, max_tokens, end_to_end
+        self._batch, self._max_tokens, self._packs = batch, max_tokens, packs
         lengths = batch.attention_mask.sum(1)
         each = torch.arange(len(lengths))
         bundles = _Bundles(each, torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
@@ -115,8 +115,20 @@ class MicroBatches(Generic[B]):
                 bundles = shared
         self._bundles = bundles
         self._order = torch.argsort(bundles.widths, descending=True, stable=True)
+        # The widest bundles come first, so the first of a micro-batch is as wide as the micro-batch.
         widths, counts = bundles.widths[self._order].tolist(), bundles.counts[self._order].tolist()
-        self._cuts = list(_cuts(widths, counts, max_tokens, max_rows, padded=not end_to_end))
+        self._cuts: list[tuple[int, int]] = []
+        start = 0
+        while start < len(widths):
+            end, rows, tokens = start + 1, counts[start], widths[start]
+            while end < len(widths) and (not max_rows or rows + counts[end] <= max_rows):
+                tokens += widths[end] if packs else widths[start]
+                if tokens > max_tokens:
+                    break
+                rows += counts[end]
+                end += 1
+            self._cuts.append((start, end))
+            start = end
 
     def __len__(self) -> int:
         return len(self._cuts)
@@ -127,14 +139,16 @@ class MicroBatches(Generic[B]):
         starts = bundles.counts.cumsum(0) - bundles.counts
         for start, end in self._cuts:
             chosen = self._order[start:end]
-            rows = by_bundle[_ranges(starts[chosen], bundles.counts[chosen])]
-            piece = self._batch.select(rows).trim()
-            local = torch.repeat_interleave(torch.arange(end - start), bundles.counts[chosen])
-            layout = _layout(piece, local, bundles.prefix[rows])
-            widths, tokens = bundles.widths[chosen], layout.tokens.numel()
-            if self._end_to_end and (tokens > self._max_tokens or widths.sum() < (1 - MAX_PADDING) * tokens):
-                layout = _end_to_end(layout, widths, bundles.counts[chosen])
-            yield MicroBatch(rows, piece, layout)
+            widths, counts = bundles.widths[chosen], bundles.counts[chosen]
+            before = counts.cumsum(0) - counts
+            rows = by_bundle[torch.arange(int(counts.sum())) + torch.repeat_interleave(starts[chosen] - before, counts)]
+            selected = self._batch.select(rows).trim()
+            bundle = torch.repeat_interleave(torch.arange(end - start), counts)
+            layout = _layout(selected, bundle, bundles.prefix[rows])
+            tokens = layout.tokens.numel()
+            if self._packs and (tokens > self._max_tokens or widths.sum() < (1 - MAX_PADDING) * tokens):
+                layout = _packed(layout, widths, counts)
+            yield MicroBatch(rows, selected, layout)
 
 
 def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Layout:
@@ -147,11 +161,11 @@ def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> L
 
 
 def empty_micro_batch(like: B) -> MicroBatch[B]:
-    """One row without a loss token: it takes part in every collective and adds nothing."""
+    """One row without a loss token: for the collectives alone, it adds nothing."""
     row = like.each(lambda t: torch.zeros((1, 2, *t.shape[2:]) if t.dim() >= 2 else (1,), dtype=t.dtype))
     row.attention_mask[:] = True
-    (piece,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
-    return MicroBatch(torch.zeros(0, dtype=torch.int64), piece.batch, piece.layout)
+    (micro,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
+    return replace(micro, rows=torch.zeros(0, dtype=torch.int64))
 
 
 def put_rows(
@@ -165,8 +179,8 @@ def put_rows(
     for name in names:
         own = outputs[name].detach()
         result = whole.setdefault(name, torch.zeros(*batch.tokens.shape, *own.shape[2:]))
-        kept = own[: len(micro.rows), : result.shape[1]].float().cpu()
-        result[micro.rows, : kept.shape[1]] = kept
+        own = own[: len(micro.rows), : result.shape[1]].float().cpu()
+        result[micro.rows, : own.shape[1]] = own
 
 
 def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
@@ -181,11 +195,24 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
 
 
 def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:
-    """Rows of a group together, as many as is cheapest."""
+    """Rows of a group together, as many as is cheapest.
+
+    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair. A prefix has P tokens,
+    and c responses have R each. Then a response costs (P + cR) / c * 24 h² + (P + cR)² / c * 4 h. This is least
+    if all responses together have cR = sqrt(P² + 6 h P) tokens.
+    """
     group, group_sizes = torch.unique(batch.group_ids, return_inverse=True, return_counts=True)[1:]
     order = torch.argsort(group, stable=True)
     first_of_group = order[group_sizes.cumsum(0) - group_sizes]
-    prefix = _common_prefix(batch, lengths, group, first_of_group)
+
+    # The prefix that all rows of a group share; loss tokens are never shared.
+    same = batch.tokens == batch.tokens[first_of_group[group]]
+    same &= (torch.arange(batch.tokens.shape[1]) < lengths[:, None]) & ~batch.loss_mask.bool()
+    if batch.routed_experts is not None:  # what is computed once has one choice of experts
+        same &= (batch.routed_experts == batch.routed_experts[first_of_group[group]]).all(-1).all(-1)
+    per_row = same.int().cumprod(1).sum(1)
+    per_group = torch.full_like(first_of_group, batch.tokens.shape[1]).scatter_reduce(0, group, per_row, "amin")
+    prefix = per_group[group]
     own = lengths - prefix
 
     # Position of a row within its group, in tokens and in rows.
@@ -195,136 +222,85 @@ def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: 
     tokens_before = tokens_before - tokens_before[group_start]
     rows_before = torch.arange(len(group)) - group_start
 
-    limit = torch.minimum(_cheapest_width(prefix[order], hidden_size), (max_tokens - prefix[order]).clamp(min=1))
-    piece = torch.div(tokens_before, limit, rounding_mode="floor")
-    keys = torch.stack([group_sorted, piece, rows_before // max_rows if max_rows else torch.zeros_like(piece)], 1)
-    room = max_tokens - prefix[order]
+    exact, free = prefix[order].double(), max_tokens - prefix[order]
+    cheapest = (exact * exact + 6 * hidden_size * exact).sqrt().long().clamp(min=1)
+    chunk = torch.div(tokens_before, torch.minimum(cheapest, free.clamp(min=1)), rounding_mode="floor")
+    keys = torch.stack([group_sorted, chunk, rows_before // max_rows if max_rows else torch.zeros_like(chunk)], 1)
+
+    # Consecutive rows with equal keys are a bundle, as long as their own tokens fit.
+    numbers: list[int] = []
+    number, used, last = -1, 0, None
+    for key, tokens, limit in zip(keys.tolist(), own_sorted.tolist(), free.tolist(), strict=True):
+        if key != last or used + tokens > limit:
+            number, used = number + 1, 0
+        used, last = used + tokens, key
+        numbers.append(number)
     bundle = torch.empty_like(order)
-    bundle[order] = _numbered(keys.tolist(), own_sorted.tolist(), room.tolist())
+    bundle[order] = torch.tensor(numbers)
     counts = torch.bincount(bundle)
     widths = torch.zeros_like(counts).index_add_(0, bundle, own)
     widths[bundle] += prefix
     return _Bundles(bundle, prefix, widths, counts)
 
 
-def _numbered(keys: list[list[int]], own: list[int], room: list[int]) -> Tensor:
-    """Bundles from 0 on: consecutive rows with equal keys, as long as their own tokens fit into the room."""
-    numbers: list[int] = []
-    number, used = -1, 0
-    for i, key in enumerate(keys):
-        if i == 0 or key != keys[i - 1] or used + own[i] > room[i]:
-            number, used = number + 1, 0
-        used += own[i]
-        numbers.append(number)
-    return torch.tensor(numbers)
-
-
-def _common_prefix(batch: TokenBatch, lengths: Tensor, group: Tensor, first_of_group: Tensor) -> Tensor:
-    """Tokens that all rows of a group share from the start, per row; loss tokens are never shared."""
-    columns = torch.arange(batch.tokens.shape[1])
-    same = batch.tokens == batch.tokens[first_of_group[group]]
-    same &= (columns < lengths[:, None]) & ~batch.loss_mask.bool()
-    if batch.routed_experts is not None:  # what is computed once has one choice of experts
-        same &= (batch.routed_experts == batch.routed_experts[first_of_group[group]]).all(-1).all(-1)
-    per_row = same.int().cumprod(1).sum(1)
-    per_group = torch.full_like(first_of_group, batch.tokens.shape[1]).scatter_reduce(0, group, per_row, "amin")
-    return per_group[group]
-
-
-def _cheapest_width(prefix: Tensor, hidden_size: int) -> Tensor:
-    """Response tokens to put into one row with a prefix of P tokens: sqrt(P² + 6 h P).
-
-    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair, so a row with c
-    responses of R tokens costs, per response, (P + cR) / c * 24 h² + (P + cR)² / c * 4 h; this is least at that cR.
-    """
-    p = prefix.double()
-    return (p * p + 6 * hidden_size * p).sqrt().long().clamp(min=1)
-
-
-def _cuts(
-    widths: list[int], counts: list[int], max_tokens: int, max_rows: int, *, padded: bool
-) -> Iterator[tuple[int, int]]:
-    """Consecutive pieces of bundles that come widest first, so that the first of a piece is as wide as the piece."""
-    start = 0
-    while start < len(widths):
-        end, rows, tokens = start + 1, counts[start], widths[start]
-        while end < len(widths) and (not max_rows or rows + counts[end] <= max_rows):
-            tokens += widths[start] if padded else widths[end]
-            if tokens > max_tokens:
-                break
-            rows += counts[end]
-            end += 1
-        yield start, end
-        start = end
-
-
-def _ranges(starts: Tensor, counts: Tensor) -> Tensor:
-    """All integers of [start, start + count), one range after the other."""
-    before = counts.cumsum(0) - counts
-    return torch.arange(int(counts.sum())) + torch.repeat_interleave(starts - before, counts)
-
-
 def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
-    """Rows that come bundle by bundle, ``bundle`` counting from 0; ``prefix`` is shared within a bundle."""
-    lengths = batch.attention_mask.sum(1)
-    counts = torch.bincount(bundle)
+    """Of rows in the order of their ``bundle``, which counts from 0; ``prefix`` is shared within a bundle."""
+    plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+    plain.experts = batch.routed_experts
+    lengths, counts = batch.attention_mask.sum(1), torch.bincount(bundle)
     if int(counts.max()) == 1:
-        plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
-        return replace(plain, experts=batch.routed_experts)
+        return plain
 
     rows, length = batch.tokens.shape
-    columns = torch.arange(length)
+    index = torch.arange(length)
     first = (counts.cumsum(0) - counts)[bundle]
     own = lengths - prefix
     own_before = own.cumsum(0) - own
     own_start = prefix + own_before - own_before[first]
-    is_own = columns >= prefix[:, None]
-    place = torch.where(is_own, columns + (own_start - prefix)[:, None], columns)
+    is_own = index >= prefix[:, None]
+    target = torch.where(is_own, index + (own_start - prefix)[:, None], index)
 
     width = int((own_start + own).max())
-    place = place + (bundle * width)[:, None]
-    valid = columns < lengths[:, None]
-    where = place[valid]
+    target = target + (bundle * width)[:, None]
+    valid = index < lengths[:, None]
+    cells = target[valid]
     packed_size = len(counts) * width
     tokens = batch.tokens.new_zeros(packed_size)
-    tokens[where] = batch.tokens[valid]
+    tokens[cells] = batch.tokens[valid]
     positions = torch.zeros(packed_size, dtype=torch.int64)
-    positions[where] = columns.expand(rows, length)[valid]
+    positions[cells] = index.expand(rows, length)[valid]
     owners = torch.full((packed_size,), -1, dtype=torch.int32)
-    owners[where] = torch.where(is_own, torch.arange(1, rows + 1, dtype=torch.int32)[:, None], 0)[valid]
+    owners[cells] = torch.where(is_own, torch.arange(1, rows + 1, dtype=torch.int32)[:, None], 0)[valid]
 
     experts = None
     if batch.routed_experts is not None:
         kind = batch.routed_experts.shape[2:]
         experts = batch.routed_experts.new_zeros(packed_size, *kind)
-        experts[where] = batch.routed_experts[valid]
+        experts[cells] = batch.routed_experts[valid]
         experts = experts.view(len(counts), width, *kind)
 
-    plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     shape = (len(counts), width)
-    return Layout(
+    return replace(
+        plain,
         tokens=tokens.view(shape),
         positions=positions.view(shape),
         owners=owners.view(shape),
-        predictors=place.flatten()[plain.cells - 1],
-        targets=plain.targets,
-        cells=plain.cells,
-        shape=plain.shape,
+        predictors=target.flatten()[plain.cells - 1],
         experts=experts,
     )
 
 
-def _end_to_end(layout: Layout, widths: Tensor, counts: Tensor) -> Layout:
-    """Packed rows of these widths, without what pads them; ``counts``: the sequences in each."""
-    valid = torch.arange(layout.tokens.shape[1]) < widths[:, None]
-    columns = torch.arange(layout.tokens.shape[1]).expand_as(valid)
-    place = valid.flatten().cumsum(0) - 1
+def _packed(layout: Layout, widths: Tensor, counts: Tensor) -> Layout:
+    """Packed rows of these widths as one packed sequence, without padding; ``counts``: the sequences in each."""
+    index = torch.arange(layout.tokens.shape[1])
+    valid = index < widths[:, None]
+    positions = index.expand_as(valid) if layout.positions is None else layout.positions
     return replace(
         layout,
         tokens=layout.tokens[valid][None],
-        positions=(columns if layout.positions is None else layout.positions)[valid][None],
+        positions=positions[valid][None],
         owners=None,
-        predictors=place[layout.predictors],
+        predictors=(valid.flatten().cumsum(0) - 1)[layout.predictors],
         experts=None if layout.experts is None else layout.experts[valid][None],
         blocks=blocks_of(widths, (counts > 1).tolist(), layout.owners),
     )

@@ -1,9 +1,9 @@
-"""Which experts the routers of a mixture choose: recorded where tokens are generated, replayed where they are trained.
+"""Routed experts of a mixture of experts (MoE): recorded when tokens are generated, replayed when they are trained.
 
-Invariant: a router weighs experts by its own formula, with its own gradient; only which experts these are is said from
-outside. A token of which nothing is known is routed by the model itself.
+Invariant: a router weighs experts by its own formula, with its own gradient; only the choice of experts is replaced.
+The model routes a token itself if its experts are not known.
 
-Rounding alone may flip a router's choice between an engine and a trainer, and what the token's log-probability is then
+Rounding alone may change a router's choice between an engine and a trainer, and the token's log-probability then
 jumps. Replaying the engine's choice is "rollout routing replay" (R3, arXiv 2510.11370).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
@@ -27,7 +27,7 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 def unknown_expert(dtype: torch.dtype) -> int:
-    """The number that says of a token that its experts are not known."""
+    """The number that marks a token whose experts are not known."""
     return torch.iinfo(dtype).max
 
 
@@ -41,34 +41,43 @@ class Routers:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        found = _routers(model)
+        # By the class whose router logits transformers records.
+        known = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+        recorder: Any = next((each["router_logits"] for each in known if "router_logits" in each), ())
+        router_class = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
+        routers = [module for module in model.modules() if isinstance(module, router_class)]
+        if not routers:
+            raise UserError(
+                f"trainer.policy.router_replay: {type(model).__name__} has no routers that transformers knows of: set "
+                f"trainer.policy.router_replay=none"
+            )
         config = model.config.get_text_config()
-        self._family, self._layers = str(config.model_type), len(found)
+        self._family, self._layers = str(config.model_type), len(routers)
         self.top_k = int(config.num_experts_per_tok)
         self.experts = max(int(getattr(config, name, 0) or 0) for name in _EXPERTS)
         self.dtype = torch.uint8 if self.experts <= unknown_expert(torch.uint8) else torch.int16
-        if getattr(config, "topk_method", "") == "group_limited_greedy":  # weighs what is outside its groups by 0
+        if getattr(config, "topk_method", "") == "group_limited_greedy":  # weighs experts outside its groups by 0
             raise UserError(not_replayed(self._family))
         self._given: Tensor | None = None
         self._chosen: dict[int, Tensor] | None = None
-        for layer, router in enumerate(found):
+        for layer, router in enumerate(routers):
             router.forward = partial(self._route, layer, router.forward)
 
     def record(self) -> None:
-        """From here on keep what each router chooses in a forward pass."""
+        """Record each router's choices from now on."""
         self._chosen = {}
 
     def chosen(self) -> np.ndarray:
         """``[tokens, layers, top_k]`` of the last forward pass."""
         assert self._chosen is not None
         layers = [self._chosen[layer] for layer in range(self._layers)]
-        found: np.ndarray = torch.stack(layers, 1).to(self.dtype).cpu().numpy()
-        return found
+        experts: np.ndarray = torch.stack(layers, 1).to(self.dtype).cpu().numpy()
+        return experts
 
     def replay(self, experts: Tensor | None) -> None:
-        """What the next forward passes choose, ``[..., layers, top_k]``; None: what they would.
+        """Set the choices of the next forward passes, ``[..., layers, top_k]``; None: the routers' own.
 
-        It holds until it is called again: the backward pass may compute a layer once more.
+        They hold until the next call: the backward pass may recompute a layer.
         """
         if experts is None:
             self._given = None
@@ -85,12 +94,12 @@ class Routers:
         if self._given is None and self._chosen is None:
             return forward(*args, **kwargs)
         with _TopK(None if self._given is None else self._given[:, layer], self.experts, self.top_k) as top:
-            answer = forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
         if len(top.choices) != 1:
             raise UserError(not_replayed(self._family))
         if self._chosen is not None:
             self._chosen[layer] = top.choices[0]
-        return answer
+        return output
 
 
 def not_replayed(family: str) -> str:
@@ -115,27 +124,13 @@ class _TopK(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        found = func(*args, **(kwargs or {}))
-        if func not in _TOP_K or (args[0].shape[-1], found.indices.shape[-1]) != (self._experts, self._top_k):
-            return found  # of groups of experts, say
-        indices = found.indices
+        result = func(*args, **(kwargs or {}))
+        if func not in _TOP_K or (args[0].shape[-1], result.indices.shape[-1]) != (self._experts, self._top_k):
+            return result  # such as a top-k of groups of experts
+        indices = result.indices
         if self._given is not None:
             known = self._given != unknown_expert(self._given.dtype)
             indices = torch.where(known, self._given.long(), indices)
-            found = torch.return_types.topk((args[0].gather(-1, indices), indices))
+            result = torch.return_types.topk((args[0].gather(-1, indices), indices))
         self.choices.append(indices)
-        return found
-
-
-def _routers(model: PreTrainedModel) -> list[nn.Module]:
-    """By the class that transformers records router logits of."""
-    known = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
-    recorder: Any = next((each["router_logits"] for each in known if "router_logits" in each), None)
-    kind = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
-    found = [module for module in model.modules() if kind is not None and isinstance(module, kind)]
-    if not found:
-        raise UserError(
-            f"trainer.policy.router_replay: {type(model).__name__} has no routers that transformers knows of: set "
-            f"trainer.policy.router_replay=none"
-        )
-    return found
+        return result

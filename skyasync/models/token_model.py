@@ -1,15 +1,15 @@
 """A model of transformers as a function from a packed batch to a few numbers per loss token.
 
-Invariant: the vocabulary is spanned only at positions that predict a loss token, and the softmax and a value head are
-computed in float32 at least, whatever the weights' dtype. A value is read off the state that predicts its token, so it
-does not depend on that token.
+Invariant: logits are computed only at positions that predict a loss token, and the softmax and a value head are
+computed in float32 at least, whatever the weights' dtype. A value is computed from the state that predicts its token,
+so it does not depend on that token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.models import MAX_LOGITS
 from skyasync.models.attention import attention_inputs, pack_rows
 from skyasync.models.backend import ENTROPY, LOGPROBS, TOKEN_LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.config import load_config
-from skyasync.models.limits import MAX_LOGITS
 from skyasync.models.packing import Layout
+from skyasync.models.parallel.vocabulary import sum_over_group
 
 if TYPE_CHECKING:
     from skyasync.models.parallel.context import Context
@@ -69,7 +70,7 @@ class TokenModel(nn.Module):
         context: this rank's slice of each row, if rows are split.
         vocabulary: this rank's part of the logits, if the head is split.
         routers: of a mixture of experts that replays the engine's choices.
-        packs: rows may stand end to end.
+        packs: it takes packed sequences.
         keeps_blocks: attention is computed block by block on a GPU too: FlexAttention makes the whole mask if it cannot
             be compiled.
     """
@@ -97,21 +98,28 @@ class TokenModel(nn.Module):
         head_alone = names == {VALUES} and not request.value_gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and not head_alone):
             hidden = self.hidden(own)
-        found: dict[str, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         if names & {LOGPROBS, ENTROPY, TOKEN_LOGPROBS}:
-            found |= self._scores(hidden, own, request)
+            outputs |= self._scores(hidden, own, request)
         if TOP_K in names:
-            tokens, logprobs = self._likeliest(hidden, request.top_k)
-            found[TOP_K] = torch.cat([self.rows(tokens, own), self.rows(logprobs, own)], -1)
+            tokens, logprobs = self._most_likely(hidden, request.top_k)
+            outputs[TOP_K] = torch.cat([self.rows(tokens, own), self.rows(logprobs, own)], -1)
         if VALUES in names:
-            values = linear_values(self._value_layer(), _with_gradient(hidden, request.value_gradient))
-            found[VALUES] = self.rows(values, own)
-        return found
+            layer = self.value_head or self.model.get_submodule(SCORE_LAYER)
+            assert isinstance(layer, nn.Linear)
+            if request.value_gradient != 1.0:  # the same states, through which a share of the gradient flows
+                constant, share = hidden.detach(), request.value_gradient
+                hidden = constant + share * (hidden - constant) if share else constant
+            exact = torch.promote_types(hidden.dtype, torch.float32)
+            bias = None if layer.bias is None else layer.bias.to(exact)
+            values = F.linear(hidden.to(exact), layer.weight.to(exact), bias).squeeze(-1)
+            outputs[VALUES] = self.rows(values, own)
+        return outputs
 
     def rows(self, values: Tensor, own: Layout) -> Tensor:
-        """``[rows, length]`` of the values ``[n]`` of all ranks that have parts of these rows."""
+        """``[rows, length]`` of the values ``[n]`` of all ranks that have slices of these rows."""
         rows = own.to_rows(values)
-        return self.context.joined(rows) if self.context else rows
+        return sum_over_group(rows, self.context.group) if self.context else rows
 
     def hidden(self, layout: Layout) -> Tensor:
         """``[n, hidden]``: the states that predict the n loss tokens."""
@@ -130,112 +138,86 @@ class TokenModel(nn.Module):
         """Whether FlexAttention attends."""
         return device.type == "cuda" and not self.keeps_blocks
 
-    def _value_layer(self) -> nn.Linear:
-        layer = self.value_head or self.model.get_submodule(SCORE_LAYER)
-        assert isinstance(layer, nn.Linear)
-        return layer
-
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
         """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""
         distribution = SampledDistribution() if request.plain else self.distribution
-        head_request = _HeadRequest(distribution, ENTROPY in request.names, request.entropy_gradient, self.vocabulary)
         targets = own.targets[:, None]
         if request.token_ids is not None:
             targets = torch.cat([targets, request.token_ids.flatten(0, 1)[own.cells]], 1)
         head = logits_head(self.model)
-        piece = self._piece(None if distribution.filters else self.vocabulary)
-        if len(hidden) <= piece:
-            logprobs, entropy = _head_scores(head, hidden, targets, head_request)
+        options = distribution, self.vocabulary, ENTROPY in request.names, request.entropy_gradient
+        at_once = self._tokens_at_once(None if distribution.filters else self.vocabulary)
+        if len(hidden) <= at_once:
+            logprobs, entropy = _head_scores(head, hidden, targets, *options)
         else:
-            pieces = [
-                checkpoint(_head_scores, head, h, t, head_request, use_reentrant=False)
-                for h, t in zip(hidden.split(piece), targets.split(piece), strict=True)
+            chunks = [
+                checkpoint(_head_scores, head, h, t, *options, use_reentrant=False)
+                for h, t in zip(hidden.split(at_once), targets.split(at_once), strict=True)
             ]
-            logprobs = torch.cat([p[0] for p in pieces])
-            entropy = torch.cat([p[1] for p in pieces]) if head_request.entropy else None
-        found = {LOGPROBS: self.rows(logprobs[:, 0], own)}
+            logprobs = torch.cat([chunk[0] for chunk in chunks])
+            entropy = torch.cat([chunk[1] for chunk in chunks]) if ENTROPY in request.names else None
+        outputs = {LOGPROBS: self.rows(logprobs[:, 0], own)}
         if entropy is not None:
-            found[ENTROPY] = self.rows(entropy, own)
+            outputs[ENTROPY] = self.rows(entropy, own)
         if request.token_ids is not None:
-            found[TOKEN_LOGPROBS] = self.rows(logprobs[:, 1:], own)
-        return found
+            outputs[TOKEN_LOGPROBS] = self.rows(logprobs[:, 1:], own)
+        return outputs
 
-    def _likeliest(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def _most_likely(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities ``[n, k]``, of a distribution without filters, which may leave fewer than k."""
-        head, parts = logits_head(self.model), self.vocabulary
-        pieces = []
-        for states in hidden.split(self._piece(parts)):
-            logits = _logits(head, states) / self.distribution.temperature
-            if parts:
-                pieces.append(parts.likeliest(logits, k))
+        head, chunks = logits_head(self.model), []
+        for states in hidden.split(self._tokens_at_once(self.vocabulary)):
+            logits = _float_logits(head, states) / self.distribution.temperature
+            if self.vocabulary:
+                chunks.append(self.vocabulary.most_likely(logits, k))
             else:
                 most, tokens = logits.topk(min(k, logits.shape[-1]))
-                pieces.append((tokens, most - logits.logsumexp(-1, keepdim=True)))
-        tokens, logprobs = (torch.cat([piece[i] for piece in pieces]) for i in (0, 1))
+                chunks.append((tokens, most - logits.logsumexp(-1, keepdim=True)))
+        tokens, logprobs = (torch.cat([chunk[i] for chunk in chunks]) for i in (0, 1))
         return tokens, logprobs
 
-    def _piece(self, parts: Vocabulary | None) -> int:
-        """Loss tokens that are scored at once."""
-        return max(1, MAX_LOGITS // (parts.size if parts else self.model.config.vocab_size))
+    def _tokens_at_once(self, part: Vocabulary | None) -> int:
+        """Loss tokens whose logits are in memory at once."""
+        return max(1, MAX_LOGITS // (part.size if part else self.model.config.vocab_size))
 
 
-def linear_values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    """``[n]`` of states ``[n, hidden]``, in float32 at least."""
-    exact = torch.promote_types(hidden.dtype, torch.float32)
-    bias = None if head.bias is None else head.bias.to(exact)
-    return F.linear(hidden.to(exact), head.weight.to(exact), bias).squeeze(-1)
-
-
-def _with_gradient(hidden: Tensor, share: float) -> Tensor:
-    """The same states, bitwise, through which a share of the gradient goes."""
-    if share == 1.0:
-        return hidden
-    constant = hidden.detach()
-    return constant + share * (hidden - constant) if share else constant
-
-
-class _HeadRequest(NamedTuple):
-    """Of which distribution, and whether its entropy is requested, and trained."""
-
-    distribution: SampledDistribution
-    entropy: bool
-    entropy_gradient: bool
-    vocabulary: Vocabulary | None = None
-
-
-def _head_scores(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, head_request: _HeadRequest
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities ``[n, 1 + k]`` of ``targets``, the loss token first, and entropy ``[n]``."""
-    logits = _logits(head, hidden)
-    parts = head_request.vocabulary
-    if parts and head_request.distribution.filters:
-        logits, parts = parts.gathered(logits), None
-    logits = head_request.distribution(logits, targets[:, 0])
-    if parts:
-        return parts.scores(
-            logits, targets, entropy=head_request.entropy, entropy_gradient=head_request.entropy_gradient
-        )
-    if head_request.entropy and head_request.entropy_gradient:
-        logprobs = logits.log_softmax(-1)
-        return logprobs.gather(1, targets), _entropy(logprobs)
-    if targets.shape[1] == 1:
-        chosen = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
-    else:
-        chosen = gather_logprobs(logits, targets)
-    if not head_request.entropy:
-        return chosen, None
-    with torch.no_grad():
-        return chosen, _entropy(logits.log_softmax(-1))
-
-
-def _logits(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+def _float_logits(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
     logits = head(hidden)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _entropy(logprobs: Tensor) -> Tensor:
-    return -(logprobs.exp() * logprobs).sum(-1)
+def _head_scores(
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    distribution: SampledDistribution,
+    part: Vocabulary | None,
+    entropy: bool,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities ``[n, 1 + k]`` of ``targets``, the loss token first, and entropy ``[n]``.
+
+    Args:
+        part: this rank's, if the head is split by vocabulary.
+    """
+    logits = _float_logits(head, hidden)
+    if part and distribution.filters:
+        logits, part = part.gathered(logits), None
+    logits = distribution(logits, targets[:, 0])
+    if part:
+        return part.scores(logits, targets, entropy=entropy, entropy_gradient=entropy_gradient)
+    if entropy and entropy_gradient:
+        logprobs = logits.log_softmax(-1)
+        return logprobs.gather(1, targets), -(logprobs.exp() * logprobs).sum(-1)
+    if targets.shape[1] == 1:
+        chosen = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
+    else:
+        chosen = gather_logprobs(logits, targets)
+    if not entropy:
+        return chosen, None
+    with torch.no_grad():
+        logprobs = logits.log_softmax(-1)
+        return chosen, -(logprobs.exp() * logprobs).sum(-1)
 
 
 def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
@@ -243,8 +225,8 @@ def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
 
     As ``logits.gather(1, targets) - logits.logsumexp(-1)``, with two tensors of the logits' size at once, not four.
     """
-    found: Tensor = _GatherLogprobs.apply(logits, targets)
-    return found
+    logprobs: Tensor = _GatherLogprobs.apply(logits, targets)
+    return logprobs
 
 
 class _GatherContext(FunctionCtx):
@@ -263,7 +245,7 @@ class _GatherLogprobs(Function):
         logits, targets, normalizer = ctx.saved_tensors
         (gradient,) = gradients
         whole = (logits - normalizer).exp_().mul_(-gradient.sum(-1, keepdim=True))
-        same = targets[:, :, None] == targets[:, None, :]  # what stands twice gets the sum, first
+        same = targets[:, :, None] == targets[:, None, :]  # equal targets get the sum, first
         own = torch.where(same, gradient[:, None, :], 0.0).sum(-1)
         return whole.scatter_(1, targets, whole.gather(1, targets) + own), None
 
@@ -277,49 +259,44 @@ NOT_LINEAR = (
     "output_logit_soft_cap",  # xLSTM
     "dim_model_base",  # MiniCPM
 )
-"""Fields of configurations that say of a head that it may be more than a linear map."""
+"""Fields of configurations whose heads may be more than a linear map."""
 
 
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """States ``[n, hidden]`` to logits ``[n, vocabulary]``, as the model's own forward pass computes them."""
-    if is_linear(model.config):
+    if all(getattr(model.config, name, None) in (None, 1.0) for name in NOT_LINEAR):
         linear: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         return linear
-    return lambda hidden: _own_forward(model, hidden)
 
+    def own_forward(hidden: Tensor) -> Tensor:
+        """By a copy of the model that shares all but its layers."""
+        without_layers = copy(model)
+        states = _States(model.base_model, hidden[None])
+        without_layers.__dict__["_modules"] = {**model._modules, model.base_model_prefix: states}
+        logits: Tensor = without_layers(inputs_embeds=hidden[None], use_cache=False).logits
+        return logits[0]
 
-def is_linear(config: PreTrainedConfig) -> bool:
-    """Whether nothing in a configuration says otherwise."""
-    return all(getattr(config, name, None) in (None, 1.0) for name in NOT_LINEAR)
-
-
-def _own_forward(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """By a copy of the model that shares all but its layers."""
-    without_layers = copy(model)
-    states = _States(model.base_model, hidden[None])
-    without_layers.__dict__["_modules"] = {**model._modules, model.base_model_prefix: states}
-    logits: Tensor = without_layers(inputs_embeds=hidden[None], use_cache=False).logits
-    return logits[0]
+    return own_forward
 
 
 class _States(nn.Module):
-    """In the place of a model's layers: what they have computed."""
+    """Replaces a model's layers: returns what they have computed."""
 
     def __init__(self, layers: nn.Module, states: Tensor) -> None:
         super().__init__()
         self.__dict__["_layers"] = layers  # not a part of this one
-        self._found = _Output(states)
+        self._output = _Output(states)
 
     def forward(self, *args: object, **kwargs: object) -> _Output:
-        return self._found
+        return self._output
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Of the layers: a head may read what they are set to."""
+        """Of the layers: a head may read their settings."""
         return getattr(self.__dict__["_layers"], name)
 
 
 class _Output:
-    """What layers answer, with nothing but their states in it."""
+    """The output of layers, with states alone."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states

@@ -16,7 +16,7 @@ from skyasync.config.schema.reward_models import reward_models
 from skyasync.planning.advice import advise
 from skyasync.planning.plan import Machine, MemoryPlan, make_plan
 from skyasync.planning.shape import read_shape
-from skyasync.workers.roles import POLICY, REWARD_ROLE, wanted_roles
+from skyasync.workers.roles import POLICY, REWARD_ROLE, roles_with_ranks
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def estimate(cfg: Config, machine: Machine) -> Report:
         UserError: for a model whose ``config.json`` cannot be read.
     """
     shape, shapes = read_shape(model_path(cfg.trainer.policy.model.path)), {}
-    for role in wanted_roles(cfg):
+    for role in roles_with_ranks(cfg):
         own = role.own_model(cfg)
         if role.name == REWARD_ROLE:  # held side by side: as one, with the activations of the largest
             paths = [model.path for model in reward_models(cfg.trainer.reward).values()]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from skyasync.config.schema import Config
 from skyasync.inference.backends.vllm.setup import MIN_BATCHED_TOKENS
 from skyasync.inference.interface import EngineConfig
-from skyasync.models.limits import MAX_LOGITS, MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS, STEPPED_AT_ONCE
+from skyasync.models import MAX_LOGITS, MICRO_BATCH_TOKENS, MIN_SAVED_TOKENS, STEPPED_AT_ONCE
 from skyasync.planning.shape import ModelShape
 
 FLOAT32 = 4

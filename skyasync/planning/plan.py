@@ -18,9 +18,9 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
-from skyasync.heap import KEPT
+from skyasync.heap import RETAINED
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
-from skyasync.models.axes import Axes
+from skyasync.models import MeshShape
 from skyasync.planning.memory import (
     FLOAT32,
     GIB,
@@ -43,7 +43,7 @@ from skyasync.planning.memory import (
 from skyasync.planning.shape import ModelShape, adapter_parameters, between_halves, divided, filters
 from skyasync.run.placement import ENGINES, Slots, plan_slots
 from skyasync.weight_sync.update import PART_BYTES
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, wanted_roles
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, roles_with_ranks
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)?", re.IGNORECASE)
@@ -160,20 +160,20 @@ def other_role(cfg: Config, shape: ModelShape, role: Role, policy: RankMemory, *
     if role.trains:
         rank, own = trained_rank(cfg, shape, role, gpus=gpus, ranks=ranks)
     else:
-        b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.axes(cfg, ranks)
+        b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.mesh_shape(cfg, ranks)
         rank = RankMemory(
             _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
             shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
         )  # fmt: skip
         own = divided(shape, axes.tensor, gathers=filters(cfg))
-    return OtherRole(role.name, own, rank, role.shares(cfg), ranks)
+    return OtherRole(role.name, own, rank, role.colocated_if(cfg), ranks)
 
 
 def trained_rank(
     cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int
 ) -> tuple[RankMemory, ModelShape]:
     trainer, sampling = cfg.trainer, cfg.generator.sampling_params
-    axes = role.axes(cfg, ranks)
+    axes = role.mesh_shape(cfg, ranks)
     work, count = largest_micro_batch(
         cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
     )
@@ -207,7 +207,7 @@ def trained_rank(
     return rank, divided(shape, axes.tensor, gathers=filters(cfg))
 
 
-def _sharing(cfg: Config, role: Role, axes: Axes) -> int:
+def _sharing(cfg: Config, role: Role, axes: MeshShape) -> int:
     """Ranks over which its weights are sharded."""
     return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
 
@@ -291,13 +291,13 @@ def make_plan(
         shapes: by role, those of models of their own; a role that names none has the policy's.
     """
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
-    slots = plan_slots(cfg, gpus=gpus, roles=wanted_roles(cfg))
+    slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
     rank, own = trained_rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
     per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
     others = tuple(
         other_role(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
-        for role in wanted_roles(cfg)
+        for role in roles_with_ranks(cfg)
         if role.name != POLICY and role.own_model(cfg) is not None
     )
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
@@ -473,7 +473,7 @@ class _Planner:
     def _freed(self, ranks: int) -> Lines:
         """What ranks on CPUs keep of what an update has given back, for the next one."""
         transient = sum(updating(self.own, self.rank).values()) - sum(held(self.own, self.rank).values())
-        return {"policy: freed": ranks * min(KEPT, transient)}
+        return {"policy: freed": ranks * min(RETAINED, transient)}
 
     def _processes(self, workers: int, engines: int) -> Lines:
         each = PROCESS[self.machine.gpus > 0] * (1 + workers)

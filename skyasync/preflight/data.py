@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from itertools import chain, islice
 from pathlib import Path
 
 from skyasync.config.schema import Config
@@ -25,23 +25,24 @@ LOOKED_AT = 3  # rows of a source whose columns are looked at
 PATIENCE_S = 1.0  # for finding a prompt that is short enough; all are tokenised once the processes start anyway
 
 
-def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, held_out: bool) -> list[Iterator[Prompt]]:
+def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, evaluate: bool) -> list[Iterator[Prompt]]:
     """Raises ``UserError`` for the first thing that is wrong.
 
     Args:
         known: takes the rows of sources that are functions.
-        train: look at ``data.train_data``; ``held_out``: at ``data.val_data`` and ``data.val_sets``.
+        train: look at ``data.train_data``; ``evaluate``: at ``data.val_data`` and ``data.val_sets``.
 
     Returns:
         The training prompts, as far as they can be read cheaply.
     """
     if train and not cfg.data.train_data:
         raise UserError("there are no training prompts: name data.train_data")
-    for source in cfg.data.train_data if train else ():
-        _check_source(source, cfg, known)
-    for source in eval_sources(cfg.data) if held_out else ():
-        _check_source(source, cfg, known, held_out=True)
-    return [_prompts(source, cfg, known) for source in (cfg.data.train_data if train else ())]
+    training = cfg.data.train_data if train else []
+    for source in training:
+        _check_source(source, cfg, known, evaluated=False)
+    for source in eval_sources(cfg.data) if evaluate else ():
+        _check_source(source, cfg, known, evaluated=True)
+    return [_prompts(source, cfg, known) for source in training]
 
 
 def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Config) -> None:
@@ -50,74 +51,64 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Co
 
     chat, limit, until = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), cfg.trainer.max_prompt_length, None
     shortest = None
-    for source in prompts:
-        for prompt in source:
-            until = until or time.monotonic() + PATIENCE_S
-            length = len(chat.prompt(prompt.messages))
-            if length <= limit or time.monotonic() > until:
-                return
-            shortest = min(length, shortest or length)
+    for prompt in chain.from_iterable(prompts):
+        until = until or time.monotonic() + PATIENCE_S
+        length = len(chat.prompt(prompt.messages))
+        if length <= limit or time.monotonic() > until:
+            return
+        shortest = min(length, shortest or length)
     if shortest is not None:
-        raise UserError(f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to "
-                        f"at least {shortest}, the shortest")  # fmt: skip
+        raise UserError(
+            f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to at least {shortest}, the "
+            f"shortest"
+        )
 
 
-def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, held_out: bool = False) -> None:
+def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, evaluated: bool) -> None:
     if source.startswith(TASK_SOURCE):
-        return _check_task(source.removeprefix(TASK_SOURCE), cfg)
-    if _is_function(source):
-        found = rows(source, cfg, held_out=False)
-        if cfg.data.streaming:  # it is called again for each pass, and what it gives may have no end
-            known = {source: list(islice(found, LOOKED_AT))}
+        from skyasync.rewards import reasoning
+        from skyasync.rewards.registry import REWARDS
+
+        check_installed(REWARDS, "reasoning_gym")
+        from reasoning_gym.factory import DATASETS
+
+        task, tasks = source.removeprefix(TASK_SOURCE), DATASETS.keys() - {"composite"}
+        if task not in tasks:
+            raise UserError(unknown("reasoning_gym task", task, tasks))
+        options = {k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS}
+        if options:
+            reasoning.make(task, options, seed=0, size=1)
+        return
+
+    place, colon, _ = source.rpartition(":")
+    if place.endswith(".py") or (colon and "/" not in place):  # a function
+        made = rows(source, cfg, is_eval=False)
+        if cfg.data.streaming:  # it is called again for each pass, and its rows may have no end
+            known = {source: list(islice(made, LOOKED_AT))}
         else:
-            known[source] = found if hasattr(found, "__len__") else list(found)
-    first = _first(source, cfg, known)
-    if first is not None and not first:
+            known[source] = made if isinstance(made, Sized) else list(made)
+    elif Path(source).suffix not in FILES:  # only loading it would tell
+        if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
+            rows(source, cfg, is_eval=False)  # raises an error that says what it might be
+        return
+    first = list(islice(_prompts(source, cfg, known), LOOKED_AT))
+    if not first:
         raise UserError(f"data source {source!r} has no rows")
-    for prompt in first or ():
+    for prompt in first:
         if prompt.env_class != "agent":
             check_environment(prompt.env_class)
-    check_rows(first or (), cfg, held_out=held_out)
-    return None
-
-
-def _check_task(task: str, cfg: Config) -> None:
-    from skyasync.rewards import reasoning
-    from skyasync.rewards.registry import REWARDS
-
-    check_installed(REWARDS, "reasoning_gym")
-    from reasoning_gym.factory import DATASETS
-
-    tasks = DATASETS.keys() - {"composite"}
-    if task not in tasks:
-        raise UserError(unknown("reasoning_gym task", task, tasks))
-    options = {k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS}
-    if options:
-        reasoning.make(task, options, seed=0, size=1)
-
-
-def _first(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> list[Prompt] | None:
-    """Its first prompts; None if only loading it would tell."""
-    if Path(source).suffix not in FILES and source not in known:
-        if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
-            rows(source, cfg, held_out=False)  # which says what it might have been
-        return None
-    return list(islice(_prompts(source, cfg, known), LOOKED_AT))
-
-
-def _is_function(source: str) -> bool:
-    place, colon, _ = source.rpartition(":")
-    return place.endswith(".py") or (bool(colon) and "/" not in place)
+    check_rows(first, cfg, is_eval=evaluated)
 
 
 def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
-    found = known[source] if source in known else _lines(source) if Path(source).suffix in FILES else ()
-    for index, row in enumerate(found):
+    """Those of a function's rows, or of a file, which is read as they are asked for; none of other sources."""
+    for index, row in enumerate(known[source] if source in known else _lines(source)):
         yield as_prompt(index, row, cfg)
 
 
 def _lines(source: str) -> Iterator[Row]:
-    """The rows of a file, read as they are asked for."""
+    if Path(source).suffix not in FILES:
+        return
     path = check_file(source)
     try:
         if path.suffix == ".parquet":

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
-from skyasync.config.schema import Config, GeneratorConfig, ParallelConfig
+from skyasync.config.schema import Config, ParallelConfig
 from skyasync.config.schema.sampling import sampling_groups
 from skyasync.envs.images import NO_IMAGES
 from skyasync.errors import UserError
@@ -20,6 +19,7 @@ from skyasync.errors import UserError
 ANSWER_S = 2.0
 MODEL = "trainer.policy.model.path"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 #: What only the configurations of models for pictures, films or sounds have.
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
@@ -52,23 +52,52 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             f"{key}={path}: its config.json has a {sees}, the mark of a model that reads more than text; {NO_IMAGES}: "
             f"name the folder of a language model"
         )
-    size = cfg.generator.inference_engine_tensor_parallel_size
-    heads = shape.get(_HEADS)
+    size, heads = cfg.generator.inference_engine_tensor_parallel_size, shape.get(_HEADS)
     if isinstance(heads, int) and heads % size:
         raise UserError(
             f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
             f"{path}: choose {_divisors(heads)}"
         )
-    _check_tokens(cfg.generator, shape, path)
-    if Path(path).is_dir():
-        if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-            raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
-        if not own_tokenizer:
-            _check_tokenizer(folder, path, framed=cfg.data.apply_chat_template and not cfg.data.chat_template)
+    tokens = shape.get("vocab_size")
+    for group, sampling in sampling_groups(cfg.generator).items():
+        if not isinstance(tokens, int):
+            break
+        lists = {name: vars(sampling)[name] for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")}
+        for name, listed in lists.items():
+            if beyond := [int(token) for token in listed or () if int(token) >= tokens]:
+                raise UserError(
+                    f"generator.{group}.{name} has {beyond[0]}, which is beyond the vocabulary of {path}: its {tokens} "
+                    f"tokens are 0 to {tokens - 1}"
+                )
+    if not Path(path).is_dir():
+        return
+    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+        raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
+    if own_tokenizer:
+        return
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise UserError(f"{MODEL}={path} is a folder without a tokenizer (tokenizer.json)")
+    if (folder / "tokenizer.json").is_file():
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library would warn of every process after it
+        from tokenizers import Tokenizer
+
+        try:
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises Exception itself
+            raise UserError(f"{MODEL}={path}: its tokenizer.json cannot be read: {error}") from error
+    settings = folder / "tokenizer_config.json"
+    template = any((folder / name).exists() for name in _TEMPLATES) or (
+        settings.is_file() and read_json(settings, f"{MODEL}={path}").get("chat_template")
+    )
+    if cfg.data.apply_chat_template and not cfg.data.chat_template and not template:
+        raise UserError(
+            f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
+            f"chat_template.jinja to the folder, or name one with data.chat_template"
+        )
 
 
 def check_one_label(path: str, key: str, *, trained: bool) -> None:
-    """Raises ``UserError`` for a model that says more than one number, where that is what is asked of it.
+    """Raises ``UserError`` for a model that gives more than one number, where one is needed.
 
     Args:
         trained: its head is needed; else a causal language model will do.
@@ -100,40 +129,32 @@ def check_same_tokens(path: str, policy: str, key: str) -> None:
         )
 
 
-def check_axes(parallel: ParallelConfig, path: str, key: str) -> None:
+def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
     """Raises ``UserError`` for what does not divide a model, or what its layers cannot do."""
     tensor, context, file = parallel.tensor, parallel.context, config_file(path)
     if file is None or tensor * context == 1:
         return
     shape = read_shape(file, f"{key}={path}")
-    kinds = sorted(set(shape.get("layer_types") or ()) - _ATTENDING)
-    if kinds:
-        key = (
-            f"trainer.parallel.context={context} splits sequences"
-            if context > 1
-            else f"trainer.parallel.tensor={tensor} splits heads"
-        )
+    sizes = {"context": context, "tensor": tensor}
+    both = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    if others := sorted(set(shape.get("layer_types") or ()) - _ATTENDING):
         raise UserError(
-            f"{key}, but {path} has {kinds[0]} layers, which cannot be split: only attention layers can. Set it to 1"
+            f"{both[0]} splits {'sequences' if context > 1 else 'heads'}, but {path} has {others[0]} layers, which "
+            f"cannot be split: only attention layers can. Set it to 1"
         )
-    for name in (_HEADS, _KV_HEADS, *_EXPERTS) if tensor > 1 else ():
-        _check_divides(f"trainer.parallel.tensor={tensor}", tensor, shape.get(name), name, path)
+    divided = [(both[-1], tensor, name) for name in (_HEADS, _KV_HEADS, *_EXPERTS)] if tensor > 1 else []
     if context > 1 and parallel.context_kind == "ulysses":
-        both = f"trainer.parallel.context={context}" + (
-            f" times trainer.parallel.tensor={tensor}" if tensor > 1 else ""
-        )
-        _check_divides(both, context * tensor, shape.get(_HEADS), _HEADS, path)
+        divided.append((" times ".join(both), context * tensor, _HEADS))
+    for setting, size, name in divided:
+        count = shape.get(name)
+        if isinstance(count, int) and count % size:
+            raise UserError(f"{setting} does not divide {name}={count} of {path}: choose a divisor, {_divisors(count)}")
     family = shape.get("model_type")
     if tensor > 1 and family in _WITHOUT_TENSOR_PLAN.split():
         raise UserError(
             f"trainer.parallel.tensor={tensor}: transformers has no tensor-parallel plan for {family} ({path}): set "
             f"trainer.parallel.tensor=1"
         )
-
-
-def _check_divides(key: str, size: int, count: object, name: str, path: str) -> None:
-    if isinstance(count, int) and count % size:
-        raise UserError(f"{key} does not divide {name}={count} of {path}: choose a divisor, {_divisors(count)}")
 
 
 def _divisors(count: int) -> str:
@@ -161,7 +182,7 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
     """The folder in the cache that holds the model's configuration; None if it holds none yet, and the hub has it.
 
     Raises:
-        UserError: if it is neither in the cache nor to be had.
+        UserError: if it is neither in the cache nor on the hub.
     """
     from huggingface_hub import constants
 
@@ -169,65 +190,24 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
         return cached.parent
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"{key}={name} is not in the cache of the Hugging Face hub, and HF_HUB_OFFLINE is set")
-    answer: list[str] = [f"no answer within {ANSWER_S:g} s"]
-    asking = threading.Thread(target=_ask, args=(name, answer), daemon=True)
-    asking.start()
-    asking.join(ANSWER_S)  # a name server may take longer than any limit of ours
-    if answer[0]:
-        raise UserError(f"{key}={name} is neither a local folder nor to be had from the Hugging Face hub: {answer[0]}")
-    return None
+    problem = f"no answer within {ANSWER_S:g} s"
 
-
-def _ask(name: str, answer: list[str]) -> None:
-    """Put into ``answer`` why the hub does not give the model, "" if it does."""
-    from huggingface_hub import get_session, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers
-
-    try:
-        url = hf_hub_url(name, CONFIG)
-        status = get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_S).status_code
-    except Exception as error:  # whatever the client's library of today raises
-        answer[0] = f"it cannot be reached ({error})"
-        return
-    answer[0] = f"it answers {status}: there is no such model, or it is private" if status >= 400 else ""
-
-
-def _check_tokens(generator: GeneratorConfig, shape: dict[str, Any], path: str) -> None:
-    size = shape.get("vocab_size")
-    if not isinstance(size, int):
-        return
-    for group, sampling in sampling_groups(generator).items():
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            beyond = [int(token) for token in getattr(sampling, name) or () if int(token) >= size]
-            if beyond:
-                raise UserError(
-                    f"generator.{group}.{name} has {beyond[0]}, which is beyond the vocabulary of {path}: its {size} "
-                    f"tokens are 0 to {size - 1}"
-                )
-
-
-def _check_tokenizer(folder: Path, path: str, *, framed: bool) -> None:
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
-        raise UserError(f"{MODEL}={path} is a folder without a tokenizer (tokenizer.json)")
-    if (folder / "tokenizer.json").is_file():
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the library would warn of every process after it
-        from tokenizers import Tokenizer
+    def request() -> None:
+        nonlocal problem
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers
 
         try:
-            Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # the library's own kind is Exception
-            raise UserError(f"{MODEL}={path}: its tokenizer.json cannot be read: {error}") from error
-    if framed and not _has_template(folder, path):
-        raise UserError(
-            f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
-            f"chat_template.jinja to the folder, or name one with data.chat_template"
-        )
+            url = hf_hub_url(name, CONFIG)
+            status = get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_S).status_code
+        except Exception as error:  # its kind depends on the client library of the installed version
+            problem = f"it cannot be reached ({error})"
+        else:
+            problem = f"it answers {status}: there is no such model, or it is private" if status >= 400 else ""
 
-
-def _has_template(folder: Path, path: str) -> bool:
-    if any(
-        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    ):
-        return True
-    settings = folder / "tokenizer_config.json"
-    return settings.is_file() and bool(read_json(settings, f"{MODEL}={path}").get("chat_template"))
+    thread = threading.Thread(target=request, daemon=True)
+    thread.start()
+    thread.join(ANSWER_S)  # a name server may take longer than any limit of ours
+    if problem:
+        raise UserError(f"{key}={name} is neither a local folder nor to be had from the Hugging Face hub: {problem}")
+    return None

@@ -11,14 +11,14 @@ import dis
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from skyasync.agents.parsers import VLLM, check_parsers
 from skyasync.callbacks import RunExtension, TrainerCallback
-from skyasync.config.schema import Config, GeneratorConfig
+from skyasync.config.schema import Config
 from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.environment import judges
 from skyasync.config.schema.sampling import backend
@@ -26,7 +26,7 @@ from skyasync.envs.base import STEP_FORM, BaseTextEnv
 from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
-from skyasync.observe import TRACKERS
+from skyasync.observability import TRACKERS
 from skyasync.registry import Registry, python_file
 from skyasync.rewards.registry import REWARDS
 from skyasync.rollout.evaluation import answer_reader
@@ -43,7 +43,14 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     for plan in plans:
         check_plan_class(plan)
     check_callbacks(subclasses(RunExtension))
-    _check_engine(backend(cfg))
+    if ":" in (engine := backend(cfg)):
+        members, defaults = dict(inspect.getmembers_static(ENGINES.find(engine))), vars(InferenceEngine)
+        if missing := [name for name in REQUIRED if members.get(name, defaults[name]) is defaults[name]]:
+            raise UserError(
+                f"engine {engine!r} lacks {', '.join(missing)} (skyasync.inference.interface.InferenceEngine)"
+            )
+    else:
+        check_installed(ENGINES, engine)
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
         if name == "wandb":
@@ -61,23 +68,19 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
         need_pyarrow()
     if cfg.trainer.eval_answer:
         answer_reader(cfg.trainer.eval_answer)
-    if cfg.generator.agent_program:
-        _check_agents(cfg.generator)
-
-
-def _check_agents(generator: GeneratorConfig) -> None:
-    if generator.agent_program != ONLINE:
-        check_reference(generator.agent_program, "generator.agent_program")
-    for key in ("tool_parser", "reasoning_parser"):
-        name = getattr(generator, key)
-        if ":" in name and not name.startswith(VLLM):
-            check_reference(name, f"generator.{key}")
-    vllms = [name if name.startswith(VLLM) else "" for name in (generator.tool_parser, generator.reasoning_parser)]
-    check_parsers(*vllms)
+    generator = cfg.generator
+    if generator.agent_program:
+        if generator.agent_program != ONLINE:
+            check_reference(generator.agent_program, "generator.agent_program")
+        parsers = {"tool_parser": generator.tool_parser, "reasoning_parser": generator.reasoning_parser}
+        for key, name in parsers.items():
+            if ":" in name and not name.startswith(VLLM):
+                check_reference(name, f"generator.{key}")
+        check_parsers(*(name if name.startswith(VLLM) else "" for name in parsers.values()))
 
 
 def _check_wandb() -> None:
-    """W&B finds a login where it looks for one, or is set to do without; what its own settings say it knows itself."""
+    """There is a login where W&B looks for one, or it is set to do without; its other settings it checks itself."""
     given = [os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")]
     folders = (os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "wandb")
     if any(given) or any(Path(folder, "settings").expanduser().is_file() for folder in folders):
@@ -102,7 +105,8 @@ def check_environment(name: str) -> None:
         raise UserError(unknown("environment", name, ENVS.names()))
     else:
         check_installed(ENVS, name)
-        if name in ENVS and getattr(ENVS[name], "step", None) is BaseTextEnv.step:
+        env = ENVS.get(name)  # not imported for this
+        if isinstance(env, type) and issubclass(env, BaseTextEnv) and env.step is BaseTextEnv.step:
             raise UserError(f"environment {name!r} does not define step(action)")
 
 
@@ -118,9 +122,10 @@ def check_installed(registry: Registry, name: str) -> None:
 
 def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:
     """The plans that the code of an experiment's own factory names; none where it gets them otherwise."""
-    code = getattr(get_trainer, "__code__", None)
-    named = [get_trainer.__globals__.get(name) for name in code.co_names] if code else []
-    return [found for found in named if isinstance(found, type) and issubclass(found, RayPPOTrainer)]
+    if not inspect.isfunction(get_trainer):
+        return []
+    named = [get_trainer.__globals__.get(name) for name in get_trainer.__code__.co_names]
+    return [plan for plan in named if isinstance(plan, type) and issubclass(plan, RayPPOTrainer)]
 
 
 def check_plan_class(plan: object) -> None:
@@ -129,80 +134,61 @@ def check_plan_class(plan: object) -> None:
         raise UserError(f"plan {getattr(plan, '__name__', plan)} must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):
         return
+    attributes = {step.argval for step in dis.get_instructions(RayPPOTrainer.__init__) if step.opname == "STORE_ATTR"}
+    originals = dict(inspect.getmembers(RayPPOTrainer))
     for holder in plan.__mro__:
         for name, method in vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ():
-            original = getattr(RayPPOTrainer, name, None)
-            what = f"{holder.__name__}.{name}"
-            if name in _set_by(RayPPOTrainer.__init__) or isinstance(original, property) > isinstance(method, property):
+            original, what = originals.get(name), f"{holder.__name__}.{name}"
+            if name in attributes or isinstance(original, property) > isinstance(method, property):
                 raise UserError(
                     f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
                 )
-            if inspect.isroutine(original) and not callable(getattr(holder, name)) and not name.startswith("__"):
+            bound = method.__func__ if isinstance(method, staticmethod | classmethod) else method
+            if inspect.isroutine(original) and not callable(bound) and not name.startswith("__"):
                 raise UserError(f"{what} has the name of a method of RayPPOTrainer: rename it, or make it a method")
-            if inspect.isfunction(method) and inspect.isfunction(original) and not name.startswith("_"):
-                _check_override(what, method, original)
-
-
-def _set_by(init: Callable[..., None]) -> set[str]:
-    """The attributes that it sets."""
-    return {step.argval for step in dis.get_instructions(init) if step.opname == "STORE_ATTR"}
-
-
-def _check_override(what: str, method: Callable[..., object], original: Callable[..., object]) -> None:
-    if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
-        right = "async def" if inspect.iscoroutinefunction(original) else "def, not async def"
-        raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
-    parameters = list(inspect.signature(original).parameters.values())
-    try:
-        inspect.signature(method).bind(*[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
-    except TypeError:
-        raise UserError(f"{what}{_parameters(method)} must take what RayPPOTrainer's does: {original.__name__}"
-                        f"{_parameters(original)}") from None  # fmt: skip
+            if name.startswith("_") or not inspect.isfunction(method) or not inspect.isfunction(original):
+                continue
+            if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
+                right = "async def" if inspect.iscoroutinefunction(original) else "def, not async def"
+                raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
+            parameters = inspect.signature(original).parameters.values()
+            try:
+                inspect.signature(method).bind(*[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
+            except TypeError:
+                raise UserError(
+                    f"{what}{_parameters(method)} must take what RayPPOTrainer's does: {name}{_parameters(original)}"
+                ) from None
 
 
 def _parameters(function: Callable[..., object]) -> str:
     return f"({', '.join(str(p).partition(':')[0] for p in inspect.signature(function).parameters.values())})"
 
 
-def check_callbacks(classes: Iterator[type] | Sequence[type]) -> None:
+def check_callbacks(classes: Iterable[type]) -> None:
     """Methods called ``on_...`` are hooks that exist, and take what they are called with."""
-    hooks = {name: getattr(TrainerCallback, name) for name in dir(TrainerCallback) if name.startswith("on_")}
-    for found in classes:
-        if not issubclass(found, RunExtension):
-            raise UserError(f"callback {found.__name__} must be a subclass of skyasync.TrainerCallback")
-        for name in dir(found):
-            if not name.startswith("on_"):
-                continue
-            if name not in hooks:
-                raise UserError(f"callback {found.__name__}: {unknown('hook', name, hooks)}")
-            if inspect.isfunction(getattr(found, name)):
-                _check_hook(f"callback {found.__name__}.{name}", getattr(found, name), hooks[name])
-
-
-def _check_hook(what: str, method: Callable[..., object], hook: Callable[..., object]) -> None:
-    try:
-        inspect.signature(method).bind(*inspect.signature(hook).parameters)
-    except TypeError:
-        raise UserError(f"{what}{_parameters(method)} must take {_parameters(hook)}") from None
+    hooks = {name: hook for name, hook in inspect.getmembers(TrainerCallback) if name.startswith("on_")}
+    for callback in classes:
+        if not issubclass(callback, RunExtension):
+            raise UserError(f"callback {callback.__name__} must be a subclass of skyasync.TrainerCallback")
+        for name, method in inspect.getmembers(callback):
+            if name.startswith("on_") and name not in hooks:
+                raise UserError(f"callback {callback.__name__}: {unknown('hook', name, hooks)}")
+            if name.startswith("on_") and inspect.isfunction(method):
+                try:
+                    inspect.signature(method).bind(*inspect.signature(hooks[name]).parameters)
+                except TypeError:
+                    raise UserError(
+                        f"callback {callback.__name__}.{name}{_parameters(method)} must take {_parameters(hooks[name])}"
+                    ) from None
 
 
 def subclasses(base: type) -> Iterator[type]:
     """All that the program has defined, at any depth, without the library's own."""
-    found: type
-    for found in base.__subclasses__():
-        if found.__module__.partition(".")[0] != "skyasync":
-            yield found
-        yield from subclasses(found)
-
-
-def _check_engine(name: str) -> None:
-    if ":" not in name:
-        return check_installed(ENGINES, name)
-    engine = ENGINES.find(name)
-    defaults = vars(InferenceEngine)
-    if missing := [name for name in REQUIRED if getattr(engine, name, defaults[name]) is defaults[name]]:
-        raise UserError(f"engine {name!r} lacks {', '.join(missing)} (skyasync.inference.interface.InferenceEngine)")
-    return None
+    derived: type
+    for derived in base.__subclasses__():
+        if derived.__module__.partition(".")[0] != "skyasync":
+            yield derived
+        yield from subclasses(derived)
 
 
 # ---------------------------------------------------------------- references, read and not run
@@ -229,7 +215,7 @@ def _check_step(reference: str) -> None:
     """Raises ``UserError`` for an environment without ``step``, or whose ``step`` returns tuples alone; only of classes
     that are nothing but a ``BaseTextEnv``."""
     module, _, name = reference.rpartition(":")
-    loaded = getattr(sys.modules.get(module), name, None)
+    loaded = vars(sys.modules[module]).get(name) if module in sys.modules else None
     lacks = isinstance(loaded, type) and issubclass(loaded, BaseTextEnv) and loaded.step is BaseTextEnv.step
     try:
         source = _source(module, reference)
@@ -241,8 +227,8 @@ def _check_step(reference: str) -> None:
         if [ast.unparse(parent).rpartition(".")[2] for parent in owner.bases] != [BaseTextEnv.__name__]:
             continue
         lacks = lacks or "step" not in set(_defined(owner.body))
-        methods = (node for node in owner.body if getattr(node, "name", "") == "step")
-        returned = [node.value for found in methods for node in ast.walk(found) if isinstance(node, ast.Return)]
+        methods = (n for n in owner.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == "step")
+        returned = [n.value for step in methods for n in ast.walk(step) if isinstance(n, ast.Return)]
         if returned and all(isinstance(value, ast.Tuple) for value in returned):
             raise UserError(f"environment {reference!r}: step returns a tuple: {STEP_FORM}")
     if lacks:
@@ -271,5 +257,5 @@ def _defined(body: list[ast.stmt]) -> Iterator[str]:
             yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
         else:  # assignments, also in branches
             yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            inner = [n for n in ast.walk(node) if isinstance(n, ast.stmt) and n is not node]
-            yield from _defined([n for n in inner if hasattr(n, "name") or hasattr(n, "names")])
+            named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+            yield from _defined([n for n in ast.walk(node) if isinstance(n, named)])

@@ -27,11 +27,11 @@ from skyasync.config.resume import (
     STATE,
     Resume,
     checkpoints_of,
-    go_on_beside,
     refuse_foreign_checkpoints,
     settle_resume_mode,
+    settle_run_name,
 )
-from skyasync.config.schema import Config, TrainerConfig
+from skyasync.config.schema import Config
 from skyasync.config.schema.judges import judges_of
 from skyasync.config.schema.reward_models import WHERE
 from skyasync.config.schema.sampling import backend
@@ -42,11 +42,11 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config
 from skyasync.models.config import complaints
-from skyasync.observe.jsonl import replace_text
-from skyasync.observe.run_dir import RunDirectory, check_name, default_run_name, lock_run
+from skyasync.observability.jsonl import replace_text
+from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run
 from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
-from skyasync.preflight.model import check_axes, check_model, check_one_label, check_routers, check_same_tokens
+from skyasync.preflight.model import check_model, check_one_label, check_parallel, check_routers, check_same_tokens
 from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
@@ -92,28 +92,38 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     own_plan = is_ours("get_trainer")
     check_parts(cfg, [PLANS.find(trainer.plan)] if own_plan else plans_named_by(type(experiment).get_trainer))
 
-    go_on_beside(trainer)
+    settle_run_name(trainer)
     name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
     check_name(trainer.runs_dir, name)
     refuse_foreign_checkpoints(trainer)
-    check_folders(trainer)
+    check_writable("trainer.runs_dir", trainer.runs_dir)
+    for key in ("ckpt_path", "export_path", "critic.export_path"):
+        if folder := attrgetter(key)(trainer):
+            check_writable(f"trainer.{key}", folder)
 
-    if without_gpus(cfg.ray.address):
-        engine_config(cfg, gpus=False)
-        check_cores(cfg, experiment.roles())
+    ray = sys.modules.get("ray")
+    if not cfg.ray.address and not (ray is not None and ray.is_initialized()):  # it starts its own cluster here
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        if hidden or not any(next(Path("/dev").glob(device), None) for device in _DEVICES):
+            engine_config(cfg, gpus=False)
+            check_cores(cfg, experiment.roles())
     if cfg.generator.engines:
         folder = cfg.generator.weight_sync_dir
         check_servers(cfg.generator.engines, experiment.engine_config(), folder, backend(cfg))
 
     own_tokenizer = not is_ours("get_tokenizer")
-    train, held_out = is_ours("get_train_dataset"), is_ours("get_eval_dataset")
-    prompts = check_data(cfg, experiment.data_rows, train=train, held_out=held_out)
+    train, evaluate = is_ours("get_train_dataset"), is_ours("get_eval_dataset")
+    prompts = check_data(cfg, experiment.data_rows, train=train, evaluate=evaluate)
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
     path = trainer.policy.model.path
     if not own_tokenizer and Path(path, "tokenizer.json").is_file():
         tokenizer = with_template(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
         check_lengths(prompts, tokenizer, cfg)
-    check_resuming(cfg)
+    resume, checkpoints = Resume.of(trainer), Checkpoints(checkpoints_of(trainer))
+    # The checkpoint is there, not damaged at a glance, and of this run. Those passed over are reported at the load.
+    if resume.requested and (checkpoint := choose(resume, checkpoints, skip=lambda *_: None)):
+        refuse_other(checkpoint, "seed", json.loads((checkpoint / STATE).read_text())["seed"], trainer.seed)
+        check_recorded(checkpoint, cfg)
     if is_ours("get_judges"):
         experiment.judge_keys = check_judges(cfg)
 
@@ -121,11 +131,11 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         print(line)
     if line := about_recipe(cfg):
         print(f"note: {line}", file=sys.stderr)
-    resume = Resume.of(trainer).within(checkpoints_of(trainer))
-    run_dir = RunDirectory(trainer.runs_dir, name, resume=resume)
+    resumes = Resume.of(trainer).within(checkpoints_of(trainer))
+    run_dir = RunDirectory(trainer.runs_dir, name, resume=resumes)
     lock_run(run_dir.path)
     run_dir.secrets = Secrets.of(cfg)
-    run_dir.save_config(dump_config(cfg, secrets=False))
+    replace_text(run_dir.config, dump_config(cfg, secrets=False))
     replace_text(run_dir.origins, json.dumps(origins(cfg), indent=1) + "\n")
     freeze(cfg)
     return run_dir
@@ -156,17 +166,16 @@ def settle_references(cfg: Config) -> None:
     trainer = cfg.trainer
     if cfg.generator.agent_func_path:
         other_frameworks().settle_agent_file(cfg)
-    folders: list[tuple[Any, str]] = [(trainer, "ckpt_path"), (trainer, "export_path"), (trainer.critic, "export_path")]
-    for settings, name in folders:
-        if getattr(settings, name):
-            setattr(settings, name, str(Path(getattr(settings, name)).expanduser().resolve()))
+    for section in (trainer, trainer.critic):
+        section.export_path = section.export_path and str(Path(section.export_path).expanduser().resolve())
+    trainer.ckpt_path = trainer.ckpt_path and str(Path(trainer.ckpt_path).expanduser().resolve())
     if folder := Resume.of(trainer).folder:
         trainer.resume_mode = str(folder.resolve())
     if cfg.data.chat_template and "{" not in cfg.data.chat_template:
         cfg.data.chat_template = str(Path(cfg.data.chat_template).expanduser().resolve())
         template_text(cfg.data.chat_template)
-    for name in ("train_data", "val_data"):
-        setattr(cfg.data, name, [absolute(source) for source in getattr(cfg.data, name)])
+    cfg.data.train_data = [absolute(source) for source in cfg.data.train_data]
+    cfg.data.val_data = [absolute(source) for source in cfg.data.val_data]
     for name, entry in cfg.data.val_sets.items():
         if isinstance(entry, dict):
             entry["data"] = absolute_all(entry["data"])
@@ -177,7 +186,7 @@ def settle_references(cfg: Config) -> None:
     for path in (*parts, "trainer.eval_answer", "generator.agent_program", "environment.env_class"):
         group, _, name = path.rpartition(".")
         holder = attrgetter(group)(cfg)
-        value = getattr(holder, name)
+        value = vars(holder)[name]
         whole = [absolute_reference(v) for v in value] if isinstance(value, list) else absolute_reference(value)
         setattr(holder, name, whole)
 
@@ -191,8 +200,10 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
     """
     for name, entry in cfg.trainer.reward.models.items():
         key = f"{WHERE}.{name}.path"
-        entry["path"] = model_path(entry["path"], key)
-        _check_scorer(entry["path"], cfg, key)
+        path = entry["path"] = model_path(entry["path"], key)
+        check_model(path, cfg, key=key, own_tokenizer=True)
+        check_one_label(path, key, trained=True)
+        check_same_tokens(path, cfg.trainer.policy.model.path, key)
     for role in ROLES.values():
         model = role.own_model(cfg)
         if model is None:
@@ -207,7 +218,7 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
         if own:
             check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
             if role.on_policys_devices(cfg):
-                check_axes(cfg.trainer.parallel, model.path, key)
+                check_parallel(cfg.trainer.parallel, model.path, key)
             if role.name == POLICY:
                 check_routers(cfg.trainer.policy.router_replay, model.path, key)
         if wrong := next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), ""):
@@ -218,37 +229,13 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
             check_same_tokens(model.path, cfg.trainer.policy.model.path, key)
 
 
-def _check_scorer(path: str, cfg: Config, key: str) -> None:
-    check_model(path, cfg, key=key, own_tokenizer=True)
-    check_one_label(path, key, trained=True)
-    check_same_tokens(path, cfg.trainer.policy.model.path, key)
-
-
 # ---------------------------------------------------------------- folders
-
-
-def check_folders(trainer: TrainerConfig) -> None:
-    """Raises ``UserError`` naming the key of a folder that cannot be written."""
-    check_writable("trainer.runs_dir", trainer.runs_dir)
-    for name in ("ckpt_path", "export_path", "critic.export_path"):
-        if folder := attrgetter(name)(trainer):
-            check_writable(f"trainer.{name}", folder)
-
-
-def check_resuming(cfg: Config) -> None:
-    """Raises ``UserError`` if a named checkpoint is not there, or damaged at a glance, or of another run."""
-    resume, checkpoints = Resume.of(cfg.trainer), Checkpoints(checkpoints_of(cfg.trainer))
-    if not resume.wanted:
-        return
-    if folder := choose(resume, checkpoints, skip=lambda *_: None):  # which is told when it is loaded
-        refuse_other(folder, "seed", json.loads((folder / STATE).read_text())["seed"], cfg.trainer.seed)
-        check_recorded(folder, cfg)
 
 
 def check_writable(key: str, folder: str) -> None:
     """Make the folder and a file in it, and take away again what was not there."""
     path = Path(folder).expanduser().absolute()
-    made = [place for place in (path, *path.parents) if not place.exists()]
+    made = [parent for parent in (path, *path.parents) if not parent.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
@@ -256,21 +243,12 @@ def check_writable(key: str, folder: str) -> None:
     except OSError as error:
         raise UserError(f"{key}={folder} cannot be written: {error.strerror or error}") from error
     finally:
-        for place in made:
+        for parent in made:
             with contextlib.suppress(OSError):
-                place.rmdir()
+                parent.rmdir()
 
 
 # ---------------------------------------------------------------- devices and servers
-
-
-def without_gpus(address: str) -> bool:
-    """A run that starts its own cluster here will find no GPU; false where that is not certain."""
-    ray = sys.modules.get("ray")
-    if address or (ray is not None and ray.is_initialized()):
-        return False
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return hidden or not any(next(Path("/dev").glob(name), None) for name in _DEVICES)
 
 
 def check_cores(cfg: Config, roles: Sequence[Role]) -> None:
@@ -282,7 +260,7 @@ def check_cores(cfg: Config, roles: Sequence[Role]) -> None:
     slots, cores = plan_slots(cfg, gpus=False, roles=roles), os.cpu_count() or 1
     if len(slots.bundles) <= PROCESSES_PER_CORE * cores:
         return
-    counts = ", ".join(f"{name} {len(places)}" for name, places in slots.of.items() if places)
+    counts = ", ".join(f"{name} {len(bundles)}" for name, bundles in slots.of.items() if bundles)
     raise UserError(
         f"this machine has no GPU that can be used, and {cores} cores are too few for {len(slots.bundles)} processes "
         f"(at most {PROCESSES_PER_CORE} per core; {counts}): use fewer ranks "

@@ -75,14 +75,14 @@ class ChatTokenizer:
         if not self._applies_template:
             return self.tokenizer.encode(_joined_text(messages), add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
-        if not self._ends_before:
+        if not self._eos_before:
             raise UserError(
                 f"several turns need a chat template that ends each message with the tokenizer's eos_token "
                 f"({self.tokenizer.eos_token!r}); set generator.max_turns=1, or the eos_token of the model's folder"
             )
-        tail = tokens_after(self._frame(_BEFORE + messages, generation=True), eos, self._ends_before)
+        rest = tokens_after(self._frame(_BEFORE + messages, generation=True), eos, self._eos_before)
         ended = len(action) > 0 and action[-1] == eos
-        return tail if ended else [eos, *tail]
+        return rest if ended else [eos, *rest]
 
     def reframed(self, conversation: Conversation, tools: Tools, extended: Ints) -> Ints | None:
         """The conversation as the template shows it before the next turn; None if its text is that of ``extended``.
@@ -96,7 +96,7 @@ class ChatTokenizer:
         return None if texts[0] == texts[1] else tokens
 
     @cached_property
-    def _ends_before(self) -> int:
+    def _eos_before(self) -> int:
         """The number of end-of-sequence tokens up to the end of the model's message in _BEFORE."""
         return self._frame(_BEFORE, generation=False).count(self.tokenizer.eos_token_id)
 
@@ -118,7 +118,7 @@ class ChatTokenizer:
         text = _decoded(self.tokenizer, tokens, skip_special_tokens=sampling.skip_special_tokens)
         if sampling.include_stop_str_in_output:
             return text
-        return text[: min((found for s in sampling.stop if (found := text.find(s)) >= 0), default=None)]
+        return text[: min((start for s in sampling.stop if (start := text.find(s)) >= 0), default=None)]
 
     def seen(self, read: Ints, wrote: Ints) -> TurnTokens:
         """A turn as the engine had it; the texts with all special tokens."""
@@ -169,7 +169,7 @@ def _decoded(tokenizer: Tokenizer, tokens: Ints, *, skip_special_tokens: bool) -
 
 def knows_tools(tokenizer: Tokenizer) -> bool:
     """Whether the chat template shows tools to the model."""
-    template = getattr(tokenizer, "chat_template", None) or ""
+    template = tokenizer.chat_template or ""
     return "tools" in (template if isinstance(template, str) else json.dumps(template))
 
 
@@ -179,8 +179,8 @@ def tokens_after(tokens: list[int], end: int, count: int) -> list[int]:
     Counting holds if the template shows a message differently in a longer conversation (an emptied thinking part), so
     that the tokens before it are others.
     """
-    places = [place for place, token in enumerate(tokens) if token == end]
-    return tokens[places[count - 1] + 1 :]
+    positions = [position for position, token in enumerate(tokens) if token == end]
+    return tokens[positions[count - 1] + 1 :]
 
 
 def _plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
@@ -189,19 +189,19 @@ def _plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
     Raises:
         UserError: for a part that is not text.
     """
-    return [{**message, "content": _text_of(message["content"])} if "content" in message else {**message}
-            for message in cast(Sequence[Mapping[str, Any]], conversation)]  # fmt: skip
-
-
-def _text_of(content: object) -> object:
-    if not isinstance(content, list):
-        return content
-    kinds = {part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content}
-    if images := sorted({kind for part in content if (kind := image_part(part))}):
-        raise UserError(f"a message's content has parts of type {', '.join(images)}: {NO_IMAGES}")
-    if other := sorted(kinds - {"text"}):
-        raise UserError(f"a message's content has parts of type {', '.join(other)}: only parts of type text are read")
-    return "".join(part["text"] for part in content)
+    plain = [dict(message) for message in cast(Sequence[Mapping[str, Any]], conversation)]
+    for message in plain:
+        content = message.get("content")
+        if not isinstance(content, list):
+            continue
+        types = {part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content}
+        problem = "a message's content has parts of type"
+        if images := sorted({kind for part in content if (kind := image_part(part))}):
+            raise UserError(f"{problem} {', '.join(images)}: {NO_IMAGES}")
+        if other := sorted(types - {"text"}):
+            raise UserError(f"{problem} {', '.join(other)}: only parts of type text are read")
+        message["content"] = "".join(part["text"] for part in content)
+    return plain
 
 
 def _joined_text(messages: Conversation) -> str:

@@ -7,14 +7,13 @@ tenth of a second and more.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from skyasync.arrays import TURN_TOKENS, Experts, joined_experts
+from skyasync.arrays import TURN_TOKENS, joined_experts
 from skyasync.models.batch import RolloutBatch
 from skyasync.rollout.types import Group, Segment, Trajectory
 
@@ -74,27 +73,28 @@ class _Collation:
             if written >= TURN_TOKENS or row.group != group:
                 written, group = 0, row.group
                 yield
-            self._put(index, row.sequence)
+            self._versions[index] = -1
+            if self._experts is not None:
+                known = joined_experts(segment.experts for segment in row.sequence)
+                count = 0 if known is None else len(known)
+                if known is not None:
+                    self._experts[index, :count] = known
+                self._experts[index, count:] = np.iinfo(self._experts.dtype).max
+            end = 0
+            for segment in row.sequence:
+                start, end = end, end + len(segment.tokens)
+                self._tokens[index, start:end] = segment.tokens
+                if segment.kind == "action":
+                    self._loss_mask[index, start:end] = True
+                    self._logprobs[index, start:end] = segment.logprobs
+                    self._versions[index, start:end] = segment.versions
+                if segment.reward and len(segment.tokens):
+                    self._rewards[index, end - 1] = segment.reward
+            self._attention_mask[index, :end] = True
+            if self._pad_token_id:
+                self._tokens[index, end:] = self._pad_token_id
             written += self._tokens.shape[1]
         yield
-
-    def _put(self, row: int, sequence: Sequence[Segment]) -> None:
-        self._versions[row] = -1
-        if self._experts is not None:
-            _put_experts(self._experts[row], sequence)
-        end = 0
-        for segment in sequence:
-            start, end = end, end + len(segment.tokens)
-            self._tokens[row, start:end] = segment.tokens
-            if segment.kind == "action":
-                self._loss_mask[row, start:end] = True
-                self._logprobs[row, start:end] = segment.logprobs
-                self._versions[row, start:end] = segment.versions
-            if segment.reward and len(segment.tokens):
-                self._rewards[row, end - 1] = segment.reward
-        self._attention_mask[row, :end] = True
-        if self._pad_token_id:
-            self._tokens[row, end:] = self._pad_token_id
 
     def batch(self) -> RolloutBatch:
         rows = self._rows
@@ -103,23 +103,11 @@ class _Collation:
             tokens=torch.from_numpy(self._tokens),
             attention_mask=torch.from_numpy(self._attention_mask),
             loss_mask=torch.from_numpy(self._loss_mask),
-            group_ids=_ids(row.group for row in rows),
-            trajectory_ids=_ids(row.number for row in rows) if branched else None,
+            group_ids=torch.tensor([row.group for row in rows], dtype=torch.int64),
+            trajectory_ids=torch.tensor([row.number for row in rows], dtype=torch.int64) if branched else None,
             truncated=torch.tensor([row.trajectory.stop_reason != "stop" for row in rows], dtype=torch.bool),
             behaviour_logprobs=torch.from_numpy(self._logprobs),
             versions=torch.from_numpy(self._versions),
             rewards=torch.from_numpy(self._rewards),
             routed_experts=None if self._experts is None else torch.from_numpy(self._experts),
         )
-
-
-def _put_experts(row: Experts, sequence: Sequence[Segment]) -> None:
-    known = joined_experts(segment.experts for segment in sequence)
-    count = 0 if known is None else len(known)
-    if known is not None:
-        row[:count] = known
-    row[count:] = np.iinfo(row.dtype).max
-
-
-def _ids(numbers: Iterable[int]) -> Tensor:
-    return torch.tensor(list(numbers), dtype=torch.int64)

@@ -8,10 +8,9 @@ error).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count
 from math import nan
 
 from skyasync.arrays import Ints
@@ -19,7 +18,6 @@ from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.rollout.types import Group, Segment, Trajectory, TrajectoryId
-from skyasync.utils.rpc import ProcessLostError
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ class EpisodeLimits:
         spread: ``generator.is_num_return_sequences_expand``: each episode is a session of its own, so that those of a
             group may go to different engines; false keeps a group on one.
         turn_discount: ``generator.turn_discount``.
-        spares: ``generator.spare_samples_per_prompt``.
+        spares: ``generator.oversample_per_prompt``.
         on_nonfinite: ``trainer.on_nonfinite``, for rewards, if ``on_error`` does not end their episodes alone.
         metric: ``trainer.algorithm.dynamic_sampling.metric``, which episodes must report.
     """
@@ -72,7 +70,7 @@ class EpisodeLimits:
             give_up_reward=cfg.environment.give_up_reward,
             spread=generator.is_num_return_sequences_expand,
             turn_discount=generator.turn_discount,
-            spares=generator.spare_samples_per_prompt,
+            spares=generator.oversample_per_prompt,
             on_nonfinite=cfg.trainer.on_nonfinite,
             metric=reported_metric(cfg),
         )
@@ -81,9 +79,6 @@ class EpisodeLimits:
     def skips_nonfinite(self) -> bool:
         """A reward that is not finite skips the update of its step; no error ends the run, nor the episode alone."""
         return self.on_error == "raise" and self.on_nonfinite == "skip"
-
-    def turns(self) -> Iterable[int]:
-        return range(self.max_turns) if self.max_turns else count()
 
     @contextmanager
     def environment_errors(self) -> Iterator[None]:
@@ -116,11 +111,8 @@ def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Excepti
         prompt: the tokens of the row's own prompt, for an episode that failed before it had any.
     """
     kind = type(error).__qualname__
-    _warn_once(
-        kind,
-        "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s",
-        trajectory.id, kind, error,
-    )  # fmt: skip
+    message = "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s"
+    warn_once(kind, message, trajectory.id, kind, error)
     if len(trajectory.segments) == 1 and trajectory.branches:  # it failed at the beginning of a turn
         trajectory.segments = trajectory.branches.pop()
     for sequence in trajectory.sequences:
@@ -139,7 +131,7 @@ def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Excepti
 
 def nonfinite_episode(trajectory: Trajectory, error: Exception) -> Trajectory:
     """The trajectory so far, with a reward that is not finite: the update of its step is skipped."""
-    _warn_once("a reward that is not finite", "episode %s: %.500s", trajectory.id, error)
+    warn_once("a reward that is not finite", "episode %s: %.500s", trajectory.id, error)
     trajectory.segments[-1].reward = nan
     return trajectory
 
@@ -156,24 +148,8 @@ def check_given_up(groups: Sequence[Group], most: float) -> None:
         )
 
 
-def warn_of_full_sequence(trajectory: Trajectory, max_model_len: int) -> None:
-    _warn_once(
-        "no room",
-        "episode %s is full after %d turns: what its environment said would exceed generator.max_model_len=%d; others "
-        "are counted in response/truncated. Raise it, or set generator.max_turns, which the default follows",
-        trajectory.id, len(trajectory.actions), max_model_len,
-    )  # fmt: skip
-
-
-def warn_of_lost_process(trajectory: Trajectory, error: ProcessLostError) -> None:
-    _warn_once(
-        "a lost process",
-        "episode %s is played again from its beginning in another process; others are counted in env/retries: %.500s",
-        trajectory.id, error,
-    )  # fmt: skip
-
-
-def _warn_once(kind: str, message: str, *args: object) -> None:
+def warn_once(kind: str, message: str, *args: object) -> None:
+    """Log the first warning of its kind."""
     if kind not in _warned:
         _warned.add(kind)
         log.warning(message, *args)

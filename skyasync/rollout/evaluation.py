@@ -20,7 +20,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import powers, samples_of
@@ -32,12 +31,16 @@ from skyasync.rollout.chat import LONG
 from skyasync.rollout.generator_api import rollout_requests
 from skyasync.rollout.metrics import eval_name, rollout_metrics
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import Group, Prompt, RolloutRequest, Trajectory
+from skyasync.rollout.types import Group, Prompt, RolloutRequest
 
 PASSING = 1.0
 MOST = 1000  # samples of which every subset can be counted in floats
 LAST_TOKENS = 2048  # of a response, where its answer stands
 SHORT = 64  # characters of a response that is an answer by itself
+_AUTO = (
+    re.compile(r"####[ \t]*(\S[^\n]*)"),
+    re.compile(r"\banswer(?:\s+is|\s*:)[\s*]*([^\s*][^\n]{0,200}?)[\s*]*(?:[.!]?[ \t]*$|[.!]\s)", re.I | re.M),
+)
 
 AnswerReader = Callable[[str], str | None]
 """The answer that a response gives: two responses agree if and only if the texts are equal. None has no vote."""
@@ -76,15 +79,10 @@ class Scoring:
         played = [each for each in group.trajectories if not each.ended_early]
         answers = None
         if self.answer is not None and tokenizer is not None and len(played) > 1:
-            answers = [self.answer(_last_text(each, tokenizer)) for each in played]
+            last = [each.actions[-1].tokens[-LAST_TOKENS:].tolist() if each.actions else [] for each in played]
+            texts = [tokenizer.decode(tokens, skip_special_tokens=True) if tokens else "" for tokens in last]
+            answers = [self.answer(text) for text in texts]
         return prompt_scores(group, self.ks or powers(len(played)), self.passing, answers)
-
-
-def _last_text(trajectory: Trajectory, tokenizer: Tokenizer) -> str:
-    """The end of the last action."""
-    if not trajectory.actions:
-        return ""
-    return tokenizer.decode(trajectory.actions[-1].tokens[-LAST_TOKENS:].tolist(), skip_special_tokens=True)
 
 
 def eval_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[list[RolloutRequest]]:
@@ -103,8 +101,8 @@ def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dic
     """All metrics of an evaluation; ``scores`` are those of the groups, in their order."""
 
     def metrics_of(chosen: Sequence[tuple[Group, PromptScores]], prefix: str) -> dict[str, float]:
-        found = rollout_metrics([group for group, _ in chosen])
-        metrics = {eval_name(name).removeprefix("eval/"): value for name, value in found.items()}
+        rollout = rollout_metrics([group for group, _ in chosen])
+        metrics = {eval_name(name).removeprefix("eval/"): value for name, value in rollout.items()}
         metrics |= mean_scores([score for _, score in chosen if score.passes])
         return {f"{prefix}{name}": value for name, value in metrics.items()}
 
@@ -166,30 +164,21 @@ def majority_at(ks: Sequence[int], answers: Sequence[str | None], correct: Seque
     Args:
         ks: each from 1 to the number of samples; of more than ``MOST`` samples only the vote of all is counted.
     """
-    given: dict[str, list[bool]] = {}
+    votes: dict[str, list[bool]] = {}
     for answer, passes in zip(answers, correct, strict=True):
         if answer is not None:
-            given.setdefault(answer, []).append(passes)
-    shares = [(len(passes), fmean(passes)) for passes in given.values()]
-    n = len(answers)
+            votes.setdefault(answer, []).append(passes)
+    shares = [(len(passes), fmean(passes)) for passes in votes.values()]  # of each answer: votes, and correct ones
+    n, most_votes = len(answers), max((count for count, _ in shares), default=0)
     if n > MOST:
-        most = max((count for count, _ in shares), default=0)
-        winners = [share for count, share in shares if count == most]
+        winners = [share for count, share in shares if count == most_votes]
         return {n: fmean(winners) if winners else 0.0} if n in ks else {}
-    total = _winning(max(ks), shares, n)
-    return {k: float(min(total[k] / comb(n, k), 1.0)) for k in ks}
-
-
-def _winning(most: int, shares: Sequence[tuple[int, float]], n: int) -> npt.NDArray[np.float64]:
-    """``[most + 1]``: over all subsets of k samples, the sum of the shares of correct samples of their winners.
-
-    ``shares`` has, for each answer, how many samples give it and the share of these that is correct. For each number m
-    of votes that the winner may have, subsets are counted as products of polynomials in the number of samples drawn: an
-    answer with fewer than m votes takes any number of its samples below m, one that ties takes m. ``ways`` counts the
-    subsets by ties, ``worth`` adds up the shares of those that tie.
-    """
-    total = np.zeros(most + 1)
-    for m in range(1, min(most, max((count for count, _ in shares), default=0)) + 1):
+    # For each number m of votes that the winner may have, subsets are counted as products of polynomials in the number
+    # of samples drawn: an answer with fewer than m votes takes any number of its samples below m, one that ties takes
+    # m. ``ways`` [ties + 1, k + 1] counts the subsets by ties, ``worth`` adds up the shares of those that tie.
+    most = max(ks)
+    total = np.zeros(most + 1)  # over all subsets of k samples: the sum of their winners' shares
+    for m in range(1, min(most, most_votes) + 1):
         strong = [(count, share) for count, share in shares if count >= m]
         weak = n - sum(count for count, _ in strong)  # without an answer, or with one that cannot have m votes
         ways, worth = (np.zeros((most // m + 1, most + 1)) for _ in range(2))
@@ -202,45 +191,37 @@ def _winning(most: int, shares: Sequence[tuple[int, float]], n: int) -> npt.NDAr
             ways = np.array([np.convolve(row, below)[: most + 1] for row in ways]) + tied_ways
             worth = np.array([np.convolve(row, below)[: most + 1] for row in worth]) + tied_worth
         total += sum(worth[ties] / ties for ties in range(1, len(worth)))
-    return total
+    return {k: float(min(total[k] / comb(n, k), 1.0)) for k in ks}
 
 
 # ---------------------------------------------------------------- answers
 
-_AFTER_HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
-_SAID = re.compile(r"\banswer(?:\s+is|\s*:)[\s*]*([^\s*][^\n]{0,200}?)[\s*]*(?:[.!]?[ \t]*$|[.!]\s)", re.I | re.M)
-
 
 def answer_reader(spec: str) -> AnswerReader:
-    """For ``trainer.eval_answer``: ``auto``, a regular expression, or a function of the user's.
+    r"""For ``trainer.eval_answer``: ``auto``, a regular expression, or a function of the user's.
+
+    ``auto`` is the last ``\boxed{}``, or what follows the last ``####``, or "answer is", or a short response itself.
 
     Raises:
         UserError: if there is no such function.
     """
-    if spec == "auto":
-        return _auto
     if is_reference(spec):
         own: Callable[[str], object] = resolve_reference(spec, kind="trainer.eval_answer")
-        return lambda text: None if (found := own(text)) is None else _normalized(str(found))
-    pattern = re.compile(spec)
+        return lambda text: None if (answer := own(text)) is None else _normalized(str(answer))
+    patterns = _AUTO if spec == "auto" else (re.compile(spec),)
 
-    def last(text: str) -> str | None:
-        found = pattern.findall(text)
-        return _normalized(found[-1]) if found else None
+    def read(text: str) -> str | None:
+        if spec == "auto":
+            text = without_thinking(text).strip()
+            if (boxed := extract_boxed_answer(text)) is not None:
+                return _normalized(boxed)
+        for pattern in patterns:
+            if matches := pattern.findall(text):
+                return _normalized(matches[-1])
+        is_short = spec == "auto" and 0 < len(text) <= SHORT and "\n" not in text
+        return _normalized(text) if is_short else None
 
-    return last
-
-
-def _auto(text: str) -> str | None:
-    r"""The last ``\boxed{}``, or what follows the last ``####``, or "answer is", or a short response itself."""
-    text = without_thinking(text).strip()
-    boxed = extract_boxed_answer(text)
-    if boxed is not None:
-        return _normalized(boxed)
-    for pattern in (_AFTER_HASHES, _SAID):
-        if found := pattern.findall(text):
-            return _normalized(found[-1])
-    return _normalized(text) if text and len(text) <= SHORT and "\n" not in text else None
+    return read
 
 
 def _normalized(answer: str) -> str:

@@ -1,24 +1,32 @@
-"""Plays episodes: the engine writes, the environment answers, until it is done.
+"""Plays episodes: the engine writes, the environment answers, until it is done; then the judges grade.
 
 Invariant: every trajectory requested comes back, in the order requested, with exactly the tokens that the engine read
 and wrote. If one episode fails, the others are cancelled and its error is raised. If its environment failed and
-``environment.on_error`` allows it, only that episode ends, and is counted (``env/given_up``).
+``environment.on_error`` allows it, only that episode ends, and is counted (``env/given_up``). The reward of a finished
+episode includes the grades of its judges before its group is complete; waiting for a grade holds up no other episode.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
+from typing import Any
 
-from skyasync.arrays import Ints, ints, joined
-from skyasync.envs.base import TurnTokens
+from skyasync.arrays import ints, joined
+from skyasync.config.schema import Config
+from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
+from skyasync.envs.base import Conversation
 from skyasync.envs.pool import EnvPool
-from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError
+from skyasync.envs.reward import known_of, metrics_of
+from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError, unknown
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.rewards.llm_judge import ChatServer, LLMJudge, Messages, UnansweredError, key_of
+from skyasync.rewards.settings import short_names
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from skyasync.rollout.episode_limits import (
     MAX_ATTEMPTS,
@@ -26,18 +34,16 @@ from skyasync.rollout.episode_limits import (
     EpisodeLimits,
     failed_episode,
     nonfinite_episode,
-    warn_of_full_sequence,
-    warn_of_lost_process,
+    warn_once,
 )
 from skyasync.rollout.generator_api import Generator, TrajectoryGenerator, request_seed
 from skyasync.rollout.group_sampling import GroupMonitor, StopRule, play_episodes, with_extra_samples
-from skyasync.rollout.judging import NO_JUDGES, Judges
 from skyasync.rollout.partial_rollouts import PartialRollouts, request_id
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import RolloutRequest, Segment, Trajectory, TrajectoryId, action_of
 from skyasync.utils.rpc import ProcessLostError
 
-__all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator"]
+__all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator", "Judges"]
 
 
 class EpisodeGenerator(TrajectoryGenerator):
@@ -86,10 +92,10 @@ class EpisodeGenerator(TrajectoryGenerator):
         finally:
             self._partial.remove(episodes)
 
-    async def begun(self) -> list[Trajectory]:
+    async def partial_rollouts(self) -> list[Trajectory]:
         return await self._partial.now()
 
-    def go_on_from(self, trajectories: Sequence[Trajectory]) -> None:
+    def resume_from(self, trajectories: Sequence[Trajectory]) -> None:
         self._partial.resume(trajectories)
 
     async def close(self) -> None:
@@ -99,14 +105,18 @@ class EpisodeGenerator(TrajectoryGenerator):
         self._environments.end()
 
     async def _episode(self, request: RolloutRequest) -> Trajectory:
+        """The trajectory of one request, with its grades; a failed episode's if only that episode ends."""
         trajectory, prompt = Trajectory(request.id), request.prompt
         self._partial.add(trajectory)
         try:
             async with self._in_flight, self._time_limit(request.id):
-                response = await self._attempts(trajectory, request)
+                response = await self._play_with_retries(trajectory, request)
             if weighted := self._environments.graded_by(prompt.env_class, request.extras):
                 if self._judges is None:
-                    raise UserError(NO_JUDGES)
+                    raise UserError(
+                        "the row's reward functions name a judge, and there are none: set environment.judges.NAME (a "
+                        "generator of your own takes them from BasePPOExp.get_judges)"
+                    )
                 await self._judges.add(trajectory, weighted, request.extras, prompt.messages, response)
         except BaseException as error:
             self._environments.abandon(str(request.id))
@@ -122,24 +132,40 @@ class EpisodeGenerator(TrajectoryGenerator):
             trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
         return trajectory
 
-    async def _attempts(self, trajectory: Trajectory, request: RolloutRequest) -> str:
+    @asynccontextmanager
+    async def _time_limit(self, identity: TrajectoryId) -> AsyncIterator[None]:
+        limit_s = self._limits.timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None) as timer:
+                yield
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            message = f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
+            with self._limits.environment_errors():
+                raise TimeoutError(message) from error
+
+    async def _play_with_retries(self, trajectory: Trajectory, request: RolloutRequest) -> str:
         """The text of the last action. The episode starts again if the process of its environment is lost."""
-        attempt = 1
-        while True:
+        for attempt in count(1):
             try:
                 response = await self._play(trajectory, request)
             except (ProcessLostError, EpisodeFailedError) as error:
                 lost = error.__cause__ if isinstance(error, EpisodeFailedError) else error
                 if not isinstance(lost, ProcessLostError) or attempt == MAX_ATTEMPTS:
                     raise
-                warn_of_lost_process(trajectory, lost)
+                message = (
+                    "episode %s is played again from its beginning in another process; others are counted in "
+                    "env/retries: %.500s"
+                )
+                warn_once("a lost process", message, trajectory.id, lost)
                 self._partial.restart(trajectory)
-                attempt += 1
-                continue
-            if attempt > 1:
-                retries = trajectory.metrics.get("retries", 0) + attempt - 1
-                trajectory.metrics = trajectory.metrics | {"retries": retries}
-            return response
+            else:
+                break
+        if attempt > 1:
+            retries = trajectory.metrics.get("retries", 0) + attempt - 1
+            trajectory.metrics = trajectory.metrics | {"retries": retries}
+        return response
 
     async def _play(self, trajectory: Trajectory, request: RolloutRequest) -> str:
         """One episode to its end; the text of its last action."""
@@ -155,11 +181,29 @@ class EpisodeGenerator(TrajectoryGenerator):
         messages = [] if isinstance(start, str) else list(start)
         trajectory.segments[0].tokens = tokens
         sees_tokens = environments.sees_tokens(env_class, request.extras)
-        for turn in limits.turns():
-            action = await self._act(trajectory, tokens, turn, sampling)
-            decode = partial(frame.text, action.tokens, sampling)
-            text = await asyncio.to_thread(decode) if len(action.tokens) >= LONG else decode()
-            seen = await _seen(frame, tokens, action.tokens) if sees_tokens else None
+        for turn in range(limits.max_turns) if limits.max_turns else count():
+            # The model acts.
+            free = self._max_model_len - len(tokens)
+            if free < 1:
+                raise UserError(
+                    f"the prompt of {trajectory.id} has {len(tokens)} tokens, which leaves no room for a response: "
+                    f"raise generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
+                )
+            name = request_id(trajectory.id, turn)
+            seed = request_seed(sampling.seed, name)
+            limited = replace(sampling, max_tokens=min(sampling.max_tokens, free), seed=seed)
+            generation = GenerationRequest(name, tokens, limited, session_id=limits.session(trajectory.id))
+            recorded = self._partial.turn(trajectory.id, turn, tokens, seeded=seed is not None)
+            output = await (self._client.go_on(generation, recorded) if recorded else self._client.generate(generation))
+            trajectory.stop_reason = output.finish_reason or "stop"
+            action = action_of(output, trajectory.segments)
+            trajectory.segments.append(action)
+            # The environment answers.
+            text = await _in_thread(len(action.tokens) >= LONG, partial(frame.text, action.tokens, sampling))
+            seen = None
+            if sees_tokens:
+                is_long = len(tokens) + len(action.tokens) >= LONG
+                seen = await _in_thread(is_long, partial(frame.seen, tokens, action.tokens))
             with limits.environment_errors():
                 step = await environments.step(episode, text, seen)
             action.reward = step["reward"]
@@ -169,6 +213,7 @@ class EpisodeGenerator(TrajectoryGenerator):
                 return text
             if turn + 1 == limits.max_turns:
                 break
+            # Its answer is what the model reads next, unless there is no room for it.
             observation = ints(frame.observation(step["observations"], action.tokens))
             tokens, reframed = joined(tokens, observation), None
             if self._as_template_shows:
@@ -176,7 +221,12 @@ class EpisodeGenerator(TrajectoryGenerator):
                 reframed = frame.reframed(messages, tools, tokens)
             if len(tokens if reframed is None else reframed) >= self._max_model_len:
                 trajectory.stop_reason = "length"
-                warn_of_full_sequence(trajectory, self._max_model_len)
+                message = (
+                    "episode %s is full after %d turns: what its environment said would exceed "
+                    "generator.max_model_len=%d; others are counted in response/truncated. Raise it, or set "
+                    "generator.max_turns, which the default follows"
+                )
+                warn_once("no room", message, trajectory.id, len(trajectory.actions), self._max_model_len)
                 break
             if reframed is None:
                 trajectory.segments.append(Segment("observation", observation))
@@ -188,44 +238,111 @@ class EpisodeGenerator(TrajectoryGenerator):
             trajectory.metrics |= await environments.close(episode)
         return text
 
-    async def _act(self, trajectory: Trajectory, tokens: Ints, turn: int, sampling: SamplingParams) -> Segment:
-        """One action of the model, appended to the trajectory."""
-        room = self._max_model_len - len(tokens)
-        if room < 1:
-            raise UserError(
-                f"the prompt of {trajectory.id} has {len(tokens)} tokens, which leaves no room for a response: raise "
-                f"generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
+
+async def _in_thread(is_long: bool, call: partial[Any]) -> Any:  # noqa: ANN401  (the result of the call)
+    """The call's result; of long texts by a thread, so that the event loop goes on."""
+    return await asyncio.to_thread(call) if is_long else call()
+
+
+# ---------------------------------------------------------------- judges
+
+
+class Judges:
+    """All of ``environment.judges``: language models that grade finished episodes.
+
+    Args:
+        judges: by their names.
+        on_timeout: ``environment.reward_on_timeout``, for responses without a grade.
+    """
+
+    def __init__(self, judges: Mapping[str, LLMJudge], on_timeout: str = "zero") -> None:
+        self._judges, self._on_timeout = judges, on_timeout
+
+    @classmethod
+    def of(
+        cls, cfg: Config, keys: Mapping[str, str], client: InferenceClient, tokenizer: Tokenizer, max_model_len: int
+    ) -> Judges:
+        """The judges of a run.
+
+        Args:
+            keys: API keys of servers, by the judges' names; missing ones are read from environment variables.
+        """
+        chat, judges = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), {}
+        for name, judge in judges_of(cfg.environment.judges).items():
+            if judge.engine:
+                engine = EngineJudge(name, judge, client, chat, max_model_len)
+                judges[name] = LLMJudge(name, judge, engine, remembers=False)
+            else:
+                server = ChatServer(name, judge, keys[name] if name in keys else key_of(name, judge))
+                judges[name] = LLMJudge(name, judge, server, remembers=judge.cache)
+        return cls(judges, cfg.environment.reward_on_timeout)
+
+    async def add(
+        self,
+        trajectory: Trajectory,
+        weighted: Sequence[tuple[str, float]],
+        row: dict[str, Any],
+        messages: Conversation,
+        response: str,
+    ) -> None:
+        """Ask the judges among a row's reward functions, and add their grades to the episode's reward and metrics.
+
+        Raises:
+            UserError: for a judge that does not exist, or that cannot grade the row.
+            TimeoutError: for a response without a grade, if ``environment.reward_on_timeout`` is raise.
+        """
+        graded = [(func, weight) for func, weight in weighted if func.startswith(PREFIX)]
+        if not graded or not trajectory.actions:
+            return
+        judges = [func.removeprefix(PREFIX) for func, _ in graded]
+        for name in judges:
+            if name not in self._judges:
+                raise UserError(f"{unknown('judge', name, self._judges)} (environment.judges)")
+        known = known_of(row, messages, response)
+        scores = await asyncio.gather(*(self._judges[name].score(known) for name in judges))
+        for (func, _), score in zip(graded, scores, strict=True):
+            if score.no_reward and self._on_timeout == "raise":
+                raise TimeoutError(
+                    f"reward function {func} gave no grade; environment.reward_on_timeout=zero counts it as 0"
+                )
+        grades = zip(graded, scores, strict=True)
+        trajectory.actions[-1].reward += sum(weight * score.reward for (_, weight), score in grades)
+        funcs = [func for func, _ in weighted]
+        names = dict(zip(funcs, short_names(funcs), strict=True))
+        metrics = metrics_of([names[func] for func, _ in graded], scores, [False] * len(graded), row.get("domain"))
+        trajectory.metrics = {**trajectory.metrics, **metrics}
+
+    async def close(self) -> None:
+        await asyncio.gather(*(judge.close() for judge in self._judges.values()))
+
+
+class EngineJudge:
+    """The run's engines as a judge: they answer with their current weights, between their other requests."""
+
+    def __init__(
+        self, name: str, judge: JudgeConfig, client: InferenceClient, chat: ChatTokenizer, max_model_len: int
+    ) -> None:
+        self._name, self._judge, self._client = name, judge, client
+        self._chat, self._max_model_len, self._numbers = chat, max_model_len, count()
+
+    async def ask(self, messages: Messages) -> str:
+        """The engine's answer.
+
+        Raises:
+            UnansweredError: if the question leaves no room for one, or the request was aborted.
+        """
+        judge, tokens = self._judge, self._chat.prompt(messages)
+        free = self._max_model_len - len(tokens)
+        if free < 1:
+            raise UnansweredError(
+                f"its question has {len(tokens)} tokens, which leaves no room for an answer within "
+                f"generator.max_model_len={self._max_model_len}"
             )
-        name = request_id(trajectory.id, turn)
-        seed = request_seed(sampling.seed, name)
-        request = GenerationRequest(
-            request_id=name,
-            prompt_token_ids=tokens,
-            sampling=replace(sampling, max_tokens=min(sampling.max_tokens, room), seed=seed),
-            session_id=self._limits.session(trajectory.id),
-        )
-        recorded = self._partial.turn(trajectory.id, turn, tokens, seeded=seed is not None)
-        output = await (self._client.go_on(request, recorded) if recorded else self._client.generate(request))
-        trajectory.stop_reason = output.finish_reason or "stop"
-        action = action_of(output, trajectory.segments)
-        trajectory.segments.append(action)
-        return action
+        sampling = SamplingParams(max_tokens=min(judge.max_tokens, free), temperature=judge.temperature)
+        request = GenerationRequest(f"judge-{self._name}-{next(self._numbers)}", tokens, sampling)
+        output = await self._client.generate(request)
+        if output.finish_reason == "abort":
+            raise UnansweredError("the engine has ended its request")
+        return self._chat.text(output.token_ids)
 
-    @asynccontextmanager
-    async def _time_limit(self, identity: TrajectoryId) -> AsyncIterator[None]:
-        limit_s = self._limits.timeout_s
-        try:
-            async with asyncio.timeout(limit_s or None) as timer:
-                yield
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            late = f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
-            with self._limits.environment_errors():
-                raise TimeoutError(late) from error
-
-
-async def _seen(frame: ChatTokenizer | PlainText, read: Ints, wrote: Ints) -> TurnTokens:
-    """The tokens of a turn, for an environment that reads them."""
-    is_long = len(read) + len(wrote) >= LONG
-    return await asyncio.to_thread(frame.seen, read, wrote) if is_long else frame.seen(read, wrote)
+    async def close(self) -> None: ...

@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import groupby, pairwise
 from numbers import Real
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 _PARALLEL = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
 _OPTIONAL = ("rollout_logprobs", "rollout_versions", "trajectory_metrics")
 
+FORMER = {"begun": "partial_rollouts", "go_on_from": "resume_from"}  # methods of ``TrajectoryGenerator``
+
 Numbers = NDArray[Any]
 
 
@@ -62,6 +66,13 @@ class TrajectoryGenerator:
     methods: the one closest to the lists is called.
     """
 
+    def __init_subclass__(cls) -> None:
+        """Methods of subclasses by their former names are taken too."""
+        super().__init_subclass__()
+        for former in FORMER.keys() & vars(cls).keys():
+            warnings.warn(f"{cls.__name__}.{former}: the method is called {FORMER[former]} now", FutureWarning, 2)
+            setattr(cls, FORMER[former], vars(cls)[former])
+
     async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         """One trajectory per request, in that order."""
         raise NotImplementedError
@@ -74,12 +85,12 @@ class TrajectoryGenerator:
         """The same as parallel lists."""
         return generator_output(await self.roll_out(input_batch))
 
-    async def begun(self) -> list[Trajectory]:
+    async def partial_rollouts(self) -> list[Trajectory]:
         """The trajectories in flight with their tokens so far, for a checkpoint. By default they start again."""
         return []
 
-    def go_on_from(self, trajectories: Sequence[Trajectory]) -> None:
-        """Continue what ``begun`` gave to the checkpoint from which the run resumes."""
+    def resume_from(self, trajectories: Sequence[Trajectory]) -> None:
+        """Continue what ``partial_rollouts`` gave to the checkpoint from which the run resumes."""
 
 
 # ---------------------------------------------------------------- requests
@@ -171,6 +182,8 @@ async def run_generator(
 ) -> tuple[list[Group], dict[str, float]]:
     """One group per prompt of the requests, and the generator's own metrics. Without requests there is no call.
 
+    Other tasks run in between: many trajectories take a while to check.
+
     Args:
         version: of all tokens, if a user's generator returns no ``rollout_versions``.
 
@@ -179,59 +192,102 @@ async def run_generator(
     """
     if not requests:
         return [], {}
-    samples = [(prompt, len(list(same))) for prompt, same in groupby(requests, key=lambda request: request.prompt)]
+    requested, metrics = [request.id for request in requests], dict[str, float]()
+    checked: Iterator[Trajectory]
     if not hands_over_trajectories(generator):
         output = await generator.generate(generator_input(requests))
-        groups = await groups_in_turns(output, [prompt for prompt, _ in samples], version, samples[0][1])
-        return groups, output.get("rollout_metrics") or {}
-    if _overrides(generator, "roll_out"):
-        trajectories = await generator.roll_out(generator_input(requests))
+        checked, metrics = _read_output(output, requested, version), output.get("rollout_metrics") or {}
+    elif "roll_out" in vars(generator) or type(generator).roll_out is not TrajectoryGenerator.roll_out:
+        checked = _checked(await generator.roll_out(generator_input(requests)), requested)
     else:
-        trajectories = await generator.generate_trajectories(requests)
-    _check_order([request.id for request in requests], [trajectory.id for trajectory in trajectories])
-    done = 0
-    for trajectory in trajectories:
-        trajectory.branches = [_checked(sequence, trajectory.id) for sequence in trajectory.branches]
-        trajectory.segments = _checked(trajectory.segments, trajectory.id)
-        done += sum(len(segment.tokens) for segment in trajectory.segments)
-        if done >= TURN_TOKENS:
-            done = 0
+        checked = _checked(await generator.generate_trajectories(requests), requested)
+    trajectories, tokens = dict[TrajectoryId, Trajectory](), 0
+    for trajectory in checked:
+        trajectories[trajectory.id] = trajectory
+        tokens += sum(len(segment.tokens) for segment in trajectory.segments)
+        if tokens >= TURN_TOKENS:
+            tokens = 0
             await asyncio.sleep(0)
-    left = iter(trajectories)
-    return [Group(prompt, [next(left) for _ in range(count)]) for prompt, count in samples], {}
+    groups = groupby(requests, key=lambda request: request.prompt)
+    return [Group(prompt, [trajectories[request.id] for request in same]) for prompt, same in groups], metrics
 
 
 def hands_over_trajectories(generator: Generator) -> TypeIs[TrajectoryGenerator]:
     """Whether the trajectories are taken, since no subclass or instance has replaced ``generate``."""
-    return isinstance(generator, TrajectoryGenerator) and not _overrides(generator, "generate")
-
-
-def _overrides(generator: TrajectoryGenerator, method: str) -> bool:
-    return getattr(getattr(generator, method), "__func__", None) is not getattr(TrajectoryGenerator, method)
-
-
-def _check_order(requested: list[TrajectoryId], returned: list[TrajectoryId]) -> None:
-    if requested == returned:
-        return
-    differs = (n for n, (a, b) in enumerate(zip(requested, returned, strict=False)) if a != b)
-    place = next(differs, min(len(requested), len(returned)))
-    found = "".join(
-        f", {word} {ids[place]}" for word, ids in (("expected", requested), ("got", returned)) if place < len(ids)
-    )
-    raise UserError(
-        f"roll_out() must return one trajectory per entry of trajectory_ids, in that order: expected {len(requested)}, "
-        f"got {len(returned)}; the first difference is at index {place}{found}"
+    return (
+        isinstance(generator, TrajectoryGenerator)
+        and "generate" not in vars(generator)
+        and type(generator).generate is TrajectoryGenerator.generate
     )
 
 
-def _checked(sequence: list[Segment], identity: TrajectoryId) -> list[Segment]:
-    """The sequence without empty segments."""
-    first, *others = sequence
-    if first.kind != "prompt" or not len(first.tokens):
-        raise UserError(f"{identity}: the prompt has no tokens")
-    if not all(np.isfinite(segment.logprobs).all() for segment in others):
-        raise UserError(f"{identity}: log-probabilities of generated tokens must be finite")
-    return [first, *(segment for segment in others if len(segment.tokens))]
+def _checked(trajectories: Sequence[Trajectory], requested: list[TrajectoryId]) -> Iterator[Trajectory]:
+    """The trajectories one after another, without empty segments."""
+    returned = [trajectory.id for trajectory in trajectories]
+    if requested != returned:
+        differs = (n for n, (a, b) in enumerate(zip(requested, returned, strict=False)) if a != b)
+        place = next(differs, min(len(requested), len(returned)))
+        difference = "".join(
+            f", {word} {ids[place]}" for word, ids in (("expected", requested), ("got", returned)) if place < len(ids)
+        )
+        raise UserError(
+            f"roll_out() must return one trajectory per entry of trajectory_ids, in that order: expected "
+            f"{len(requested)}, got {len(returned)}; the first difference is at index {place}{difference}"
+        )
+    for trajectory in trajectories:
+        for sequence in trajectory.sequences:
+            first, *others = sequence
+            if first.kind != "prompt" or not len(first.tokens):
+                raise UserError(f"{trajectory.id}: the prompt has no tokens")
+            if not all(np.isfinite(segment.logprobs).all() for segment in others):
+                raise UserError(f"{trajectory.id}: log-probabilities of generated tokens must be finite")
+            sequence[1:] = [segment for segment in others if len(segment.tokens)]
+        yield trajectory
+
+
+class RolloutGate:
+    """Keeps new rollouts out while something needs the engines without them. It is open at first.
+
+    Invariant: while ``closed`` is held no rollout is inside, and every rollout that waits outside is let in after it.
+    An open gate is passed without giving up the turn of the event loop.
+
+    | who waits          | for what                  | woken by                                  |
+    |--------------------|---------------------------|-------------------------------------------|
+    | a rollout entering | the gate to open          | the end of the last ``closed``            |
+    | ``closed``         | rollouts inside to leave  | the last of them; it waits for no trainer |
+    """
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._holders = 0
+        self._opened, self._emptied = asyncio.Event(), asyncio.Event()
+        self._emptied.set()
+
+    @asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        while self._holders:
+            await self._opened.wait()
+        self._inside += 1
+        self._emptied.clear()
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            if not self._inside:
+                self._emptied.set()
+
+    @asynccontextmanager
+    async def closed(self) -> AsyncIterator[None]:
+        """Let no rollout in, and wait until those inside have left."""
+        self._holders += 1
+        self._opened.clear()
+        try:
+            await self._emptied.wait()
+            yield
+        finally:
+            self._holders -= 1
+            if not self._holders:
+                self._opened.set()
 
 
 # ---------------------------------------------------------------- parallel lists
@@ -240,27 +296,23 @@ def _checked(sequence: list[Segment], identity: TrajectoryId) -> list[Segment]:
 def generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
     """Finished trajectories as parallel lists, one row per sequence."""
     rows = [(trajectory, sequence) for trajectory in trajectories for sequence in trajectory.sequences]
-
-    def per_token(values: Callable[[Segment], Numbers | float]) -> list[list[Any]]:
-        """Of each row's response; one number stands for all tokens of a segment."""
-        return [
-            [value for s in response for value in np.broadcast_to(values(s), len(s.tokens)).tolist()]
-            for _, (_, *response) in rows
-        ]
-
-    def rewards(segment: Segment) -> Numbers:
-        found = np.zeros(len(segment.tokens))
-        found[-1:] = segment.reward
-        return found
-
+    tokens, rewards, masks, logprobs, versions = ([list[Any]() for _ in rows] for _ in range(5))  # of the responses
+    for row, (_, (_, *response)) in enumerate(rows):
+        for segment in response:
+            count, is_action = len(segment.tokens), segment.kind == "action"
+            tokens[row] += segment.tokens.tolist()
+            rewards[row] += [*[0.0] * (count - 1), float(segment.reward)][:count]
+            masks[row] += [int(is_action)] * count
+            logprobs[row] += segment.logprobs.tolist() if is_action else [0.0] * count
+            versions[row] += segment.versions.tolist() if is_action else [-1] * count
     output: GeneratorOutput = {
         "prompt_token_ids": [sequence[0].tokens.tolist() for _, sequence in rows],
-        "response_ids": per_token(lambda s: s.tokens),
-        "rewards": per_token(rewards),
-        "loss_masks": per_token(lambda s: int(s.kind == "action")),
+        "response_ids": tokens,
+        "rewards": rewards,
+        "loss_masks": masks,
         "stop_reasons": [trajectory.stop_reason for trajectory, _ in rows],
-        "rollout_logprobs": per_token(lambda s: s.logprobs if s.kind == "action" else 0.0),
-        "rollout_versions": per_token(lambda s: s.versions if s.kind == "action" else -1),
+        "rollout_logprobs": logprobs,
+        "rollout_versions": versions,
         "trajectory_metrics": [trajectory.metrics for trajectory, _ in rows],
     }
     if len(rows) > len(trajectories):
@@ -280,94 +332,65 @@ def groups_from_output(output: GeneratorOutput, prompts: Sequence[Prompt], versi
     Raises:
         UserError: naming the list or the trajectory that is wrong.
     """
-    reader = _OutputReader(output, prompts, version, samples)
-    for _ in reader.read():
-        pass
-    return reader.groups
+    ids = [[TrajectoryId(prompt.id, repetition) for repetition in range(samples)] for prompt in prompts]
+    requested = [identity for of_prompt in ids for identity in of_prompt]
+    trajectories = {trajectory.id: trajectory for trajectory in _read_output(output, requested, version)}
+    return [
+        Group(prompt, [trajectories[identity] for identity in of_prompt])
+        for prompt, of_prompt in zip(prompts, ids, strict=True)
+    ]
 
 
-async def groups_in_turns(
-    output: GeneratorOutput, prompts: Sequence[Prompt], version: int, samples: int
-) -> list[Group]:
-    """``groups_from_output`` that lets other tasks run in between."""
-    reader = _OutputReader(output, prompts, version, samples)
-    done = 0
-    for tokens in reader.read():
-        done += tokens
-        if done >= TURN_TOKENS:
-            done = 0
-            await asyncio.sleep(0)
-    return reader.groups
-
-
-class _OutputReader:
-    """Checks parallel lists, and turns their rows into trajectories."""
-
-    def __init__(self, output: GeneratorOutput, prompts: Sequence[Prompt], version: int, samples: int) -> None:
-        self._output, self._prompts, self._version = output, prompts, version
-        ids = [[TrajectoryId(prompt.id, repetition) for repetition in range(samples)] for prompt in prompts]
-        self._requested = ids
-        self._trajectories: dict[TrajectoryId, Trajectory] = {}
-
-    @property
-    def groups(self) -> list[Group]:
-        return [
-            Group(prompt, [self._trajectories[identity] for identity in ids])
-            for prompt, ids in zip(self._prompts, self._requested, strict=True)
-        ]
-
-    def read(self) -> Iterator[int]:
-        """Read row by row; yields how many tokens each has."""
-        for row, identity in enumerate(self._rows()):
-            trajectory = self._trajectory(row, identity)
-            if identity in self._trajectories:
-                trajectory.branches = self._trajectories[identity].sequences
-            self._trajectories[identity] = trajectory
-            yield sum(len(segment.tokens) for segment in trajectory.segments)
-
-    def _rows(self) -> list[TrajectoryId]:
-        """The trajectory of each row; the lists have as many rows."""
-        requested, given = [identity for ids in self._requested for identity in ids], dict[str, Any](self._output)
-        rows: list[TrajectoryId] = requested if given.get("trajectory_ids") is None else given["trajectory_ids"]
-        if set(rows) != set(requested):
-            missing, foreign = set(requested) - set(rows), set(rows) - set(requested)
-            problem = f"lack {min(missing)}" if missing else f"have {min(foreign)}, which was not asked for"
-            raise UserError(f"the generator's trajectory_ids {problem}")
-        if missing_lists := [name for name in _PARALLEL if given.get(name) is None]:
-            raise UserError(f"the generator's output lacks {', '.join(missing_lists)}")
-        lengths = {name: len(given[name]) for name in (*_PARALLEL, *_OPTIONAL) if given.get(name) is not None}
-        if set(lengths.values()) != {len(rows)}:
-            raise UserError(f"the generator was asked for {len(rows)} trajectories; its lists have {lengths}")
-        return rows
-
-    def _trajectory(self, row: int, identity: TrajectoryId) -> Trajectory:
-        output = self._output
+def _read_output(output: GeneratorOutput, requested: list[TrajectoryId], version: int) -> Iterator[Trajectory]:
+    """Check parallel lists, and turn each row into a trajectory; of rows with one id the last has all sequences."""
+    given = dict[str, Any](output)
+    rows: list[TrajectoryId] = requested if given.get("trajectory_ids") is None else given["trajectory_ids"]
+    if set(rows) != set(requested):
+        missing, foreign = set(requested) - set(rows), set(rows) - set(requested)
+        problem = f"lack {min(missing)}" if missing else f"have {min(foreign)}, which was not asked for"
+        raise UserError(f"the generator's trajectory_ids {problem}")
+    if missing_lists := [name for name in _PARALLEL if given.get(name) is None]:
+        raise UserError(f"the generator's output lacks {', '.join(missing_lists)}")
+    lengths = {name: len(given[name]) for name in (*_PARALLEL, *_OPTIONAL) if given.get(name) is not None}
+    if set(lengths.values()) != {len(rows)}:
+        raise UserError(f"the generator was asked for {len(rows)} trajectories; its lists have {lengths}")
+    trajectories: dict[TrajectoryId, Trajectory] = {}
+    for row, identity in enumerate(rows):
         prompt = ints(_numbers("prompt_token_ids", output["prompt_token_ids"][row], identity, whole=True))
         if not len(prompt):
             raise UserError(f"{identity}: the prompt has no tokens")
         tokens = ints(_numbers("response_ids", output["response_ids"][row], identity, whole=True))
         count = len(tokens)
         mask = _numbers("loss_masks", output["loss_masks"][row], identity, count) != 0
-        logprobs = floats(np.full(count, math.nan))
-        if known := output.get("rollout_logprobs"):
-            logprobs = floats(_numbers("rollout_logprobs", known[row], identity, count))
+        logprobs, versions = floats(np.full(count, math.nan)), ints(np.full(count, version))
+        if all_logprobs := output.get("rollout_logprobs"):
+            logprobs = floats(_numbers("rollout_logprobs", all_logprobs[row], identity, count))
             if not np.isfinite(logprobs[mask]).all():
                 raise UserError(f"{identity}: rollout_logprobs of generated tokens must be finite")
-        versions = ints(np.full(count, self._version))
-        if stamps := output.get("rollout_versions"):
-            versions = ints(_numbers("rollout_versions", stamps[row], identity, count, whole=True))
-        rewards = _token_rewards(output["rewards"][row], mask, identity)
+        if all_versions := output.get("rollout_versions"):
+            versions = ints(_numbers("rollout_versions", all_versions[row], identity, count, whole=True))
+        reward = output["rewards"][row]
+        if isinstance(reward, Real):  # one number of the whole trajectory: on its last action token, or else its last
+            rewards = np.zeros(count)
+            if count:
+                rewards[int(np.flatnonzero(mask)[-1]) if mask.any() else -1] = float(reward)
+        else:
+            rewards = _numbers("rewards", reward, identity, count).astype(np.float64)
         edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), count] if count else []
         segments = [Segment("prompt", prompt)]
         for start, end in pairwise(edges):
             span, earned = slice(start, end), rewards[start:end]
-            reward = sum(earned[earned != 0].tolist(), 0.0)
+            total = sum(earned[earned != 0].tolist(), 0.0)
             if mask[start]:
-                segments.append(Segment("action", tokens[span], logprobs[span], versions[span], reward))
+                segments.append(Segment("action", tokens[span], logprobs[span], versions[span], total))
             else:
-                segments.append(Segment("observation", tokens[span], reward=reward))
+                segments.append(Segment("observation", tokens[span], reward=total))
         metrics = (output.get("trajectory_metrics") or {row: {}})[row]
-        return Trajectory(identity, segments, output["stop_reasons"][row], metrics)
+        trajectory = Trajectory(identity, segments, output["stop_reasons"][row], metrics)
+        if identity in trajectories:
+            trajectory.branches = trajectories[identity].sequences
+        trajectories[identity] = trajectory
+        yield trajectory
 
 
 def _numbers(
@@ -379,26 +402,16 @@ def _numbers(
         UserError: if the row is not that.
     """
     try:
-        found = np.asarray(values)
-        is_row = not found.size or (found.ndim == 1 and found.dtype.kind in "biuf")
+        row = np.asarray(values)
+        is_row = not row.size or (row.ndim == 1 and row.dtype.kind in "biuf")
         problem = "" if is_row else f"found {values!r:.60}"
     except (TypeError, ValueError, RuntimeError) as error:  # of values with lengths or devices of their own
         problem = str(error)
     if problem:
         raise UserError(f"{identity}: {name} must be numbers, one per token: {problem}")
-    found = found if found.size else np.zeros(0, np.int64)
-    if whole and found.dtype.kind == "f" and not (np.isfinite(found) & (found == np.floor(found))).all():
+    row = row if row.size else np.zeros(0, np.int64)
+    if whole and row.dtype.kind == "f" and not (np.isfinite(row) & (row == np.floor(row))).all():
         raise UserError(f"{identity}: {name} must be whole numbers")
-    if count is not None and len(found) != count:
-        raise UserError(f"{identity}: {len(found)} {name} for {count} response tokens")
-    return found
-
-
-def _token_rewards(reward: object, mask: Numbers, identity: TrajectoryId) -> Numbers:
-    """Per response token; one number for the whole trajectory goes to its last action token, or else to its last."""
-    if not isinstance(reward, Real):
-        return _numbers("rewards", reward, identity, len(mask)).astype(np.float64)
-    values = np.zeros(len(mask))
-    if len(mask):
-        values[int(np.flatnonzero(mask)[-1]) if mask.any() else -1] = float(reward)
-    return values
+    if count is not None and len(row) != count:
+        raise UserError(f"{identity}: {len(row)} {name} for {count} response tokens")
+    return row

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -82,70 +82,47 @@ class GroupMonitor:
                 raise
             trajectory = Trajectory(identity, [Segment("prompt", self._stopped[prompt])], "abort")
         else:
-            self._check_stop(trajectory)
+            if self._stops is not None:
+                self._rewards[prompt].append(trajectory.reward)
+                if prompt not in self._stopped and self._stops(self._rewards[prompt], self._sizes[prompt]):
+                    self._stopped[prompt] = trajectory.segments[0].tokens
+                    for other in self._running[prompt]:
+                        other.cancel()
         finally:
             self._running[prompt].discard(task)
         if self._metric:
             ended = self._ended[prompt]
             ended.append(trajectory)
             if len(ended) == self._sizes[prompt]:
-                Group(Prompt(prompt, [], ""), self._ended.pop(prompt)).judged_by(self._metric)
+                Group(Prompt(prompt, [], ""), self._ended.pop(prompt)).metric_values(self._metric)
         return trajectory
-
-    def _check_stop(self, trajectory: Trajectory) -> None:
-        prompt = trajectory.id.prompt
-        if self._stops is None:
-            return
-        self._rewards[prompt].append(trajectory.reward)
-        if prompt not in self._stopped and self._stops(self._rewards[prompt], self._sizes[prompt]):
-            self._stopped[prompt] = trajectory.segments[0].tokens
-            for task in self._running[prompt]:
-                task.cancel()
 
 
 def with_extra_samples(requests: Sequence[RolloutRequest], extra: int) -> list[RolloutRequest]:
     """The same groups with ``extra`` more samples each, as copies of the last sample of the group."""
-    found: list[RolloutRequest] = []
+    samples: list[RolloutRequest] = []
     for prompt, same in groupby(requests, key=lambda request: request.id.prompt):
-        found += same
-        last = found[-1]
+        samples += same
+        last = samples[-1]
         for number in range(extra):
-            found.append(replace(last, id=TrajectoryId(prompt, last.id.repetition + 1 + number)))
-    return found
+            samples.append(replace(last, id=TrajectoryId(prompt, last.id.repetition + 1 + number)))
+    return samples
 
 
+@dataclass(eq=False)
 class _OversampledGroup:
     """A group whose samples run, and of which the first ``len(requested)`` are taken."""
 
-    def __init__(self, requested: list[TrajectoryId]) -> None:
-        self.requested = requested
-        self.running: dict[asyncio.Task[Trajectory], TrajectoryId] = {}
-        self.complete: list[Trajectory] = []
-        self.failed: list[Trajectory] = []
-
-    def ended(self, task: asyncio.Task[Trajectory]) -> bool:
-        """Take a sample that has ended; whether the group is complete by it."""
-        del self.running[task]
-        trajectory = task.result()
-        if len(self.complete) < len(self.requested):
-            (self.failed if trajectory.metrics.get("given_up") else self.complete).append(trajectory)
-        return len(self.complete) == len(self.requested)
-
-    async def drop_others(self, so_far: dict[str, GenerationOutput]) -> None:
-        """Cancel what still runs; count it, and the tokens that its turns in flight have: at least."""
-        dropped, names = list(self.running), {str(name) for name in self.running.values()}
-        self.running.clear()
-        for task in dropped:
-            task.cancel()
-        await asyncio.gather(*dropped, return_exceptions=True)
-        tokens = sum(len(wrote.token_ids) for turn, wrote in so_far.items() if turn.rpartition("-t")[0] in names)
-        self.complete[0].metrics |= {"dropped": float(len(dropped)), "dropped_tokens": tokens / len(dropped)}
+    requested: list[TrajectoryId]
+    running: dict[asyncio.Task[Trajectory], TrajectoryId] = field(default_factory=dict)
+    complete: list[Trajectory] = field(default_factory=list)
+    failed: list[Trajectory] = field(default_factory=list)
 
     def taken(self) -> list[Trajectory]:
         """Under the names that were requested: a sample that was requested keeps its name."""
-        found = sorted([*self.complete, *self.failed][: len(self.requested)], key=lambda each: each.id.repetition)
-        own = {each.id: each for each in found if each.id in self.requested}
-        others = iter([each for each in found if each.id not in own])
+        first = sorted([*self.complete, *self.failed][: len(self.requested)], key=lambda each: each.id.repetition)
+        own = {each.id: each for each in first if each.id in self.requested}
+        others = iter([each for each in first if each.id not in own])
         for name in self.requested:
             if name not in own:
                 own[name] = next(others)
@@ -160,7 +137,7 @@ async def first_complete(
 
     Args:
         episodes: of every sample that is started, the extra ones as well.
-        progress: tells how far requests are; it is asked before samples are dropped.
+        progress: tells how far requests are; it is called before samples are dropped.
     """
     groups = {
         prompt: _OversampledGroup(list(same)) for prompt, same in groupby(requested, key=lambda name: name.prompt)
@@ -176,8 +153,23 @@ async def first_complete(
         while any(group.running for group in groups.values()):
             task = await ended.get()
             group = group_of[task]
-            if task in group.running and group.ended(task) and group.running:
-                await group.drop_others(await progress())
+            if task not in group.running:
+                continue
+            del group.running[task]
+            trajectory = task.result()
+            if len(group.complete) < len(group.requested):
+                (group.failed if trajectory.metrics.get("given_up") else group.complete).append(trajectory)
+            if len(group.complete) == len(group.requested) and group.running:
+                # Drop what still runs; count it, and the tokens that its turns in flight have: at least.
+                so_far = await progress()
+                dropped, names = list(group.running), {str(name) for name in group.running.values()}
+                group.running.clear()
+                for task in dropped:
+                    task.cancel()
+                await asyncio.gather(*dropped, return_exceptions=True)
+                tokens = sum(len(out.token_ids) for turn, out in so_far.items() if turn.rpartition("-t")[0] in names)
+                counts = {"dropped": float(len(dropped)), "dropped_tokens": tokens / len(dropped)}
+                group.complete[0].metrics |= counts
     except BaseException:
         for task in group_of:
             task.cancel()

@@ -16,9 +16,11 @@ from skyasync.arrays import TURN_TOKENS, Floats, Ints, joined
 from skyasync.envs.reward import right_answer
 from skyasync.rollout.types import Group, Segment, Trajectory
 
-LABEL_CHARS = 2000  # of a right answer beside a sample: tests of a program may be a book
+LABEL_CHARS = 2000  # of the right answer to a sample: tests of a program may be a book
 MOST_TOKENS = 512  # of a sample, so that a run of long responses does not fill the disk
 _DIGITS = 4
+BETS = (1.0, 1e2, 1e4, 1e8, 1e12, 1e16)  # their products are averaged: for many likely repeats, or one unlikely
+FALSE_ALARM = 1e-9  # probability per step, of repeated samples
 
 Decode = Callable[[list[int]], str]
 
@@ -28,7 +30,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     A failed episode with nothing to train (``environment.on_error=mask``) is counted, and nothing else.
     """
-    everything = _trajectories(groups)
+    everything = [t for group in groups for t in group.trajectories]
     trajectories = [t for t in everything if not t.ended_early]
     environments = {f"env/{name}": value for name, value in environment_metrics(everything).items()}
     if not trajectories:
@@ -36,6 +38,15 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     ended = sum(t.ended_early and not t.metrics.get("given_up") for t in everything)
     rewards = [t.reward for t in trajectories]
     lengths = [t.response_length for t in trajectories]
+    domains: dict[str, list[Group]] = {}
+    for group in groups:
+        if domain := group.prompt.extras.get("domain"):
+            domains.setdefault(str(domain), []).append(group)
+    by_domain: dict[str, float] = {}
+    for domain, own in sorted(domains.items()):
+        by_domain[f"reward/mean/{domain}"] = fmean(r for group in own for r in group.rewards)
+        by_domain[f"reward/mixed_groups/{domain}"] = fmean(len(set(group.rewards)) > 1 for group in own)
+        by_domain[f"reward/prompts/{domain}"] = len(own) / len(groups)
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards) if all(map(isfinite, rewards)) else nan,
@@ -44,23 +55,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_max": float(max(lengths)),
         "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
         **({"dynamic_sampling/ended_early": float(ended)} if ended else {}),
-        **_domain_metrics(groups),
+        **by_domain,
         **environments,
     }
-
-
-def _domain_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Per domain: the mean reward, the share of groups with different rewards, and the share of all prompts."""
-    domains: dict[str, list[Group]] = {}
-    for group in groups:
-        if domain := group.prompt.extras.get("domain"):
-            domains.setdefault(str(domain), []).append(group)
-    metrics: dict[str, float] = {}
-    for domain, own in sorted(domains.items()):
-        metrics[f"reward/mean/{domain}"] = fmean(r for group in own for r in group.rewards)
-        metrics[f"reward/mixed_groups/{domain}"] = fmean(len(set(group.rewards)) > 1 for group in own)
-        metrics[f"reward/prompts/{domain}"] = len(own) / len(groups)
-    return metrics
 
 
 def eval_name(name: str) -> str:
@@ -77,49 +74,42 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(reported) / len(reported) for name, reported in values.items()}
 
 
 async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions before ``version`` the tokens were computed, by their own stamps.
+    """How many versions before ``version`` the tokens were computed, each by its own policy version.
 
     ``head`` is the first token of a trajectory, ``tail`` the last. Other tasks run in between.
     """
-    counts = Counter[int]()
-    stamps: list[Ints] = []
-    tokens = 0
-    actions = [t.actions for t in _trajectories(groups) if t.response_length]
-    for action in (action for of_one in actions for action in of_one):
-        stamps.append(action.versions)
-        tokens += len(action.versions)
-        if tokens >= TURN_TOKENS:
-            _count(joined(*stamps), counts)
-            stamps, tokens = [], 0
+    actions = [t.actions for group in groups for t in group.trajectories if t.response_length]
+    counts, pending, tokens = Counter[int](), list[Ints](), 0
+    every = [action.versions for of_one in actions for action in of_one]
+    for number, versions in enumerate(every, 1):
+        pending.append(versions)
+        tokens += len(versions)
+        if tokens < TURN_TOKENS and number < len(every):
+            continue
+        some = joined(*pending)
+        if len(some) and some.min() == some.max():  # most are of one version, and sorting takes longer
+            counts[int(some[0])] += len(some)
+        else:
+            values, numbers = np.unique(some, return_counts=True)
+            counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+        pending, tokens = [], 0
+        if number < len(every):
             await asyncio.sleep(0)
-    _count(joined(*stamps), counts)
-    ages = {version - stamp: count for stamp, count in counts.items()}
-    total = sum(ages.values())
-    if not total:
+    if not (total := sum(counts.values())):
         return {}
+    staleness = {version - computed: n for computed, n in counts.items()}
     return {
-        "staleness/mean": sum(age * n for age, n in ages.items()) / total,
-        "staleness/min": float(min(ages)),
-        "staleness/max": float(max(ages)),
+        "staleness/mean": sum(versions * n for versions, n in staleness.items()) / total,
+        "staleness/min": float(min(staleness)),
+        "staleness/max": float(max(staleness)),
         "staleness/head_mean": fmean(version - int(of_one[0].versions[0]) for of_one in actions),
-        "staleness/tail_mean": fmean(version - int(of_one[-1].versions[-1]) for of_one in actions),
-        **{f"staleness/tokens_{age}": float(n) for age, n in sorted(ages.items())},
+        "staleness/last_token_mean": fmean(version - int(of_one[-1].versions[-1]) for of_one in actions),
+        **{f"staleness/tokens_{versions}": float(n) for versions, n in sorted(staleness.items())},
     }
-
-
-def _count(stamps: Ints, counts: Counter[int]) -> None:
-    if len(stamps) and stamps.min() == stamps.max():  # most are of one version, and sorting takes longer
-        counts[int(stamps[0])] += len(stamps)
-    else:
-        counts.update(dict(zip(*(found.tolist() for found in np.unique(stamps, return_counts=True)), strict=True)))
-
-
-def _trajectories(groups: Sequence[Group]) -> list[Trajectory]:
-    return [t for group in groups for t in group.trajectories]
 
 
 # ---------------------------------------------------------------- samples
@@ -169,12 +159,12 @@ def token_columns(
         columns["trainer_logprobs"] = []
     start = len(segments[0].tokens) if segments else 0
     for segment in segments[1:]:
-        room = None if most is None else most - len(columns["text"])
-        tokens = segment.tokens[:room].tolist()
+        free = None if most is None else most - len(columns["text"])
+        tokens = segment.tokens[:free].tolist()
         nothing, action = [None] * len(tokens), segment.kind == "action"
         columns["text"] += [decode([token]) for token in tokens]
-        columns["versions"] += segment.versions[:room].tolist() if action else [-1] * len(tokens)
-        columns["logprobs"] += _rounded(segment.logprobs[:room]) if action else nothing
+        columns["versions"] += segment.versions[:free].tolist() if action else [-1] * len(tokens)
+        columns["logprobs"] += _rounded(segment.logprobs[:free]) if action else nothing
         if trained is not None:
             columns["trainer_logprobs"] += _rounded(trained[start : start + len(tokens)]) if action else nothing
         start += len(segment.tokens)
@@ -187,17 +177,14 @@ def _rounded(values: Floats) -> list[float | None]:
 
 # ---------------------------------------------------------------- repeated samples
 
-BETS = (1.0, 1e2, 1e4, 1e8, 1e12, 1e16)  # their products are averaged: for many likely repeats, or one unlikely
-FALSE_ALARM = 1e-9  # probability per step
-
 
 class Repeats(NamedTuple):
     """Do the samples of a group repeat each other more often than their own probabilities allow?
 
     The test is exact. Sample j repeats an earlier one of its group with probability q_j: the sum of the probabilities
-    of the different samples before it, which the engine has reported. If samples are independent, then for every bet b
-    > 0 the product over all samples of ``(1 + b * repeated) / (1 + b * q_j)`` has an expected value of 1, so that it
-    exceeds 1/p with a probability of at most p (Markov's inequality), for any model, length and number of samples.
+    of the different samples before it, which the engine has reported. Take the product over all samples of
+    ``(1 + b * repeated) / (1 + b * q_j)``. If samples are independent, its expected value is 1 for every bet b > 0. So
+    it exceeds 1/p with a probability of at most p (Markov's inequality), for any model, length and number of samples.
 
     Engines that share a random stream give repeats of probability 1e-20, and the product explodes. A policy that has
     collapsed onto one answer repeats it with probability near 1, and the product stays where it is.
@@ -206,7 +193,7 @@ class Repeats(NamedTuple):
     """
 
     samples: int = 0
-    found: int = 0
+    repeated: int = 0
     expected: float = 0.0
     surprise: float = 0.0
 
@@ -217,7 +204,7 @@ class Repeats(NamedTuple):
 
 def count_repeats(groups: Iterable[Sequence[tuple[bytes, float]]]) -> Repeats:
     """From each group's samples: what was drawn, and the log-probability of drawing it. Those with NaN are left out."""
-    samples = found = 0
+    samples = repeated = 0
     expected = 0.0
     logs = np.zeros(len(BETS))
     bets = np.array(BETS)
@@ -227,11 +214,11 @@ def count_repeats(groups: Iterable[Sequence[tuple[bytes, float]]]) -> Repeats:
             if math.isnan(logprob):
                 continue
             again = min(math.fsum(seen.values()), 1.0)
-            samples, found, expected = samples + 1, found + (drawn in seen), expected + again
+            samples, repeated, expected = samples + 1, repeated + (drawn in seen), expected + again
             logs += np.log1p(bets * (drawn in seen)) - np.log1p(bets * again)
             seen[drawn] = math.exp(min(logprob, 0.0))
     evidence = (np.logaddexp.reduce(logs) - math.log(len(BETS))) / math.log(10)
-    return Repeats(samples, found, expected, float(evidence) if samples else 0.0)
+    return Repeats(samples, repeated, expected, float(evidence) if samples else 0.0)
 
 
 def repeats_of(groups: Sequence[Group]) -> Repeats:
@@ -253,7 +240,7 @@ def repeat_metrics(repeats: Repeats) -> dict[str, float]:
     if not repeats.samples:
         return {}
     return {
-        "response/repeated": repeats.found / repeats.samples,
+        "response/repeated": repeats.repeated / repeats.samples,
         "response/repeated_expected": repeats.expected / repeats.samples,
         **({"warnings/repeated_samples": 1.0} if repeats.impossible else {}),
     }
@@ -264,7 +251,7 @@ def repeat_warning(repeats: Repeats) -> str:
     if not repeats.impossible:
         return ""
     return (
-        f"{repeats.found} of {repeats.samples} samples repeat another of their group token for token, where the "
+        f"{repeats.repeated} of {repeats.samples} samples repeat another of their group token for token, where the "
         f"engine's own probabilities expect {repeats.expected:.2g}: the samples are not independent, and a group "
         f"carries less than its size says (do engines draw from the same random numbers, or do requests set a "
         f"temperature of 0 or a seed?)"

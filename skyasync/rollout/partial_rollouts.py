@@ -12,6 +12,7 @@ says something else, what follows is generated again.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,7 @@ from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
 
 FILE = "rollouts.safetensors"
-KINDS: tuple[Literal["prompt", "action", "observation"], ...] = ("prompt", "action", "observation")
+_KIND_NAMES: tuple[Literal["prompt", "action", "observation"], ...] = ("prompt", "action", "observation")
 
 
 def request_id(identity: TrajectoryId, turn: int) -> str:
@@ -63,7 +64,13 @@ class PartialRollouts:
         if not self._running:
             return []
         progress = await self._client.progress()
-        return [_copy(each, progress) for each in self._running.values() if not each.metrics.get("given_up")]
+        copies = [each.copy() for each in self._running.values() if not each.metrics.get("given_up")]
+        for copy in copies:
+            wrote = progress.get(request_id(copy.id, len(copy.actions)))
+            if wrote is not None and len(wrote.token_ids):
+                copy.segments.append(action_of(wrote, copy.segments))
+                copy.stop_reason = "abort"
+        return copies
 
     def resume(self, trajectories: Sequence[Trajectory]) -> None:
         """Episodes of a checkpoint continue from there when they are requested."""
@@ -81,20 +88,11 @@ class PartialRollouts:
         turns = self._recorded.get(identity, [])
         if number >= len(turns):
             return None
-        found = turns[number].wrote
-        if not np.array_equal(turns[number].read, read) or (seeded and found.finish_reason is None):
+        wrote = turns[number].wrote
+        if not np.array_equal(turns[number].read, read) or (seeded and wrote.finish_reason is None):
             del turns[number:]
             return None
-        return found
-
-
-def _copy(trajectory: Trajectory, progress: dict[str, GenerationOutput]) -> Trajectory:
-    copy = trajectory.copy()
-    wrote = progress.get(request_id(copy.id, len(copy.actions)))
-    if wrote is not None and len(wrote.token_ids):
-        copy.segments.append(action_of(wrote, copy.segments))
-        copy.stop_reason = "abort"
-    return copy
+        return wrote
 
 
 def _turns(trajectory: Trajectory) -> Iterator[RecordedTurn]:
@@ -120,16 +118,17 @@ class RolloutState(NamedTuple):
     Args:
         versions: started prompt -> the policy version at its start.
         groups: those that are complete and not trained yet, by prompt.
-        begun: trajectories in flight, with their tokens so far.
+        partial: trajectories in flight, with their tokens so far.
     """
 
     versions: Mapping[PromptId, int]
     groups: Sequence[Group]
-    begun: Sequence[Trajectory] = ()
+    partial: Sequence[Trajectory] = ()
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        return [*(t for group in self.groups for t in group.trajectories), *self.begun]
+        """In the order of the file."""
+        return [*(t for group in self.groups for t in group.trajectories), *self.partial]
 
     @property
     def tokens(self) -> int:
@@ -146,7 +145,7 @@ def write(file: Path, state: RolloutState) -> None:
     index = {
         "versions": [[*identity, version] for identity, version in state.versions.items()],
         "groups": [[*group.prompt.id, [_entry(t) for t in group.trajectories]] for group in state.groups],
-        "begun": [[*t.id.prompt, _entry(t)] for t in state.begun],
+        "begun": [[*t.id.prompt, _entry(t)] for t in state.partial],
     }
     arrays = {
         "tokens": joined(*(s.tokens for s in segments)),
@@ -161,28 +160,10 @@ def write(file: Path, state: RolloutState) -> None:
         raise OSError(f"{file.name} could not be written: {error}") from error
 
 
-def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
-    """What ``write`` wrote.
-
-    Args:
-        prompt: the prompt of the dataset, by its identity.
-    """
-    with safe_open(str(file), "np") as opened:
-        index = json.loads(opened.metadata()["index"])
-        names = opened.keys()
-        arrays = _ArrayReader({name: opened.get_tensor(name) for name in names})
-    groups = []
-    for epoch, row, entries in index["groups"]:
-        identity = PromptId(epoch, row)
-        groups.append(Group(prompt(identity), [_trajectory(identity, entry, arrays) for entry in entries]))
-    begun = [_trajectory(PromptId(epoch, row), entry, arrays) for epoch, row, entry in index["begun"]]
-    return RolloutState({PromptId(epoch, row): version for epoch, row, version in index["versions"]}, groups, begun)
-
-
 def _entry(trajectory: Trajectory) -> dict[str, Any]:
     def about(segment: Segment) -> list[Any]:
         experts = [] if segment.experts is None else [len(segment.experts)]
-        return [KINDS.index(segment.kind), len(segment.tokens), segment.reward, *experts]
+        return [_KIND_NAMES.index(segment.kind), len(segment.tokens), segment.reward, *experts]
 
     return {
         "repetition": trajectory.id.repetition,
@@ -192,30 +173,38 @@ def _entry(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-class _ArrayReader:
-    """The arrays of a file, read from the start to the end."""
+def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
+    """What ``write`` wrote.
 
-    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self._arrays, self._read = arrays, dict.fromkeys(arrays, 0)
+    Args:
+        prompt: the prompt of the dataset, by its identity.
+    """
+    with safe_open(str(file), "np") as opened:
+        index = json.loads(opened.metadata()["index"])
+        names = opened.keys()
+        arrays = {name: opened.get_tensor(name) for name in names}
+    offsets = Counter[str]()  # arrays are read from the start to the end
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._arrays
+    def values(name: str, length: int) -> Any:  # noqa: ANN401  (arrays of several types)
+        offsets[name] += length
+        return arrays[name][offsets[name] - length : offsets[name]]
 
-    def next(self, name: str, length: int) -> Any:  # noqa: ANN401  (arrays of several types)
-        start = self._read[name]
-        self._read[name] = start + length
-        return self._arrays[name][start : start + length]
-
-
-def _trajectory(prompt: PromptId, entry: Mapping[str, Any], arrays: _ArrayReader) -> Trajectory:
     def segment(kind: int, length: int, reward: float, experts: int | None = None) -> Segment:
-        tokens = arrays.next("tokens", length)
-        if KINDS[kind] != "action":
-            return Segment(KINDS[kind], tokens, reward=reward)
-        logprobs, versions = arrays.next("logprobs", length), arrays.next("versions", length)
-        known = arrays.next("experts", experts) if experts is not None and "experts" in arrays else None
+        tokens = values("tokens", length)
+        if _KIND_NAMES[kind] != "action":
+            return Segment(_KIND_NAMES[kind], tokens, reward=reward)
+        logprobs, versions = values("logprobs", length), values("versions", length)
+        known = values("experts", experts) if experts is not None and "experts" in arrays else None
         return Segment("action", tokens, logprobs, versions, reward, known)
 
-    *branches, segments = [[segment(*about) for about in sequence] for sequence in entry["sequences"]]
-    identity = TrajectoryId(prompt, entry["repetition"])
-    return Trajectory(identity, segments, entry["stop_reason"], dict(entry["metrics"]), branches)
+    def trajectory(identity: PromptId, entry: Mapping[str, Any]) -> Trajectory:
+        *branches, segments = [[segment(*about) for about in sequence] for sequence in entry["sequences"]]
+        own = TrajectoryId(identity, entry["repetition"])
+        return Trajectory(own, segments, entry["stop_reason"], dict(entry["metrics"]), branches)
+
+    groups = []
+    for epoch, row, entries in index["groups"]:
+        identity = PromptId(epoch, row)
+        groups.append(Group(prompt(identity), [trajectory(identity, entry) for entry in entries]))
+    partial = [trajectory(PromptId(epoch, row), entry) for epoch, row, entry in index["begun"]]
+    return RolloutState({PromptId(epoch, row): version for epoch, row, version in index["versions"]}, groups, partial)

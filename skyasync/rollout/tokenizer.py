@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol, cast, overload
 
 from skyasync.errors import UserError, unknown
 
+GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
+
 
 class Tokenizer(Protocol):
     """What the library asks of a tokenizer: a Hugging Face one does, and so does one of your own with these."""
@@ -51,7 +53,13 @@ def with_template(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]
     if template:
         tokenizer.chat_template = template_text(template)
     if kwargs:
-        _check_arguments(tokenizer.chat_template or "", kwargs)
+        variables = _template_variables(tokenizer.chat_template)
+        for name in kwargs:
+            if variables is not None and name not in variables:
+                problem = unknown("variable", name, variables - {"messages", "tools", "add_generation_prompt"})
+                raise UserError(
+                    f"data.chat_template_kwargs.{name}: the chat template reads no such variable; {problem}"
+                )
         changed: Any = tokenizer  # the method of this one object
         changed.apply_chat_template = partial(tokenizer.apply_chat_template, **kwargs)
     return tokenizer
@@ -71,7 +79,8 @@ def template_text(template: str) -> str:
         raise UserError(f"data.chat_template={template} is no Jinja text, and no file: {error.strerror}") from error
 
 
-def _check_arguments(template: str, kwargs: Mapping[str, Any]) -> None:
+def _template_variables(template: object) -> set[str] | None:
+    """What a template reads; None if that is not known."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.meta import find_undeclared_variables
@@ -79,16 +88,9 @@ def _check_arguments(template: str, kwargs: Mapping[str, Any]) -> None:
 
     environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     try:
-        read = find_undeclared_variables(environment.parse(template if isinstance(template, str) else ""))
-    except TemplateError:  # transformers' own extensions: what it reads is not known
-        return
-    for name in kwargs:
-        if name not in read:
-            problem = unknown("variable", name, read - {"messages", "tools", "add_generation_prompt"})
-            raise UserError(f"data.chat_template_kwargs.{name}: the chat template reads no such variable; {problem}")
-
-
-GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
+        return find_undeclared_variables(environment.parse(template if isinstance(template, str) else ""))
+    except TemplateError:  # transformers' own extensions
+        return None
 
 
 def quick_tokenizer(folder: str) -> Tokenizer:
@@ -106,18 +108,13 @@ def quick_tokenizer(folder: str) -> Tokenizer:
 
 def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer of a folder or of a model on the hub."""
-    if _is_generic(Path(path)):
-        from transformers import PreTrainedTokenizerFast
+    config = Path(path) / "tokenizer_config.json"
+    if config.is_file() and (Path(path) / "tokenizer.json").is_file():
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if settings.get("tokenizer_class") in GENERIC and "auto_map" not in settings:
+            from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(path)
+            return PreTrainedTokenizerFast.from_pretrained(path)
     from transformers import AutoTokenizer
 
     return cast(Tokenizer, AutoTokenizer.from_pretrained(path))
-
-
-def _is_generic(folder: Path) -> bool:
-    config = folder / "tokenizer_config.json"
-    if not config.is_file() or not (folder / "tokenizer.json").is_file():
-        return False
-    found = json.loads(config.read_text(encoding="utf-8"))
-    return found.get("tokenizer_class") in GENERIC and "auto_map" not in found

@@ -31,13 +31,14 @@ _META = b"skyasync"
 class RecordedStep:
     """The groups of a step, and the position of the prompt stream after them.
 
+    ``trained_early``: later positions that are trained too (see ``Rollout``).
     ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had computed them.
     """
 
     step: int
     groups: list[Group]
     position: int = 0
-    ahead: frozenset[int] = frozenset()
+    trained_early: frozenset[int] = frozenset()
     total_steps: int = 0
     trainer_logprobs: list[Floats | None] = field(default_factory=list)
 
@@ -78,11 +79,16 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
         "segment_rewards": pa.list_(pa.float64()), "kinds": pa.list_(pa.string()),
     }  # fmt: skip
     scalars = ("epoch", "row", "repetition", "sequence", "env_class", "messages", "extras", "stop_reason", "metrics")
-    rows = [row for group in recorded.groups for row in _rows(group, trained)]
+    rows = [
+        _row(group.prompt, trajectory, number, trained)
+        for group in recorded.groups
+        for trajectory in group.trajectories
+        for number in range(len(trajectory.sequences))
+    ]
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
     for name, of in types.items():
         columns[name] = pa.array([row[name] for row in rows], of)
-    about = {"step": recorded.step, "position": recorded.position, "ahead": sorted(recorded.ahead)}
+    about = {"step": recorded.step, "position": recorded.position, "ahead": sorted(recorded.trained_early)}
     meta = json.dumps(about | {"total_steps": recorded.total_steps})
     table = pa.table(columns).replace_schema_metadata({_META: meta.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,21 +101,8 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
         raise
 
 
-def _rows(group: Group, trained: TrainerLogprobs) -> Iterator[dict[str, Any]]:
-    prompt = group.prompt
-    about = {
-        "epoch": prompt.id.epoch,
-        "row": prompt.id.row,
-        "env_class": prompt.env_class,
-        "messages": json.dumps(prompt.messages, default=str),
-        "extras": json.dumps(prompt.extras, default=str),
-    }
-    for trajectory in group.trajectories:
-        for number, segments in enumerate(trajectory.sequences):
-            yield {**about, **_row(trajectory, number, segments, trained)}
-
-
-def _row(trajectory: Trajectory, number: int, segments: Sequence[Segment], trained: TrainerLogprobs) -> dict[str, Any]:
+def _row(prompt: Prompt, trajectory: Trajectory, number: int, trained: TrainerLogprobs) -> dict[str, Any]:
+    segments = trajectory.sequences[number]
     tokens = np.concatenate([NO_INTS, *(s.tokens for s in segments)])
     logprobs, versions = [NO_FLOATS], [NO_INTS]
     for segment in segments:
@@ -117,6 +110,11 @@ def _row(trajectory: Trajectory, number: int, segments: Sequence[Segment], train
         logprobs.append(segment.logprobs if acts else np.full(count, np.nan, np.float32))
         versions.append(segment.versions if acts else np.full(count, -1, np.int32))
     return {
+        "epoch": prompt.id.epoch,
+        "row": prompt.id.row,
+        "env_class": prompt.env_class,
+        "messages": json.dumps(prompt.messages, default=str),
+        "extras": json.dumps(prompt.extras, default=str),
         "repetition": trajectory.id.repetition,
         "sequence": number,
         "stop_reason": trajectory.stop_reason,
@@ -148,10 +146,9 @@ def read(path: Path) -> RecordedStep:
         groups = [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: (row["epoch"], row["row"]))]
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} holds no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
-    found = [row["trainer_logprobs"] for row in rows]
-    logprobs = [None if values is None else floats(values) for values in found]
-    ahead = frozenset(about["ahead"])
-    return RecordedStep(about["step"], groups, about["position"], ahead, about["total_steps"], logprobs)
+    logprobs = [None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows]
+    trained_early = frozenset(about["ahead"])
+    return RecordedStep(about["step"], groups, about["position"], trained_early, about["total_steps"], logprobs)
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> Group:

@@ -122,9 +122,8 @@ def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
 class Trajectory:
     """One episode. ``stop_reason`` is that of the last action: "stop", "length" or "abort".
 
-    Most episodes are one sequence, ``segments``. If the calls of an episode do not all extend each other (sub-agents,
-    an edited history), ``segments`` is the sequence that ended last, and ``branches`` are the others in order of their
-    end.
+    Most episodes are one sequence, ``segments``. The calls of an episode may not all extend each other (sub-agents, an
+    edited history). Then ``segments`` is the sequence that ended last; ``branches`` are the others by their end.
     """
 
     id: TrajectoryId
@@ -188,7 +187,7 @@ class Group:
         """Of the trajectories that ended by themselves."""
         return [t.reward for t in self.trajectories if not t.ended_early]
 
-    def judged_by(self, metric: str) -> list[float]:
+    def metric_values(self, metric: str) -> list[float]:
         """The metric of each of them; the reward if ``metric`` is empty, or for a failed episode.
 
         Raises:
@@ -208,7 +207,9 @@ class Group:
 
 @dataclass
 class Rollout:
-    """The groups of one step, their metrics, and the position of the prompt stream after them (see ``PromptBatch``).
+    """The groups of one step, their metrics, and the position of the prompt stream after them.
+
+    ``trained_early``: later positions that are trained too (see ``PromptBatch``).
 
     ``rejected``: prompts that were rolled out for the step and are not among its groups.
     """
@@ -216,7 +217,7 @@ class Rollout:
     groups: list[Group]
     position: int
     metrics: dict[str, float] = field(default_factory=dict)
-    ahead: frozenset[int] = frozenset()
+    trained_early: frozenset[int] = frozenset()
     rejected: list[PromptId] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""The parts of a run in the process that trains: made in order, started together, shut down one before the other.
+"""The parts of a run in the process that trains: made in order, started together, shut down in order.
 
 Invariant: what has been made is shut down by ``close``, whatever failed in between. The processes of engines and models
 come first: importing their libraries takes each of them seconds.
@@ -13,20 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.frozen import freeze
-from skyasync.config.schema import Config
 from skyasync.preflight.parts import check_callbacks
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.inference.elastic import ElasticEngines
     from skyasync.inference.supervisor import EngineSupervisor
-    from skyasync.observe.timeline import Timeline
-    from skyasync.observe.trackers import Tracker
+    from skyasync.observability.timeline import Timeline
+    from skyasync.observability.trackers import Tracker
     from skyasync.run.experiment import BasePPOExp
     from skyasync.run.resource_monitor import ResourceMonitor
     from skyasync.weight_sync.colocation import Colocation
 
-RELEASE_S = 10.0  # for the policy to remove the weights that it has kept
+RELEASE_S = 10.0  # for the policy to remove the weight files that it retains
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
 
 
@@ -40,10 +39,10 @@ class Components:
         self.dispatch: Any = None
         self.generator: Any = None
         self.weight_sync: Any = None
-        self.turns: Colocation | None = None  # of engines and policy, where they share devices
+        self.colocation: Colocation | None = None  # of engines and policy, if they share devices
         self.supervisor: EngineSupervisor | None = None
-        self._membership: ElasticEngines | None = None
-        self._watch: ResourceMonitor | None = None
+        self._elastic: ElasticEngines | None = None
+        self._monitor: ResourceMonitor | None = None
         self._tracker: Tracker | None = None  # until a trainer runs, which closes it
 
     def build(self) -> RayPPOTrainer:
@@ -84,47 +83,52 @@ class Components:
 
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, at the same time unless they share devices, and hand them to the trainer."""
-        from skyasync.observe.timeline import Timeline
+        from skyasync.observability.timeline import Timeline
+        from skyasync.rollout.chat import ChatTokenizer
         from skyasync.run.resource_monitor import ResourceMonitor
+        from skyasync.utils.task_group import run_together, within
+        from skyasync.weight_sync.colocation import Colocation
+        from skyasync.weight_sync.verify.log_probabilities import choose_probe
 
-        experiment, settings = self._experiment, self._experiment.cfg.trainer
-        await self._load(trainer)
+        experiment, cfg, settings = self._experiment, self._experiment.cfg, self._experiment.cfg.trainer
+        updates, stream = trainer.context.length.updates, trainer.context.prompts
+        chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
+        prompts = (chat.prompt(stream.prompt(position).messages).tolist() for position in range(stream.rows))
+        probe = choose_probe(prompts, PROBE_TOKENS)
+        source, destination = self.dispatch, self.client
+        if settings.placement.colocate_all:
+            verified = probe if cfg.generator.verify_weight_sync else ()
+            self.colocation = Colocation(self.dispatch, self.client, verified)
+            await self.colocation.start(updates)
+            source, destination = self.colocation.source, self.colocation.destination
+        else:
+            await run_together(self.client.start(), self.dispatch.start(updates))
+        self.weight_sync = experiment.get_weight_sync(source, destination, probe)
+        async with within(settings.step_timeout_s, "the first comparison of the engines with the policy"):
+            if not cfg.generator.engines:  # else they have weights of a run before, perhaps
+                await self.weight_sync.measure_floor()
         assert experiment.run_dir is not None
         timeline = Timeline(experiment.run_dir.timeline, began=experiment.began_s)
         timeline.add_span("start", "trainer", experiment.began_s or timeline.now(), timeline.now())
         folder = experiment.run_dir.path
         checkpoints = Path(settings.ckpt_path) if settings.ckpt_path else folder / "checkpoints"
-        self._watch = ResourceMonitor(folder, checkpoints, copies=settings.ckpt_async)
+        self._monitor = ResourceMonitor(folder, checkpoints, copies=settings.ckpt_async)
         self.supervisor = experiment.get_engine_supervisor(self.weight_sync, timeline)
-        if self.supervisor is not None and self.turns is None:
-            self._membership = experiment.get_elastic_engines(self.weight_sync, self.supervisor)
+        if self.supervisor is not None and self.colocation is None:
+            self._elastic = experiment.get_elastic_engines(self.weight_sync, self.supervisor)
         self.attach(trainer, timeline)
 
-    async def _load(self, trainer: RayPPOTrainer) -> None:
-        """Models and the way between them."""
-        from skyasync.utils.task_group import run_together, within
-        from skyasync.weight_sync.colocation import Colocation
-
-        cfg, probe, turns = self._experiment.cfg, _probe(trainer, self._experiment.cfg), None
-        if cfg.trainer.placement.colocate_all:
-            asked = probe if cfg.generator.verify_weight_sync else ()
-            turns = self.turns = Colocation(self.dispatch, self.client, asked)
-            await turns.start(trainer.context.length.updates)
-        else:
-            await run_together(self.client.start(), self.dispatch.start(trainer.context.length.updates))
-        source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
-        self.weight_sync = self._experiment.get_weight_sync(source, destination, probe)
-        async with within(cfg.trainer.step_timeout_s, "the first comparison of the engines with the policy"):
-            if not cfg.generator.engines:  # else they have weights of a run before, perhaps
-                await self.weight_sync.measure_floor()
-
     def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None:
-        """Give a trainer the models, which are up, and what watches over them."""
-        if self._watch is not None:
-            trainer.extensions.insert(0, self._watch)  # later callbacks see its metrics
-        trainer.extensions.extend(part for part in (self.supervisor, self._membership) if part is not None)
+        """Give a trainer the models, which are up, and the extensions that watch them."""
+        if self._monitor is not None:
+            trainer.extensions.insert(0, self._monitor)  # later callbacks see its metrics
+        trainer.extensions.extend(part for part in (self.supervisor, self._elastic) if part is not None)
         trainer.attach(
-            self.dispatch, self.weight_sync, timeline=timeline, run_dir=self._experiment.run_dir, turns=self.turns
+            self.dispatch,
+            self.weight_sync,
+            timeline=timeline,
+            run_dir=self._experiment.run_dir,
+            colocation=self.colocation,
         )
         self._tracker = None
 
@@ -132,12 +136,12 @@ class Components:
         """Shut every part down; parts that were never made are skipped."""
         if self._tracker is not None:
             self._tracker.close()
-        if self._watch is not None:
-            self._watch.close()
-        if hasattr(self.generator, "close"):  # first: it still asks the engines
+        if self._monitor is not None:
+            self._monitor.close()
+        if hasattr(self.generator, "close"):  # first: it still has requests with the engines
             await self.generator.close()
-        if self._membership is not None:
-            await self._membership.close()
+        if self._elastic is not None:
+            await self._elastic.close()
         if self.supervisor is not None:  # before the engines: those that end now are not to be replaced
             await self.supervisor.close()
         if self._experiment.cfg.generator.weight_sync_dir and self.weight_sync is not None:
@@ -147,23 +151,18 @@ class Components:
         parts = [part for part in (self.client, self.dispatch) if part is not None]
         await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
 
+    @property
+    def engines(self) -> list[Any]:
+        """The engines of the client; none if it is a user's own."""
+        from skyasync.inference.client import InferenceClient
+
+        return self.client.engines if isinstance(self.client, InferenceClient) else []
+
     def share_threads(self, overlap: bool) -> None:
         """Divide this machine's cores between policy and engines, which compute at the same time or in turns."""
         from skyasync.run.placement import share_threads
 
         policy, engine = share_threads(self._experiment.cfg, os.cpu_count() or 1, overlap=overlap)
-        parts = [(self.dispatch, policy), *((part, engine) for part in getattr(self.client, "engines", []))]
-        for part, threads in parts:
-            if hasattr(part, "set_threads"):
+        for part, threads in [(self.dispatch, policy), *((part, engine) for part in self.engines)]:
+            if hasattr(part, "set_threads"):  # servers have none
                 part.set_threads(threads)
-
-
-def _probe(trainer: RayPPOTrainer, cfg: Config) -> list[list[int]]:
-    """Prompts whose log-probabilities are compared."""
-    from skyasync.rollout.chat import ChatTokenizer
-    from skyasync.weight_sync.verify.log_probabilities import choose_probe
-
-    chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
-    stream = trainer.context.prompts
-    prompts = (chat.prompt(stream.prompt(position).messages).tolist() for position in range(stream.rows))
-    return choose_probe(prompts, PROBE_TOKENS)

@@ -1,6 +1,6 @@
 """The process that trains, and the terminal that watches it.
 
-Invariant: whatever ends a run (its last step, an error in any part, Ctrl-C), the trackers are flushed, every
+Invariant: a run ends by its last step, an error in any part, or Ctrl-C. In each case the trackers are flushed, every
 part is shut down, and the first error is what the user sees.
 
 | who waits  | for what                          | woken by                                            |
@@ -11,9 +11,9 @@ part is shut down, and the first error is what the user sees.
 | shutdown   | every part's own shutdown         | each part, or ``GRACE_S``, after which it is killed |
 | SIGTERM    | as shutdown, with a save before   | the same, or ``trainer.sigterm_grace_s``            |
 
-A worker whose process dies ends the plan; the controller then has all workers started again, and another trainer goes
-on from the newest checkpoint with the engines that there are. A controller that dies takes its parts with it, and the
-program starts another. Both draw on ``trainer.max_restarts``.
+A worker whose process fails ends the plan; the controller then has all workers started again, and another trainer
+resumes from the newest checkpoint with the same engines. If the controller fails its parts end too, and the program
+starts another. Both draw on ``trainer.max_restarts``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import threading
 from collections.abc import Iterator
 from traceback import format_exception
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from skyasync.callbacks import RunExtension, Watched
-from skyasync.config.schema import TrainerConfig
+from skyasync.config.resume import keeps_checkpoints
 from skyasync.errors import RayEndedError, Terminated, UserError
-from skyasync.observe.progress import ProgressRecorder, ProgressReport, warnings_to
-from skyasync.observe.terminal import ProgressView
+from skyasync.observability.progress import ProgressRecorder, ProgressReport, warnings_to
+from skyasync.observability.terminal import ProgressView
 from skyasync.registry import UserParts, add_user_parts, user_parts
 from skyasync.run.logs import ProcessLogs, last_words
 from skyasync.run.ray_cluster import await_end, ended
@@ -42,12 +42,9 @@ from skyasync.utils.task_group import afterwards
 
 if TYPE_CHECKING:
     import ray.exceptions
-    from ray import ObjectRef
 
     from skyasync.run.experiment import BasePPOExp
     from skyasync.utils.process_identity import ProcessIdentity
-
-R = TypeVar("R")
 
 POLL_S = 0.5
 ANSWER_S = 10.0  # for the controller to report
@@ -61,8 +58,7 @@ class _Recording(RunExtension):
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         self._recorder.log(metrics, trainer.global_step)
 
-    def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> None:
-        self._recorder.log(metrics, trainer.global_step)
+    on_evaluate = on_step_end
 
 
 class Controller:
@@ -97,43 +93,35 @@ class Controller:
         return dict(self._trainer.last_metrics)
 
     async def _train(self) -> None:
+        async def close() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._experiment.close()
+
         with warnings_to(self._recorder):
-            await self._train_and_close()
-
-    async def _train_and_close(self) -> None:
-        async with afterwards(self._close, grace_s=2 * GRACE_S):  # which limits itself
-            self._watch(await asyncio.to_thread(self._experiment.build))
-            self._recorder.phase("loading models")
-            await self._experiment.start(self._trainer)
-            self._loaded = True
-            while not await self._trained():
-                self._loaded = False
-                self._recorder.phase("starting workers again")
-
-    async def _trained(self) -> bool:
-        """False if a worker's process has died and another may take its place."""
-        try:
-            if not self._loaded:
-                assert self._experiment.restarting is not None
-                self._watch(await self._experiment.restarting.restart_workers())
+            async with afterwards(close, grace_s=2 * GRACE_S):  # which limits itself
+                self._record(await asyncio.to_thread(self._experiment.build))
+                self._recorder.phase("loading models")
+                await self._experiment.start(self._trainer)
                 self._loaded = True
-            await self._trainer.train()
-        except Exception:
-            restarting = getattr(self._experiment, "restarting", None)  # an experiment that is not ours has none
-            if restarting is None or not restarting.lost_workers(self._trainer.global_step):
-                raise
-            return False
-        return True
+                while True:
+                    recovery = self._experiment.restarting
+                    try:
+                        if not self._loaded:
+                            assert recovery is not None
+                            self._record(await recovery.restart_workers())
+                            self._loaded = True
+                        return await self._trainer.train()
+                    except Exception:
+                        if recovery is None or not recovery.lost_workers(self._trainer.global_step):
+                            raise
+                    self._loaded = False
+                    self._recorder.phase("starting workers again")
 
-    def _watch(self, trainer: RayPPOTrainer) -> None:
+    def _record(self, trainer: RayPPOTrainer) -> None:
         self._trainer = trainer
         self._recorder.total = trainer.total_steps
         trainer.callbacks.append(_Recording(self._recorder))
-
-    async def _close(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
-                await self._experiment.close()
 
     async def who(self) -> ProcessIdentity:
         from skyasync.utils.process_identity import ProcessIdentity
@@ -154,26 +142,11 @@ class Controller:
         """
         self._stopped = True
         if saving and self._trainer is not None:
-            self._trainer.checkpointer.save_on_exit()
+            self._trainer.checkpointer.saves_on_exit |= keeps_checkpoints(self._experiment.cfg.trainer)
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         return self._trainer.checkpointer.saved_step if self._trainer is not None else 0
-
-
-class Remote(Protocol[R]):
-    """A method of an actor's handle."""
-
-    def remote(self, *args: object, **options: object) -> ObjectRef[R]: ...
-
-
-class ControllerHandle(Protocol):
-    """The ``Controller`` from another process."""
-
-    run: Remote[dict[str, float] | None]
-    stop: Remote[int]
-    report: Remote[ProgressReport]
-    who: Remote[ProcessIdentity]
 
 
 class Heartbeat:
@@ -182,10 +155,11 @@ class Heartbeat:
     Only the time spent waiting for answers counts: a program that was itself stopped does not blame it.
 
     Args:
+        report: ``Controller.report`` of the actor's handle.
         limit_s: it is killed when it has been silent for so long; 0: never.
     """
 
-    def __init__(self, report: Remote[ProgressReport], process: ProcessIdentity, limit_s: float) -> None:
+    def __init__(self, report: Any, process: ProcessIdentity, limit_s: float) -> None:  # noqa: ANN401
         self._report, self._process, self._limit_s = report, process, limit_s
         self._answer_s = min(ANSWER_S, limit_s / 2) if limit_s else ANSWER_S
         self._silent_s = 0.0
@@ -201,7 +175,7 @@ class Heartbeat:
         except ray.exceptions.GetTimeoutError:
             self._silent_s += self._answer_s
             if self._limit_s and self._silent_s >= self._limit_s:
-                problem = f"the controller gave no sign of life for {self._silent_s:g} s (trainer.heartbeat_timeout_s)"
+                problem = f"the controller has not answered for {self._silent_s:g} s (trainer.heartbeat_timeout_s)"
                 print(f"{problem}: it is ended", file=sys.stderr)
                 self._process.end()
         except ray.exceptions.RayError:  # it has ended, which ``run`` reports
@@ -224,7 +198,7 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
-    trainer = experiment.cfg.trainer
+    trainer, run_dir = experiment.cfg.trainer, experiment.run_dir
     with (
         _hearing_sigterm() as heard,
         ProgressView(mode=trainer.terminal, folder=logs.folder, steps="console" not in trainer.logger) as view,
@@ -235,66 +209,89 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
             try:
                 return _run(controller, experiment, view, heard)
             except ray.exceptions.RayError as error:
-                if died := ended():
-                    lost = RayEndedError(f"{died}: no run goes on without it; the same command goes on with this one")
-                    if experiment.run_dir is not None:
-                        experiment.run_dir.save_error("".join(format_exception(lost)))
+                if part := ended():
+                    lost = RayEndedError(f"{part}: no run goes on without it; the same command goes on with this one")
+                    if run_dir is not None:
+                        run_dir.save_error("".join(format_exception(lost)))
                     raise lost from None
-                recovery = experiment.restarting if _has_died(error) else None
-                if heard.is_set() or recovery is None or not recovery.lost_controller(max(view.seen, 0), error):
-                    _raise_told(experiment, logs, error)
+                recovery = experiment.restarting if _controller_failed(error) else None
+                if not heard.is_set() and recovery and recovery.lost_controller(max(view.seen, 0), error):
+                    continue
+                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+                expected = cause if isinstance(cause, UserError | SyntaxError) else None
+                if run_dir is not None:
+                    run_dir.save_error(str(error) + ("" if expected else last_words(logs, error)))
+                if expected is not None:  # Python shows nothing of Ray's kind of SyntaxError
+                    raise expected from None
+                raise
 
 
-def _has_died(error: ray.exceptions.RayError) -> bool:
-    """It is the controller's process that has died; of a part's the controller has lived to tell."""
+def _controller_failed(error: ray.exceptions.RayError) -> bool:
+    """Whether the controller's process has failed. If a part's process fails, the controller raises a task error."""
     import ray
 
     of_a_part = isinstance(error, ray.exceptions.RayTaskError)
     return isinstance(error, ray.exceptions.RayActorError) and not of_a_part
 
 
-def _raise_told(experiment: BasePPOExp, logs: ProcessLogs, error: ray.exceptions.RayError) -> NoReturn:
-    cause = getattr(error, "cause", None)
-    expected = cause if isinstance(cause, UserError | SyntaxError) else None
-    if experiment.run_dir is not None:
-        experiment.run_dir.save_error(str(error) + ("" if expected else last_words(logs, error)))
-    if expected is not None:  # Python shows nothing of Ray's kind of SyntaxError
-        raise expected from None
-    raise error
-
-
 def _run(
-    controller: ControllerHandle, experiment: BasePPOExp, view: ProgressView, heard: threading.Event
+    controller: Any,  # noqa: ANN401  (the actor's handle)
+    experiment: BasePPOExp,
+    view: ProgressView,
+    heard: threading.Event,
 ) -> dict[str, float] | None:
+    """Run the controller and poll its progress, until it or Ray ends; then stop it and free what it had reserved."""
     import ray
 
     from skyasync.run.placement import release
 
-    trainer = experiment.cfg.trainer
+    trainer, get = experiment.cfg.trainer, ray.get
     try:
-        process = _await_process(controller)
+        try:
+            process = get(controller.who.remote(), timeout=START_S)
+        except ray.exceptions.GetTimeoutError:  # Ray tries for ever; its reasons are in the terminal by then
+            ray.kill(controller)
+            problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
+            raise RuntimeError(problem) from None
         running = controller.run.remote()
-        revived = experiment.restarting is not None and experiment.restarting.possible
-        _watch(running, Heartbeat(controller.report, process, trainer.heartbeat_timeout_s if revived else 0.0), view)
-        return ray.get(running)
+        restarted = experiment.restarting is not None and experiment.restarting.possible
+        heartbeat = Heartbeat(controller.report, process, trainer.heartbeat_timeout_s if restarted else 0.0)
+        seen, done = view.seen, False
+        while not done:
+            if part := ended():
+                raise ray.exceptions.RaySystemError(part)
+            done = bool(ray.wait([running], timeout=POLL_S)[0])
+            if (report := heartbeat.ask(seen)) is not None:
+                view.update(report)
+                seen = max([seen, *(step for step, _ in report.rows)])
+        return get(running)
     except ray.exceptions.RayActorError as error:
-        if _has_died(error):
+        if _controller_failed(error):
             await_end()  # nothing is asked of a Ray that ends: it would answer late, or end this process
         raise
     except KeyboardInterrupt:
-        if heard.is_set():  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
-            raise Terminated(_saved_in_time(controller, trainer)) from None
-        if trainer.ckpt_on_exit:
-            print("stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)")
-        raise
+        if not heard.is_set():
+            if trainer.ckpt_on_exit:
+                print("stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)")
+            raise
+        limit_s = trainer.sigterm_grace_s  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
+        try:
+            step = get(controller.stop.remote(saving=True), timeout=limit_s)
+        except Exception as error:  # whatever it is, the process is to end
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            problem = f"it took more than {limit_s:g} s (trainer.sigterm_grace_s)" if late else repr(error)
+            raise Terminated(f": the run was not saved, {problem}") from None
+        saved = f": the newest checkpoint is of step {step}, go on with trainer.resume_mode=latest" if step else ""
+        raise Terminated(saved) from None
     finally:
         try:
             if not heard.is_set() and not ended():
+                saving_s = 2 * trainer.step_timeout_s if trainer.ckpt_on_exit or trainer.ckpt_async else 0
                 with contextlib.suppress(Exception):
-                    ray.get(controller.stop.remote(), timeout=_patience_s(trainer))
+                    get(controller.stop.remote(), timeout=GRACE_S + 5 + saving_s)
         finally:
             if not ended():
-                _end(controller)
+                ray.kill(controller)
                 release(experiment.placement_name)
 
 
@@ -316,53 +313,3 @@ def _hearing_sigterm() -> Iterator[threading.Event]:
         yield heard
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _saved_in_time(controller: ControllerHandle, trainer: TrainerConfig) -> str:
-    """Let the run save, for as long as it may; what came of that, in words."""
-    import ray
-
-    try:
-        step = ray.get(controller.stop.remote(saving=True), timeout=trainer.sigterm_grace_s)
-    except Exception as error:  # whatever it is, the process is to end
-        late = isinstance(error, ray.exceptions.GetTimeoutError)
-        problem = f"it took more than {trainer.sigterm_grace_s:g} s (trainer.sigterm_grace_s)" if late else repr(error)
-        return f": the run was not saved, {problem}"
-    return f": the newest checkpoint is of step {step}, go on with trainer.resume_mode=latest" if step else ""
-
-
-def _patience_s(trainer: TrainerConfig) -> float:
-    """How long the controller may take to stop: its parts' shutdown, and what is saved before it."""
-    return GRACE_S + 5 + (2 * trainer.step_timeout_s if trainer.ckpt_on_exit or trainer.ckpt_async else 0)
-
-
-def _await_process(controller: ControllerHandle) -> ProcessIdentity:
-    """Ray tries for ever to start a process that cannot start; its reasons are in the terminal by then."""
-    import ray
-
-    try:
-        return ray.get(controller.who.remote(), timeout=START_S)
-    except ray.exceptions.GetTimeoutError:
-        _end(controller)
-        problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
-        raise RuntimeError(problem) from None
-
-
-def _end(controller: ControllerHandle) -> None:
-    import ray
-
-    ray.kill(controller)  # type: ignore[arg-type]  # Ray's own type of it knows no methods
-
-
-def _watch(running: object, heartbeat: Heartbeat, view: ProgressView) -> None:
-    """Poll until the run has ended, or Ray has."""
-    import ray
-
-    seen, done = view.seen, False
-    while not done:
-        if died := ended():
-            raise ray.exceptions.RaySystemError(died)
-        done = bool(ray.wait([running], timeout=POLL_S)[0])
-        if (report := heartbeat.ask(seen)) is not None:
-            view.update(report)
-            seen = max([seen, *(step for step, _ in report.rows)])

@@ -1,7 +1,8 @@
 """The experiment: one factory method per part, and ``run()``.
 
-Invariant: every part of a run is made by exactly one method here, so overriding that method swaps the part and nothing
-else. Factories run in the process that trains, in the order of ``components``; none of them waits for a model to load.
+Invariant: every part of a run is made by exactly one method here, so overriding that method replaces the part and
+nothing else. Factories run in the process that trains, in the order of ``components``; none of them waits for a model
+to load.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from skyasync.inference.interface import ENGINES, EngineConfig, InferenceEngine
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config, engines_per_device, rounding
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.preflight.prepare import prepare
 from skyasync.rollout.tokenizer import with_template
 from skyasync.run import launch
@@ -38,10 +39,10 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.inference.client import InferenceClient
     from skyasync.inference.elastic import ElasticEngines
     from skyasync.inference.supervisor import EngineSupervisor
-    from skyasync.observe.timeline import Timeline
-    from skyasync.observe.trackers import Tracker
+    from skyasync.observability.timeline import Timeline
+    from skyasync.observability.trackers import Tracker
+    from skyasync.rollout.generator import Judges
     from skyasync.rollout.generator_api import Generator
-    from skyasync.rollout.judging import Judges
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
     from skyasync.run.placement import Placement
@@ -92,7 +93,12 @@ class BasePPOExp:
 
     def get_train_dataset(self) -> Sequence[Prompt]:
         """The training prompts, by default those of ``data.train_data``."""
-        return self._prompts(self.cfg.data.train_data)
+        from skyasync.data.datasets import load_prompts, stream_prompts
+
+        data = self.cfg.data
+        if data.streaming:
+            return stream_prompts(data.train_data, self.cfg, self.tokenizer)
+        return load_prompts(data.train_data, self.cfg, self.tokenizer, known=self.data_rows)
 
     def get_eval_dataset(self) -> Sequence[Prompt] | None:
         """The held-out prompts, by default those of ``data.val_data`` and ``data.val_sets``; None without any."""
@@ -101,8 +107,8 @@ class BasePPOExp:
         return load_eval_prompts(self.cfg, self.tokenizer, known=self.data_rows) or None
 
     def get_tracker(self) -> Tracker:
-        """What receives the metrics of every step, by default the trackers of ``trainer.logger``."""
-        from skyasync.observe.trackers import MultiTracker
+        """The tracker of the metrics of every step, by default those of ``trainer.logger``."""
+        from skyasync.observability.trackers import MultiTracker
 
         trainer = self.cfg.trainer
         assert self.run_dir is not None
@@ -126,7 +132,8 @@ class BasePPOExp:
 
         generator, config = self.cfg.generator, self.engine_config()
         if generator.engines:
-            return InferenceClient(self.get_servers(config), generator.request_timeout_s, lambda: self.tokenizer)
+            servers = [self._server(config, url) for url in generator.engines]
+            return InferenceClient(servers, generator.request_timeout_s, lambda: self.tokenizer)
         engines = [
             RayEngine(
                 backend(self.cfg),
@@ -136,24 +143,19 @@ class BasePPOExp:
             )
             for index in range(generator.num_inference_engines)
         ]
-        slots = self.parts.placement.slots
-        devices = len(slots.of.get(POLICY, ()))
+        devices = len(self.parts.placement.slots.of.get(POLICY, ()))
         at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
         return InferenceClient(engines, generator.request_timeout_s, lambda: self.tokenizer, at_once)
-
-    def get_servers(self, config: EngineConfig) -> list[InferenceEngine]:
-        """Engines that others have started, at the addresses of ``generator.engines``."""
-        return [self._server(config, url) for url in self.cfg.generator.engines]
 
     def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
         own = {"url": url, "start_s": self.cfg.generator.engine_start_timeout_s, "key": self._engines_key}
         return ENGINES.make(backend(self.cfg), replace(config, extra=config.extra | own))
 
     async def get_joining_engine(self, name: str) -> InferenceEngine:
-        """An engine that joins while the run goes on: the server with this address, or one more of the run's own.
+        """An engine that joins during the run: the server with this address, or one more of the run's own.
 
         Raises:
-            UserError: if it is not fit, or there is no room for it.
+            UserError: if it is not fit, or there are no devices for it.
         """
         generator, config = self.cfg.generator, self.engine_config()
         if generator.engines:
@@ -165,7 +167,7 @@ class BasePPOExp:
         return await asyncio.to_thread(RayEngine.one_more, self.parts.client.engines, devices, may_grow=joined)
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
-        """What turns prompts into trajectories: environments, or the program of ``generator.agent_program``."""
+        """The generator of trajectories: with environments, or with the program of ``generator.agent_program``."""
         if cfg.generator.agent_program:
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         from skyasync.envs.episodes import EnvSettings
@@ -188,8 +190,8 @@ class BasePPOExp:
         )
 
     def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Judges | None:
-        """The models of ``environment.judges``, which judge what has been played; None without any."""
-        from skyasync.rollout.judging import Judges
+        """The models of ``environment.judges``, which grade finished episodes; None without any."""
+        from skyasync.rollout.generator import Judges
 
         if not cfg.environment.judges:
             return None
@@ -199,7 +201,7 @@ class BasePPOExp:
     def get_agent_generator(
         self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
     ) -> Generator:
-        """What plays agent programs through the endpoint."""
+        """The generator that runs agent programs through the endpoint."""
         from skyasync.agents.generator import agent_generator
 
         folder = self.run_dir.path if self.run_dir else None
@@ -213,20 +215,20 @@ class BasePPOExp:
             self.cfg,
             {role.name: self.parts.placement.ranks(role.name) for role in self.roles()},
             self.engine_config().weight_sync_backend,
-            self._living,
-            self._nodes,
+            self._healthy_engines,
+            self._engine_nodes,
         )
 
-    def _living(self) -> list[int]:
-        """The places of the engines that live."""
-        pool = getattr(self.parts.client, "pool", None)  # a client of one's own has none
-        return pool.healthy if pool else list(range(self.cfg.generator.own_engines))
+    def _healthy_engines(self) -> list[int]:
+        if self.parts.engines:
+            return self.parts.client.pool.healthy
+        return list(range(self.cfg.generator.own_engines))  # of a client of the user's
 
-    def _nodes(self) -> dict[int, str]:
-        """Ray's names of their nodes, by place, as far as they are on any."""
-        engines = getattr(self.parts.client, "engines", [])
-        found = {index: engines[index].node for index in self._living() if index < len(engines)}
-        return {index: node for index, node in found.items() if node}
+    def _engine_nodes(self) -> dict[int, str]:
+        """Ray's names of the healthy engines' nodes, by engine, as far as they are on any."""
+        engines = self.parts.engines
+        nodes = {index: engines[index].node for index in self._healthy_engines() if index < len(engines)}
+        return {index: node for index, node in nodes.items() if node}
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
@@ -246,12 +248,13 @@ class BasePPOExp:
         )
 
     def get_engine_supervisor(self, weight_sync: WeightSync, timeline: Timeline) -> EngineSupervisor | None:
-        """What replaces engines that die; None where the first death ends the run."""
+        """The supervisor that replaces engines that fail; None if the first failure ends the run."""
         from skyasync.inference.client import InferenceClient
         from skyasync.inference.supervisor import EngineSupervisor
+        from skyasync.weight_sync.sync import WeightSync
 
         generator = self.cfg.generator
-        ours = isinstance(self.parts.client, InferenceClient) and hasattr(weight_sync, "between_syncs")
+        ours = isinstance(self.parts.client, InferenceClient) and isinstance(weight_sync, WeightSync)
         if not generator.max_engine_restarts or not ours:
             return None
         weight_sync.expects_late_engines = True
@@ -263,11 +266,11 @@ class BasePPOExp:
             heartbeat_timeout_s=generator.heartbeat_timeout_s,
             limit_s=self.cfg.trainer.step_timeout_s,
             timeline=timeline,
-            turns=self.parts.turns,
+            turns=self.parts.colocation,
         )
 
     def get_elastic_engines(self, weight_sync: WeightSync, supervisor: EngineSupervisor) -> ElasticEngines:
-        """What lets engines join and leave while the run goes on."""
+        """The part that lets engines join and leave during the run."""
         from skyasync.inference.elastic import ElasticEngines
 
         assert self.run_dir is not None
@@ -313,7 +316,7 @@ class BasePPOExp:
 
     def is_ours(self, factory: str) -> bool:
         """Whether a factory is the library's own, not a subclass's."""
-        return getattr(type(self), factory) is getattr(BasePPOExp, factory)
+        return next(base for base in type(self).__mro__ if factory in vars(base)) is BasePPOExp
 
     def build(self) -> RayPPOTrainer:
         """Make every part, in the controller's process."""
@@ -334,23 +337,10 @@ class BasePPOExp:
         return with_template(self.get_tokenizer(), self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs)
 
     def roles(self) -> list[Role]:
-        """The run's roles, the policy first: by the table, or as a method ``needs_<role>`` of the experiment says."""
-
-        def needed(role: Role) -> bool:
-            own = getattr(self, f"needs_{role.name}", None)
-            return own() if own else role.wanted(self.cfg)
-
-        return [role for role in ROLES.values() if needed(role)]
-
-    def needs_reference(self) -> bool:
-        return ROLES["reference"].wanted(self.cfg)
+        """The run's roles, the policy first: by the table, or by a method ``needs_<role>`` of the experiment."""
+        own = {role.name: getattr(self, f"needs_{role.name}", None) for role in ROLES.values()}
+        needed = {name: method() if method else ROLES[name].has_ranks(self.cfg) for name, method in own.items()}
+        return [role for role in ROLES.values() if needed[role.name]]
 
     def engine_config(self) -> EngineConfig:
         return engine_config(self.cfg, gpus=self.gpus)
-
-    def _prompts(self, sources: Sequence[str]) -> Sequence[Prompt]:
-        from skyasync.data.datasets import load_prompts, stream_prompts
-
-        if self.cfg.data.streaming:
-            return stream_prompts(sources, self.cfg, self.tokenizer)
-        return load_prompts(sources, self.cfg, self.tokenizer, known=self.data_rows)

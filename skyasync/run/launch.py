@@ -1,6 +1,6 @@
 """A run in the program that starts it: its folder, Ray, the controller process, and the report at its end.
 
-Invariant: whatever ends a run, its status says how, its timeline is whole, its page is made; a run in which no process
+Invariant: however a run ends, its status says how, its timeline is whole, its page is made. A run in which no process
 was started leaves no folder.
 """
 
@@ -16,11 +16,10 @@ from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from skyasync.config.schema import Config
 from skyasync.errors import Terminated
 from skyasync.inference.elastic import FILE as ENGINES_FILE
 from skyasync.inference.settings import chosen_backend
-from skyasync.observe.run_dir import RunDirectory, shown, unlock_run
+from skyasync.observability.run_dir import RunDirectory, shown, unlock_run
 from skyasync.run.controller import run_in_controller
 from skyasync.run.recovery import Recovery
 
@@ -30,14 +29,15 @@ if TYPE_CHECKING:
 
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
     """Train; the last metrics, or None if the run was stopped."""
-    from skyasync.observe.status import status_file
-    from skyasync.observe.timeline import to_the_end
+    from skyasync.observability.report.page import write_report
+    from skyasync.observability.status import status_file
+    from skyasync.observability.timeline import to_the_end
 
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
     try:
         with status_file(folder.path), to_the_end(folder.timeline):
-            return _run(experiment, folder, started)
+            return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
         if not started:
             folder.discard()
@@ -45,11 +45,15 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
             folder.save_error("".join(format_exception(error)))
         raise
     finally:
-        _make_page(experiment.cfg, folder)
+        if experiment.cfg.trainer.report and folder.metrics.exists():
+            write_report(folder.path)  # last: it shows how the run has ended
         unlock_run(folder.path)
 
 
-def _run(experiment: BasePPOExp, folder: RunDirectory, started: list[bool]) -> dict[str, float] | None:
+def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool]) -> dict[str, float] | None:
+    from skyasync.observability import jsonl
+    from skyasync.observability.plots import plot_reward
+    from skyasync.observability.summary import print_summary
     from skyasync.run.logs import ProcessLogs
     from skyasync.run.ray_cluster import cluster
 
@@ -69,7 +73,10 @@ def _run(experiment: BasePPOExp, folder: RunDirectory, started: list[bool]) -> d
             since = 0.0  # a resumed run may have had nothing left to do
             return metrics
         finally:
-            _report(folder, since)
+            if any(row.get("time", 0.0) >= since for row in jsonl.read_rows(folder.metrics)):  # else nothing is new
+                plot_reward(folder.metrics, folder.reward_plot)
+                print_summary(folder.metrics)
+                print(f"run folder: {shown(folder.path)}")
 
 
 @contextlib.contextmanager
@@ -78,9 +85,13 @@ def _terminated() -> Iterator[Callable[[], object]]:
 
     Ray's, which its start installs, make status 15 of it, and abort a program that has not ended 3 s later.
     """
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
     before, here = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
     try:
-        yield partial(signal.signal, signal.SIGTERM, _terminate) if here else bool
+        yield partial(signal.signal, signal.SIGTERM, terminate) if here else bool
     except SystemExit as end:
         if end.code != signal.SIGTERM:
             raise
@@ -89,27 +100,3 @@ def _terminated() -> Iterator[Callable[[], object]]:
     finally:
         if here and before is not None:  # None: not of Python
             signal.signal(signal.SIGTERM, before)
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
-
-
-def _report(folder: RunDirectory, since: float) -> None:
-    """Show what the run has reached, if it has logged anything since then: it may have ended before its first step."""
-    from skyasync.observe import jsonl
-    from skyasync.observe.plots import plot_reward
-    from skyasync.observe.summary import print_summary
-
-    if any(row.get("time", 0.0) >= since for row in jsonl.read_rows(folder.metrics)):
-        plot_reward(folder.metrics, folder.reward_plot)
-        print_summary(folder.metrics)
-        print(f"run folder: {shown(folder.path)}")
-
-
-def _make_page(cfg: Config, folder: RunDirectory) -> None:
-    """Behind all else: what the page says of the run's end is then written down."""
-    from skyasync.observe.report.page import write_report
-
-    if cfg.trainer.report and folder.metrics.exists():
-        write_report(folder.path)

@@ -1,21 +1,23 @@
-"""What the run's processes print: each has a file in the run's folder, and what is meant for the user is shown.
+"""The output of the run's processes: each has a file in the run's folder, and the lines for the user are shown.
 
-Invariant: every line that Ray brings to the driver is in a file; on the terminal are those of the user's code (the
-controller, environments, agents, models), as they were printed. Loading bars and warnings of libraries on standard
-error, and what engines and Ray itself have to say, are in the files alone. An error ends the run with its traceback as
-before, with the last lines of a process that died without one.
+Invariant: every line that Ray brings to the driver is in a file. On the terminal are those of the user's code (the
+controller, environments, agents, models), as they were printed. Loading bars, warnings of libraries on standard error,
+and the lines of engines and of Ray itself are in the files alone. An error that ends the run has its traceback, and the
+last lines of a process that failed without one.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from skyasync.observe.lines import write_plainly
+from skyasync.observability.lines import write_plainly
 
 Show = Callable[[Sequence[str], bool], None]
 
@@ -24,7 +26,7 @@ HANDLER = "ray_print_logs"  # Ray's own, which prints; by this name Ray removes 
 NAMES = {"_EngineActor": "engine", "RpcActor": "environment", "Controller": "controller"}
 SILENT = {"engine", "ray"}
 AUTOSCALER, _EVENT = "autoscaler", ":event_summary:"
-TAIL = 40  # lines
+LAST_LINES = 40
 BURST, PER_S = 200, 100  # lines of one process that are shown at once, and from then on
 STRAGGLERS_S = 0.6  # Ray looks at its files twice as often
 
@@ -49,17 +51,43 @@ class ProcessLogs:
         self, folder: Path, show: Show | None = None, *, hide: Callable[[str], str] = lambda line: line
     ) -> None:
         self.folder, self.show, self._hide = folder, write_plainly if show is None else show, hide
-        self._shown: dict[str, _LineBudget] = {}
+        self._budgets: defaultdict[str, _LineBudget] = defaultdict(_LineBudget)
         self._warned: set[str] = set()  # processes whose last line was a library's warning: its source follows
 
     def __call__(self, data: Mapping[str, Any]) -> None:
         """Never raises: it is called in Ray's thread."""
+        lines, error = [self._hide(str(line)) for line in data.get("lines", ())], bool(data.get("is_err"))
+        name, key = _names(data)
+        if name == AUTOSCALER:  # whose log has pages of its state, every few seconds
+            lines = [line.partition(_EVENT)[2].strip() for line in lines if _EVENT in line]
+        if not lines:
+            return
         try:
-            self._take(data)
-        except OSError:
-            self.show(
-                [self._hide(str(line)) for line in data.get("lines", ())], bool(data.get("is_err"))
-            )  # no room for the file
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / f"{key}.log").open("a", encoding="utf-8", errors="replace") as file:
+                file.write("".join(f"{line}\n" for line in lines))
+        except OSError:  # no space for the file
+            self.show(lines, error)
+            return
+        if name in SILENT:
+            return
+        shown = []
+        for line in lines:
+            source = key in self._warned and line.startswith("  ")
+            self._warned.discard(key)
+            if error and _LIBRARY.search(line):
+                self._warned.add(key)
+            elif not error or not (source or any(noise.search(line) for noise in (_BAR, _MODELS, _RAY))):
+                shown.append(line)
+        budget = self._budgets[key]
+        allowed = budget.take(len(shown))
+        too_many = len(shown) > allowed
+        shown = shown[:allowed]
+        if too_many and not budget.reported:
+            shown.append(f"(more than {PER_S} lines per second: the rest is in {self.folder / key}.log)")
+        budget.reported = too_many
+        if shown:
+            self.show(shown, error)
 
     @contextmanager
     def shown_by(self, show: Show) -> Iterator[None]:
@@ -70,68 +98,19 @@ class ProcessLogs:
         finally:
             self.show = former
 
-    def tail(self, process: int | None = None) -> dict[str, list[str]]:
-        """The last lines of processes that speak of errors, by the file's name; of the one with this number in any
-        case."""
-        found = {}
-        for file in sorted(self.folder.glob("*.log")):
-            own = process is not None and file.stem.endswith(f"-{process}")
-            if not own and file.stem.partition("-")[0] in ("controller", "driver", "ray"):
-                continue
-            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL:]
-            if lines and (own or any(map(_FAILED.search, lines))):
-                found[file.name] = lines
-        return found
 
-    def _take(self, data: Mapping[str, Any]) -> None:
-        lines, error = [self._hide(str(line)) for line in data.get("lines", ())], bool(data.get("is_err"))
-        name, key = _name(data), _key(data)
-        if name == AUTOSCALER:  # whose log has pages of its state, every few seconds
-            lines = [line.partition(_EVENT)[2].strip() for line in lines if _EVENT in line]
-        if not lines:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{key}.log").open("a", encoding="utf-8", errors="replace") as file:
-            file.write("".join(f"{line}\n" for line in lines))
-        if name in SILENT:
-            return
-        meant = self._meant(key, lines) if error else lines
-        if meant:
-            self._show(key, meant, error)
-
-    def _meant(self, key: str, lines: Sequence[str]) -> list[str]:
-        """What somebody wrote for the user to read."""
-        kept = []
-        for line in lines:
-            source = key in self._warned and line.startswith("  ")
-            self._warned.discard(key)
-            if _LIBRARY.search(line):
-                self._warned.add(key)
-            elif not source and not any(noise.search(line) for noise in (_BAR, _MODELS, _RAY)):
-                kept.append(line)
-        return kept
-
-    def _show(self, key: str, lines: list[str], error: bool) -> None:
-        allowance = self._shown.setdefault(key, _LineBudget())
-        allowed = allowance.take(len(lines))
-        shown, left = lines[:allowed], len(lines) - allowed
-        if left and not allowance.reported:
-            shown.append(f"(more than {PER_S} lines per second: the rest is in {self.folder / key}.log)")
-        allowance.reported = left > 0
-        if shown:
-            self.show(shown, error)
-
-
+@dataclass
 class _LineBudget:
     """How many lines of a process may be shown now."""
 
-    def __init__(self) -> None:
-        self._left, self._at, self.reported = float(BURST), time.monotonic(), False
+    reported: bool = False
+    _left: float = BURST
+    _at: float = field(default_factory=time.monotonic)
 
-    def take(self, wanted: int) -> int:
+    def take(self, lines: int) -> int:
         now = time.monotonic()
         self._left, self._at = min(BURST, self._left + PER_S * (now - self._at)), now
-        taken = min(wanted, int(self._left))
+        taken = min(lines, int(self._left))
         self._left -= taken
         return taken
 
@@ -139,7 +118,7 @@ class _LineBudget:
 def bring_to(logs: ProcessLogs) -> Callable[[], None]:
     """Send what Ray would print to ``logs``; nothing comes if Ray's ``log_to_driver`` is off.
 
-    What Ray itself reports of failures (pages of a raylet's state, for one) goes to the file ``ray.log`` alone.
+    Ray's own reports of failures (pages of a raylet's state, for one) go to the file ``ray.log`` alone.
 
     Returns:
         a function that undoes it, also after Ray has ended.
@@ -166,27 +145,29 @@ def bring_to(logs: ProcessLogs) -> Callable[[], None]:
 
 
 def last_words(logs: ProcessLogs, error: BaseException) -> str:
-    """What processes that speak of errors have printed last: some die without a traceback that Python knows of."""
+    """The last lines of processes that speak of errors, and of the process that ``error`` names.
+
+    Some fail without a traceback that Python knows of.
+    """
     time.sleep(STRAGGLERS_S)
-    found = logs.tail(process_of(error)) if logs.folder.is_dir() else {}
-    return "".join(f"\n\nThe last lines of logs/{name}:\n" + "\n".join(lines) for name, lines in found.items())
+    named, text = re.search(r"\bpid: (\d+)", str(error)), ""
+    for file in sorted(logs.folder.glob("*.log")):
+        own = named is not None and file.stem.endswith(f"-{named[1]}")
+        if not own and file.stem.partition("-")[0] in ("controller", "driver", "ray"):
+            continue
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        if lines and (own or any(map(_FAILED.search, lines))):
+            text += f"\n\nThe last lines of logs/{file.name}:\n" + "\n".join(lines)
+    return text
 
 
-def process_of(error: BaseException) -> int | None:
-    """The process whose death an error of Ray's tells of."""
-    found = re.search(r"\bpid: (\d+)", str(error))
-    return int(found[1]) if found else None
-
-
-def _name(data: Mapping[str, Any]) -> str:
-    if not str(data.get("pid")).isdigit():  # raylet, autoscaler, gcs_server
-        return AUTOSCALER if data.get("pid") == AUTOSCALER else "ray"
-    name = str(data.get("actor_name") or data.get("task_name") or "process")
-    return NAMES.get(name) or re.sub(r"\W+", "_", name).strip("_").removesuffix("Worker").lower() or "process"
-
-
-def _key(data: Mapping[str, Any]) -> str:
-    """The file's name: processes of other machines have the machine's in it."""
-    name, here = _name(data), data.get("ip") in (None, "", data.get("localhost"))
-    place = "" if here else f"-{data['ip']}"
-    return f"{name}{place}-{data['pid']}" if str(data.get("pid")).isdigit() else f"{name}{place}"
+def _names(data: Mapping[str, Any]) -> tuple[str, str]:
+    """The name of a process for users, and that of its file, which has the address of another machine."""
+    process = str(data.get("pid"))
+    place = "" if data.get("ip") in (None, "", data.get("localhost")) else f"-{data['ip']}"
+    if not process.isdigit():  # raylet, autoscaler, gcs_server
+        name = AUTOSCALER if process == AUTOSCALER else "ray"
+        return name, f"{name}{place}"
+    actor = str(data.get("actor_name") or data.get("task_name") or "process")
+    name = NAMES.get(actor) or re.sub(r"\W+", "_", actor).strip("_").removesuffix("Worker").lower() or "process"
+    return name, f"{name}{place}-{process}"

@@ -3,7 +3,7 @@
 Invariant: the bundles are computed before anything starts, so that a cluster too small is an error that
 says what is missing, and a local cluster is started large enough. A bundle is one GPU (or one CPU slot on a
 machine without GPUs) for each rank and engine; parts that are colocated share bundles. What is reserved under a
-name is returned by ``release``, from any process, also after the owner has died.
+name is returned by ``release``, from any process, also if the owner has failed.
 """
 
 from __future__ import annotations
@@ -39,40 +39,31 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
     Args:
         roles: those of the run, the policy first.
     """
-    generator, together = cfg.generator, cfg.trainer.placement.colocate_all
+    generator, colocated = cfg.generator, cfg.trainer.placement.colocate_all
     engines = generator.own_engines
     bundles: list[dict[str, float]] = []
     of: dict[str, tuple[int, ...]] = {}
+
+    def add(name: str, count: int, devices: int) -> None:
+        bundles.extend([{"CPU": 1.0, "GPU": float(devices)} if devices else {"CPU": 1.0}] * count)
+        of[name] = tuple(range(len(bundles) - count, len(bundles)))
+
     for role in roles:
-        if role.shares(cfg):
+        if role.colocated_if(cfg):
             of[role.name] = of[POLICY]
         else:
-            of[role.name] = _next(bundles, role.size(cfg), _bundle(gpus and role.gpu, 1))
+            add(role.name, role.size(cfg), int(gpus and role.gpu))
     policy = len(of.get(POLICY, ()))  # an experiment may have no workers
-    if together:
+    if colocated:
         of[ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(engines))
     else:
-        of[ENGINES] = _next(bundles, engines, _bundle(gpus, generator.devices_per_engine))
-    sharing = [role.name for role in roles if role.name == POLICY or role.shares(cfg)]
-    per_slot = len(sharing) + (-(-engines // policy) if together else 0)
-    shared = {*sharing, ENGINES} if together else {*sharing}
-    share = {name: _share(per_slot) if name in shared else 1.0 for name in of}
+        add(ENGINES, engines, generator.devices_per_engine if gpus else 0)
+    sharing = [role.name for role in roles if role.name == POLICY or role.colocated_if(cfg)]
+    per_slot = len(sharing) + (-(-engines // policy) if colocated else 0)
+    shared = {*sharing, ENGINES} if colocated else {*sharing}
+    # Ray counts in units of 0.0001 and rounds to the nearest: rounded up, there is no space for the last actor.
+    share = {name: 10_000 // per_slot / 10_000 if name in shared else 1.0 for name in of}
     return Slots(tuple(bundles), of, share)
-
-
-def _next(bundles: list[dict[str, float]], count: int, kind: dict[str, float]) -> tuple[int, ...]:
-    """Add so many bundles; their numbers."""
-    bundles += [kind] * count
-    return tuple(range(len(bundles) - count, len(bundles)))
-
-
-def _share(actors: int) -> float:
-    """Ray counts in units of 0.0001 and rounds to the nearest: rounded up, the last actor would find no room."""
-    return 10_000 // actors / 10_000
-
-
-def _bundle(gpus: bool, count: int) -> dict[str, float]:
-    return {"CPU": 1.0, "GPU": float(count)} if gpus else {"CPU": 1.0}
 
 
 @dataclass(frozen=True)
@@ -131,29 +122,23 @@ def reserve(slots: Slots, timeout_s: float, name: str = "") -> Placement:
     return Placement(slots, group)
 
 
-def missing(slots: Slots) -> bool:
-    """Whether the cluster, were it idle, has less than the bundles ask for."""
-    asked, there = _totals(slots)
-    return any(asked[name] > there[name] for name in asked)
-
-
 def too_small(slots: Slots, when: str) -> UserError:
-    asked, there = _totals(slots)
+    needed, there = resources(slots)
     return UserError(
-        f"Ray did not grant {asked} {when}; there are {there} in all: use fewer ranks "
+        f"Ray did not grant {needed} {when}; there are {there} in all: use fewer ranks "
         f"(trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines), let them take "
         f"turns on the same devices (trainer.placement.colocate_all=true, synchronous plan), or hide the GPUs "
         f"(CUDA_VISIBLE_DEVICES=) to run on CPUs"
     )
 
 
-def _totals(slots: Slots) -> tuple[dict[str, float], dict[str, float]]:
+def resources(slots: Slots) -> tuple[dict[str, float], dict[str, float]]:
+    """The resources of all bundles, and those of the cluster if it were idle."""
     import ray
 
-    there = ray.cluster_resources()
-    names = ("CPU", "GPU")
-    asked = {name: sum(bundle.get(name, 0.0) for bundle in slots.bundles) for name in names}
-    return asked, {name: there.get(name, 0.0) for name in names}
+    names, there = ("CPU", "GPU"), ray.cluster_resources()
+    needed = {name: sum(bundle.get(name, 0.0) for bundle in slots.bundles) for name in names}
+    return needed, {name: there.get(name, 0.0) for name in names}
 
 
 def release(name: str) -> None:
@@ -167,9 +152,9 @@ def release(name: str) -> None:
 def share_threads(cfg: Config, cores: int, *, overlap: bool) -> tuple[int, int]:
     """CPU threads per policy rank and per engine.
 
-    Phases that take turns may each use all cores. Where they overlap, engines have their part of the cores, and the
-    policy as many threads as there are cores: the system runs them where an engine is idle. How many there are never
-    changes in a run, for sums of floating-point numbers depend on it.
+    Phases that take turns may each use all cores. If they overlap, engines have their part of the cores, and the policy
+    as many threads as there are cores: the system runs them where an engine is idle. The number never changes in a run,
+    for sums of floating-point numbers depend on it.
     """
     ranks, engines = ROLES[POLICY].size(cfg), cfg.generator.own_engines
     policy = max(1, cores // ranks)

@@ -1,12 +1,13 @@
 """Joining a Ray cluster, or starting one on this machine's loopback and ending it again.
 
-Invariant: what is started here is ended here, and with the process that started it (``watchdog``); it listens on no
-other interface, lets in whoever has this user's token, and keeps its files in a folder that this user alone can enter.
+Invariant: a cluster that is started here is ended here, and with the process that started it (``watchdog``). It listens
+on no other interface, accepts only this user's token, and keeps its files in a folder that this user alone can enter.
 A cluster that was there before is left as it was.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -14,25 +15,23 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.process_guard import PLACE
 from skyasync.run.logs import ProcessLogs, bring_to
-from skyasync.run.placement import missing, plan_slots, too_small
+from skyasync.run.placement import plan_slots, resources, too_small
 from skyasync.run.watchdog import VARIABLE, Watchdog
 from skyasync.workers.roles import Role
 
-W = TypeVar("W", bound=Watchdog | None)
-
 _AGENT = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in a raylet's log
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
-ENDING_S = 1.0  # from the death of what a raylet takes along to its own end, which took 0.1 s where it was measured
+ENDING_S = 1.0  # from the end of a raylet's children to its own end, which took 0.1 s when it was measured
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
 
 
@@ -51,18 +50,28 @@ def cluster(cfg: Config, *, roles: Sequence[Role], logs: ProcessLogs | None = No
     import ray
 
     mine = not ray.is_initialized()
-    if mine:
-        _join(cfg.ray.address) if cfg.ray.address else _start(cfg, roles)
+    if mine and cfg.ray.address:
+        _join(cfg.ray.address)
+    elif mine:
+        cores = max(os.cpu_count() or 1, len(plan_slots(cfg, gpus=False, roles=roles).bundles))
+        has_gpus = os.path.exists("/dev/nvidia0")
+        start_on_loopback(num_cpus=cores, object_store_memory=None if has_gpus else SMALL_OBJECT_STORE)
     undo = bring_to(logs) if logs is not None else lambda: None
     try:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         slots = plan_slots(cfg, gpus=gpus, roles=roles)
-        if mine and not cfg.ray.address and missing(slots):
-            raise too_small(slots, "on this machine")
+        if mine and not cfg.ray.address:
+            needed, there = resources(slots)
+            if any(needed[name] > there[name] for name in needed):
+                raise too_small(slots, "on this machine")
         yield gpus
     finally:
         if mine:
-            shut_down()
+            if ended():  # Ray is not asked then: it would answer late, or end this process
+                atexit.unregister(ray.shutdown)
+            else:
+                ray.shutdown()
+            _watched_by(None)
         undo()
 
 
@@ -77,10 +86,24 @@ def start_on_loopback(
     """``ray.init`` of a cluster that no other machine can reach. The arguments are that function's."""
     _prepare_environment()
     import ray
+    from ray._private import parameter, services
 
     keep_token_private()
-    watchdog = _watched_by(Watchdog())
-    with _loopback_only(), _groups_of_their_own(), _without_idlers(), _marked(watchdog):
+    watchdog = Watchdog()
+    _watched_by(watchdog)
+    prestart = "RAY_prestart_worker_first_driver"
+    with (
+        _loopback_only(),
+        # Signals for the program's process group, as schedulers and terminals send them, do not end Ray under the run.
+        # The kernel still ends Ray's processes with the program's.
+        _patched(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
+        # What a run on one machine does not need is not started: the autoscaler, the server of a dashboard that is
+        # switched off, and workers that wait for tasks when there are only actors. They are two fifths of Ray's start.
+        _patched(parameter, "RayParams", partial(parameter.RayParams, no_monitor=True)),
+        _patched(services, "start_api_server", lambda *args, **options: (None, None)),  # no address, no process
+        # Processes that are started inside, and their descendants, are the watchdog's.
+        _variables({prestart: os.environ.get(prestart, "0"), VARIABLE: watchdog.mark, PLACE: watchdog.folder}),
+    ):
         ray.init(
             address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
             num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
@@ -90,7 +113,7 @@ def start_on_loopback(
 
 
 def await_end() -> None:
-    """A process that the raylet had started has died: a raylet that ends takes them along, and is gone soon after."""
+    """Wait for the raylet, after a process that it had started has failed: if it ends, its children end before it."""
     deadline = time.monotonic() + ENDING_S
     while not ended() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -108,58 +131,27 @@ def ended() -> str:
         for each in node.all_processes.get(name, ()) if node is not None else ():
             if (status := each.process.poll()) is not None:
                 how = f"signal {-status}" if status < 0 else f"status {status}"
-                return f"Ray's {what} (process {each.process.pid}) has ended with {how}{_agent_that_ended(node)}"
+                agents: list[str] = []  # the raylet ends when one of its agents does: its log alone names it
+                for file in Path(node.get_logs_dir_path()).glob("raylet.*"):
+                    with contextlib.suppress(OSError):
+                        agents += _AGENT.findall(file.read_text(encoding="utf-8", errors="replace"))
+                after = f", after its {agents[0]}" if agents else ""
+                return f"Ray's {what} (process {each.process.pid}) has ended with {how}{after}"
     return ""
-
-
-def _agent_that_ended(node: Any) -> str:  # noqa: ANN401  (Ray's)
-    """The raylet ends when one of its agents does, and says so in its log alone."""
-    found: list[str] = []
-    for file in Path(node.get_logs_dir_path()).glob("raylet.*"):
-        with contextlib.suppress(OSError):
-            found += _AGENT.findall(file.read_text(encoding="utf-8", errors="replace"))
-    return f", behind its {found[0]}" if found else ""
-
-
-def shut_down() -> None:
-    """Leave Ray, and end what is left of it if it was started here.
-
-    A Ray of which a part has ended is not asked: it would answer late, or end this process.
-    """
-    import atexit
-
-    import ray
-
-    if ended():
-        atexit.unregister(ray.shutdown)
-    else:
-        ray.shutdown()
-    _watched_by(None)
 
 
 _watchdog: Watchdog | None = None  # of the Ray that this process has started last
 
 
-def _watched_by(watchdog: W) -> W:
+def _watched_by(watchdog: Watchdog | None) -> None:
     global _watchdog
     former, _watchdog = _watchdog, watchdog
     if former is not None:
         former.close()
-    return watchdog
-
-
-@contextmanager
-def _marked(watchdog: Watchdog) -> Iterator[None]:
-    """Processes started inside, and their descendants, are the watchdog's."""
-    os.environ |= {VARIABLE: watchdog.mark, PLACE: watchdog.folder}
-    try:
-        yield
-    finally:
-        del os.environ[VARIABLE], os.environ[PLACE]
 
 
 def keep_token_private() -> None:
-    """Whoever has the token that Ray asks for can run code here: it is in a file that Ray lets all users read."""
+    """With Ray's token every user can run code here, and Ray lets all users read its file."""
     if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         return
     path = Path.home() / ".ray" / "auth_token"
@@ -182,70 +174,20 @@ def _prepare_environment() -> None:
 def _join(address: str) -> None:
     import ray
 
-    if address != "auto":
-        _knock(address)
+    if address != "auto":  # Ray itself would try for two minutes
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise UserError(f"ray.address={address!r} is neither 'auto' nor host:port")
+        try:
+            socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+        except OSError as error:
+            raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
     local = address.startswith(("127.", "localhost:"))  # one that `start_on_loopback` has started
     try:
         with _loopback_only() if local else nullcontext():
             ray.init(address=address, logging_level=logging.ERROR)
     except ConnectionError as error:
         raise UserError(f"ray.address={address!r}: no Ray cluster answers there ({error})") from error
-
-
-def _knock(address: str) -> None:
-    """Ray itself would try for two minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"ray.address={address!r} is neither 'auto' nor host:port")
-    try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
-    except OSError as error:
-        raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
-
-
-def _start(cfg: Config, roles: Sequence[Role]) -> None:
-    bundles = plan_slots(cfg, gpus=False, roles=roles).bundles
-    has_gpus = os.path.exists("/dev/nvidia0")
-    start_on_loopback(
-        num_cpus=max(os.cpu_count() or 1, len(bundles)), object_store_memory=None if has_gpus else SMALL_OBJECT_STORE
-    )
-
-
-@contextmanager
-def _groups_of_their_own() -> Iterator[None]:
-    """Signals for the program's process group, as schedulers and terminals send them, do not end Ray under the run.
-
-    The kernel still ends Ray's processes with the program's.
-    """
-    from ray._private import services as ray_services
-
-    services: Any = ray_services
-    popen = services.ConsolePopen
-    services.ConsolePopen = partial(popen, process_group=0)
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
-
-
-@contextmanager
-def _without_idlers() -> Iterator[None]:
-    """What a run on one machine does not need is not started: the autoscaler, the server of a dashboard that is
-    switched off, and workers that wait for tasks where there are only actors. They are two fifths of Ray's start."""
-    from ray._private import parameter as ray_parameter
-    from ray._private import services as ray_services
-
-    parameter, services, name = cast(Any, ray_parameter), cast(Any, ray_services), "RAY_prestart_worker_first_driver"
-    params, server, before = parameter.RayParams, services.start_api_server, os.environ.get(name)
-    parameter.RayParams = partial(params, no_monitor=True)
-    services.start_api_server = lambda *args, **options: (None, None)  # neither an address nor a process
-    os.environ.setdefault(name, "0")
-    try:
-        yield
-    finally:
-        parameter.RayParams, services.start_api_server = params, server
-        if before is None:
-            del os.environ[name]
 
 
 @contextmanager
@@ -256,14 +198,33 @@ def _loopback_only() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    name, allowed = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER
-    before = os.environ.get(name)
-    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    with (
+        _patched(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        _variables({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}),
+    ):
+        yield
+
+
+@contextmanager
+def _patched(module: object, name: str, value: object) -> Iterator[None]:
+    before = vars(module)[name]
+    setattr(module, name, value)
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = allowed
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        setattr(module, name, before)
+
+
+@contextmanager
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables, as they are inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ |= values
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

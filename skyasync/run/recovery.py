@@ -1,7 +1,9 @@
-"""What has died is started again: a worker's process by the controller, the controller by the program.
+"""Restarts after failures: of workers' processes by the controller, of the controller by the program.
 
-Invariant: both go on from the newest checkpoint of the run's own folder, in the same command; engines, Ray and whatever
-else lives stays. ``Restarts`` says how often.
+Invariant: both resume from the newest checkpoint of the run's own folder, in the same command; engines, Ray and all
+other processes stay. Workers and the controller draw on one budget, ``trainer.max_restarts`` in an hour of one command,
+whichever process counts; ``restarts.jsonl`` in the run's folder has a line for each. Without a checkpoint that this
+command has written, they resume from where it began.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import replace
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from skyasync.config.frozen import freeze
-from skyasync.config.resume import keeps_checkpoints
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.trainer.restarts import Restarts
+from skyasync.config.resume import keeps_checkpoints, written_ns
+from skyasync.errors import headline
+from skyasync.observability.jsonl import append_rows, read_rows
+from skyasync.observability.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
@@ -25,79 +29,119 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+NAME = "restarts.jsonl"
+HOUR_S = 3600.0
 
-class Recovery:
-    """Of one run; comes to the controller's process with its experiment.
+
+@dataclass
+class Restarts:
+    """The restarts of one command.
 
     Args:
-        folder: the run's, where ``restarts.jsonl`` tells what was started again.
+        folder: the run's.
+        per_hour: 0 is none.
+        began: seconds since 1970.
     """
+
+    folder: Path
+    per_hour: int
+    began: float = field(default_factory=time.time)
+    _taken: list[float] = field(default_factory=list)  # by this process, should the file not be written
+
+    def take(self, what: str, step: int, error: BaseException) -> bool:
+        """Count one, after ``step``; false if the budget of the hour is used, which is added to the error as a note."""
+        used = self.used()
+        if used >= self.per_hour:
+            if self.per_hour:
+                budget = f"{used} of {self.per_hour} restarts this hour are used (trainer.max_restarts)"
+                error.add_note(f"{what} is not started again: {budget}")
+            return False
+        now = time.time()
+        self._taken.append(now)
+        row = {"step": step, "time": now, "what": what, "error": headline(error)}
+        try:
+            append_rows(self.folder / NAME, [row])
+        except OSError as problem:
+            log.warning("%s was not written: %s", self.folder / NAME, problem)
+        this_hour = f"{used + 1} of {self.per_hour} this hour"
+        log.warning("%s has failed after step %d and is started again (%s): %s", what, step, this_hour, headline(error))
+        return True
+
+    def used(self) -> int:
+        """In the last hour."""
+        since = max(self.began, time.time() - HOUR_S)
+        logged = [row["time"] for row in read_rows(self.folder / NAME)]
+        return max(sum(when >= since for when in times) for times in (logged, self._taken))
+
+    def resume_mode(self, checkpoints: Path, first: str) -> str:
+        """``trainer.resume_mode`` from here on, if it was ``first`` when the command began."""
+        folders = (path for path in checkpoints.glob("step_*") if not path.suffix)
+        return "latest" if any((written_ns(path) or 0) >= self.began * 1e9 for path in folders) else first
+
+
+class Recovery:
+    """Restarts of one run. The controller's process has a copy, in its experiment."""
 
     def __init__(self, experiment: BasePPOExp, folder: Path) -> None:
         from skyasync.utils.process_identity import born
 
         self._experiment = experiment
         self._budget = Restarts(folder, experiment.cfg.trainer.max_restarts)
-        self._program = os.getpid(), born(os.getpid())  # where this is made
+        self._program = os.getpid(), born(os.getpid())  # which makes this
 
     @property
     def possible(self) -> bool:
-        """There is, or will be, a checkpoint to go on from."""
+        """There is, or will be, a checkpoint to resume from."""
         return self._budget.per_hour > 0 and keeps_checkpoints(self._experiment.cfg.trainer)
 
     def lost_workers(self, step: int) -> bool:
-        """Whether the run has failed since a worker's process died, and may start the workers again."""
-        run = self._experiment
-        lost = getattr(run.parts.dispatch, "lost", None)
-        if lost is None or not self.possible or self._program_ended:
+        """Whether the run has failed since a worker's process has, and may start the workers again."""
+        from skyasync.utils.process_identity import born
+
+        run, (program, began) = self._experiment, self._program
+        lost = getattr(run.parts.dispatch, "lost", None)  # a dispatch of the user's may have none
+        if lost is None or not self.possible:
+            return False
+        if born(program) != began:  # with the program all its processes end, in any order
             return False
         if not hasattr(run.parts.weight_sync, "restart"):
             lost[1].add_note("workers are not started again: the weight sync of this run has no restart(source)")
             return False
         return self._budget.take(f"a process of the {lost[0]}", step, lost[1])
 
-    @property
-    def _program_ended(self) -> bool:
-        """With which all its processes end, in any order: the controller may see workers die before it does."""
-        from skyasync.utils.process_identity import born
-
-        number, began = self._program
-        return born(number) != began
-
     async def restart_workers(self) -> RayPPOTrainer:
         """New processes for all roles, and a trainer that resumes from the newest checkpoint; engines stay."""
-        from skyasync.observe.timeline import Timeline, wall_clock
+        from skyasync.observability.timeline import Timeline, wall_clock
 
-        run, turns, began = self._experiment, self._experiment.parts.turns, wall_clock()
+        run, colocation, began = self._experiment, self._experiment.parts.colocation, wall_clock()
         await run.parts.dispatch.shutdown()
-        if turns is not None:
-            await turns.policy_is_lost()
-        self._resume_anew()
+        if colocation is not None:
+            await colocation.policy_is_lost()
+        self._resume_from_newest()
         run.parts.dispatch = await asyncio.to_thread(run.get_dispatch)
         trainer = await asyncio.to_thread(run.parts.make_trainer)
         await run.parts.dispatch.start(trainer.context.length.updates)
-        if turns is not None:
-            turns.restart(run.parts.dispatch)
-        run.parts.weight_sync.restart(turns.source if turns else run.parts.dispatch)
+        if colocation is not None:
+            colocation.restart(run.parts.dispatch)
+        run.parts.weight_sync.restart(colocation.source if colocation else run.parts.dispatch)
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())
         if run.parts.supervisor is not None:
-            run.parts.supervisor.write_to(timeline)
+            run.parts.supervisor.timeline = timeline
         run.parts.attach(trainer, timeline)
         log.info("the workers are back after %.1f s", timeline.now() - began)
         return trainer
 
     def lost_controller(self, step: int, error: BaseException) -> bool:
-        """In the program: the controller's process has died. Whether there may be another, which is then to be run."""
+        """In the program: whether the controller may be started again, now that its process has failed."""
         if not self.possible or not self._budget.take("the controller", step, error):
             return False
         self._experiment.placement_name = f"skyasync-{uuid4().hex}"
-        self._resume_anew()
+        self._resume_from_newest()
         return True
 
-    def _resume_anew(self) -> None:
-        """What is made from here on goes on from the newest checkpoint, in the run's own folder."""
+    def _resume_from_newest(self) -> None:
         run = self._experiment
         assert run.run_dir is not None
         trainer, folder = run.cfg.trainer, run.run_dir.path

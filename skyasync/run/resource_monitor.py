@@ -1,4 +1,4 @@
-"""Memory and disk of a run while it goes on: metrics, and a warning before the room runs out.
+"""Memory and disk of a run while it goes on: metrics, and a warning before the space runs out.
 
 Invariant: readings are taken in a thread of their own, every ``INTERVAL_S`` seconds; a step takes the newest one and
 waits for none. A reading that fails is left out, and never ends the run. Processes of other machines are not seen.
@@ -36,16 +36,16 @@ Processes = Mapping[str, Sequence[int]]
 
 
 def of_this_job() -> dict[str, list[int]]:
-    """The living actors of this job on this machine, by what they are counted as. Asks Ray, and waits for it."""
+    """Processes of this job's actors on this machine, by what they are counted as. Asks Ray, and waits for it."""
     import ray
     from ray._private import state
 
-    context, found = ray.get_runtime_context(), dict[str, list[int]]()
+    context, processes = ray.get_runtime_context(), dict[str, list[int]]()
     for actor in state.state.actor_table(None, context.worker.current_job_id, "ALIVE").values():
         if actor["Address"]["NodeID"] == context.get_node_id():
             name = HOLDERS.get(NAMES.get(actor["ActorClassName"].rpartition(".")[2], ""), "workers")
-            found.setdefault(name, []).append(actor["Pid"])
-    return found
+            processes.setdefault(name, []).append(actor["Pid"])
+    return processes
 
 
 class ResourceMonitor(RunExtension):
@@ -104,18 +104,21 @@ class ResourceMonitor(RunExtension):
 
     def read(self) -> dict[str, float]:
         """The metrics as they are now."""
-        found: dict[str, float | None] = {}
+        sizes: dict[str, float] = {}
         for name, processes in {**self._processes(), "controller": [os.getpid()]}.items():
             every = with_descendants(processes) if name != "controller" else processes
-            found[f"memory/{name}_gib"] = sum(map(own_bytes, every))
+            sizes[f"memory/{name}_gib"] = sum(map(own_bytes, every))
         raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())  # it need not have started us
-        found["memory/object_store_gib"] = own_bytes(raylet, "RssShmem") or None
-        found["memory/shared_gib"] = shared_bytes()
-        found["memory/free_gib"] = free_memory()
-        found["disk/free_gib"] = free_disk(self._checkpoints)
-        return {name: value / GIB for name, value in found.items() if value is not None} | {
-            "disk/run_gib": self._folder
-        }
+        if store := own_bytes(raylet, "RssShmem"):
+            sizes["memory/object_store_gib"] = store
+        with suppress(OSError):
+            sizes["memory/shared_gib"] = shutil.disk_usage(SHARED).used
+        if (free := free_memory()) is not None:
+            sizes["memory/free_gib"] = free
+        existing = next((f for f in (self._checkpoints, *self._checkpoints.parents) if f.is_dir()), self._checkpoints)
+        with suppress(OSError):
+            sizes["disk/free_gib"] = shutil.disk_usage(existing).free
+        return {name: size / GIB for name, size in sizes.items()} | {"disk/run_gib": self._folder}
 
     def _measure(self, folder: Path) -> None:
         size, rest = folder_bytes(folder), folder_bytes(self._run)
@@ -125,14 +128,14 @@ class ResourceMonitor(RunExtension):
         self._size, self._before = size, rest
 
     def _warn(self, newest: Mapping[str, float]) -> None:
-        """Once, until there is room again."""
+        """Once, until there is space again."""
         size = MARGIN * self._size / GIB
         grown = self._grown / GIB if self._checkpoints.is_relative_to(self._run) else 0.0
-        wanted = {
+        checks = {
             "disk/free_gib": (size + grown, f"disk at {self._checkpoints}"),
             "memory/free_gib": (size if self._copies else 0.0, "memory"),
         }
-        for name, (needed, where) in wanted.items():
+        for name, (needed, where) in checks.items():
             free = newest.get(name, float("inf"))
             if free >= needed:
                 self._warned.discard(name)
@@ -164,49 +167,34 @@ def with_descendants(processes: Iterable[int]) -> list[int]:
         with suppress(OSError, ValueError, IndexError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             children[parent].append(int(folder.name))
-    found, ahead = dict[int, None](), list(processes)
-    while ahead:
-        process = ahead.pop()
-        if process not in found:
-            found[process] = None
-            ahead += children[process]
-    return list(found)
+    every, left = dict[int, None](), list(processes)
+    while left:
+        process = left.pop()
+        if process not in every:
+            every[process] = None
+            left += children[process]
+    return list(every)
 
 
 def free_memory() -> int | None:
-    """What processes here may still take: the machine's, or what their container's limit leaves."""
-    found = []
+    """Bytes that processes here may still take: of the machine, or of their container's limit if that is lower."""
+    limits = []
     with suppress(OSError, ValueError):
         lines = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines() if ":" in line)
-        found.append(int(lines["MemAvailable"].split()[0]) << 10)
+        limits.append(int(lines["MemAvailable"].split()[0]) << 10)
     with suppress(OSError, ValueError, KeyError):
         limit = int((CGROUP / "memory.max").read_text())  # "max" is none
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        found.append(max(0, limit - used))
-    return min(found, default=None)
+        limits.append(max(0, limit - used))
+    return min(limits, default=None)
 
 
 def folder_bytes(folder: Path) -> int:
-    """What a folder takes on its disk; a file that vanishes meanwhile counts nothing."""
+    """Bytes that a folder takes on its disk, without files that vanish during the count."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
                 total += os.lstat(os.path.join(place, name)).st_blocks * 512
     return total
-
-
-def free_disk(folder: Path) -> int | None:
-    """Room for this user where a folder is, or is to be."""
-    for place in (folder, *folder.parents):
-        with suppress(OSError):
-            return shutil.disk_usage(place).free
-    return None
-
-
-def shared_bytes() -> int | None:
-    """What the machine's shared memory holds."""
-    with suppress(OSError):
-        return shutil.disk_usage(SHARED).used
-    return None

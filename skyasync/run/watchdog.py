@@ -1,9 +1,9 @@
-"""What is left of a Ray that was started here ends with the program that started it, however that one ended.
+"""Ends the processes of a Ray that was started here with the program that started it, however that one ends.
 
     the program ── its pidfd, a pipe ──▶ watchdog ──(gone)──▶ 10 s ──▶ SIGKILL, and the folder is removed
 
-Invariant: it ends processes that were started while its mark stood in the environment or were noted, and no other; so
-nothing of a cluster that was joined. Ray's own processes notice the program's end by themselves, but its agents, which
+Invariant: it ends processes that were started while its mark stood in the environment or were noted, and no others: no
+process of a cluster that was joined. Ray's own processes notice the program's end by themselves, but its agents, which
 hold no model, first try for more than a minute to tell of it; they write their names over their environment, and are
 noted therefore. ``folder`` is this user's alone: Ray makes everything inside it readable, and writable, for all.
 
@@ -24,7 +24,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
 
 VARIABLE = "SKYASYNC_STARTED_BY"
 GRACE_S = 10.0  # for processes that end by themselves, and release what they hold
@@ -58,12 +57,12 @@ class Watchdog:
     def note(self) -> None:
         """Have the processes that the marked ones have started in their own groups ended too."""
         assert self._process.stdin is not None
-        groups, found = marked(self.mark), ""
+        groups, lines = marked(self.mark), ""
         for process in _processes():
             born, group = _born(process)
             if group in groups:
-                found += f"{process} {born}\n"
-        self._process.stdin.write(found.encode())
+                lines += f"{process} {born}\n"
+        self._process.stdin.write(lines.encode())
         self._process.stdin.flush()
 
     def close(self) -> None:
@@ -73,7 +72,7 @@ class Watchdog:
             try:
                 self._process.stdin.write(b"now")
                 self._process.stdin.close()
-            except BrokenPipeError:  # somebody has ended it
+            except BrokenPipeError:  # it has been ended
                 pass
             select.select([self._process.stdout], [], [], CLOSE_S)
             self._process.stdout.close()
@@ -90,16 +89,16 @@ def private_folder() -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """Ids of the living processes that carry this mark."""
-    wanted, found = f"{VARIABLE}={mark}".encode(), []
+    """Ids of the running processes that carry this mark."""
+    entry, carriers = f"{VARIABLE}={mark}".encode(), []
     for process in _processes():
         try:
             with open(f"/proc/{process}/environ", "rb") as environment:
-                if wanted in environment.read().split(b"\0"):
-                    found.append(process)
-        except OSError:  # gone, or somebody else's
+                if entry in environment.read().split(b"\0"):
+                    carriers.append(process)
+        except OSError:  # gone, or another user's
             continue
-    return found
+    return carriers
 
 
 def _processes() -> list[int]:
@@ -117,10 +116,10 @@ def _born(process: int) -> tuple[str, int]:
 
 
 def _await_end(parent: int) -> tuple[bytes, bool]:
-    """What was noted, and whether the program lives, and asks for the end now."""
+    """The noted processes, and whether the program still runs, and requests the end now."""
     watched, noted = [0], b""
     try:
-        watched.append(os.pidfd_open(parent))  # the pipe may be held by a fork of the program that lives on
+        watched.append(os.pidfd_open(parent))  # a fork of the program may outlive it, and hold the pipe
     except ProcessLookupError:
         return noted, False
     except (OSError, AttributeError):
@@ -136,57 +135,36 @@ def _await_end(parent: int) -> tuple[bytes, bool]:
 def _end(mark: str, noted: bytes, grace_s: float) -> None:
     born = {int(line.split()[0]): line.split()[1].decode() for line in noted.splitlines()}
 
-    def living() -> set[int]:
+    def running() -> set[int]:
         return {*marked(mark), *(process for process, when in born.items() if _born(process)[0] == when)}
 
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and living():
+    while time.monotonic() < deadline and running():
         time.sleep(0.5)
     for _ in range(SWEEPS):
-        found = living()
-        if not found:
+        left = running()
+        if not left:
             return
-        for process in found:
+        for process in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(PAUSE_S)
 
 
-def _remove(folder: str) -> None:
-    for place, folders, files in os.walk(folder, topdown=False):
-        for name in files + folders:
-            path = os.path.join(place, name)
-            try:
-                os.rmdir(path) if name in folders and not os.path.islink(path) else os.unlink(path)
-            except OSError:
-                continue
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
-
-
-def _orphans() -> Iterator[str]:
-    """Shared weights of this user's processes that are no more; those of another namespace are left alone."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
-        names = os.listdir("/dev/shm")
-    except OSError:
-        return
-    for name in names:
-        writer, _, rest = name.removeprefix(WEIGHTS).partition("-")
-        ours = name.startswith(WEIGHTS) and rest.startswith(f"{namespace}-")
-        if ours and writer.isdigit() and not os.path.exists(f"/proc/{writer}"):
-            yield f"/dev/shm/{name}"
-
-
 def main(mark: str, folder: str, parent: int, grace_s: float) -> None:
     noted, now = _await_end(parent)
     _end(mark, noted, 0.0 if now else grace_s)
-    _remove(folder)
-    for path in _orphans():
-        try:
-            os.unlink(path)
-        except OSError:
-            continue
+    import shutil  # not before it is needed: this process is small
+
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        for name in os.listdir("/dev/shm"):  # shared weights of processes that have ended, in this namespace
+            writer, _, rest = name.removeprefix(WEIGHTS).partition("-")
+            ours = name.startswith(WEIGHTS) and rest.startswith(f"{namespace}-")
+            if ours and writer.isdigit() and not os.path.exists(f"/proc/{writer}"):
+                with contextlib.suppress(OSError):
+                    os.unlink(f"/dev/shm/{name}")
 
 
 if __name__ == "__main__":

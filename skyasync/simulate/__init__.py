@@ -1,1 +1,1 @@
-"""The same plans on virtual time: what a plan would cost on a cluster, and whether it can jam."""
+"""The same plans in simulation: what a plan would cost on a cluster, and whether it deadlocks."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
-from skyasync.simulate.advice import Advice, advise, read_costs
-from skyasync.simulate.run import Outcome, Work, simulate, work
+from skyasync.simulate.advice import advise, read_costs
+from skyasync.simulate.run import simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s
 from skyasync.trainer.plans import PLANS
@@ -52,31 +52,26 @@ def report(cfg: SimulationConfig) -> list[str]:
             f"{demand.training_s:.4g} s",
             f"overlapping whole batches gains at most (G+T)/max(G,T) = {1 + short / long:.3g}",
         ]
-    lines += ["", _COLUMNS, *(_row(cfg, row, demand, sync) for row in rows)]
+    lines += ["", _COLUMNS]
+    for row in rows:
+        speedup = f"{sync.step_s / row.step_s:8.2f}" if sync else " " * 8
+        expected = expected_step_s(cfg, row.plan)
+        theory = f"{demand.step_s / expected:.3f}" if expected else "-"
+        shares = {versions: n / max(row.staleness.total(), 1) for versions, n in sorted(row.staleness.items())}
+        histogram = " ".join(f"{versions}:{share:.0%}" for versions, share in shares.items() if share >= 0.005)
+        lines.append(
+            f"{row.plan.rpartition(':')[2]:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}"
+            f"  {theory:>6}  {row.idle_trainer:12.0%}  {row.idle_engines:12.0%}  {row.staleness_mean:.2f}, {histogram}"
+        )
     if cfg.simulate.advise:
-        lines += ["", _advice(advise(cfg))]
+        advice = advise(cfg)
+        lines += [
+            "",
+            f"recommended: trainer.plan=fully_async trainer.max_staleness={advice.max_staleness} with {advice.engines} "
+            f"engines and {advice.trainers} trainer devices: {advice.outcome.samples_per_s:.4g} samples/s, "
+            f"mean staleness {advice.outcome.staleness_mean:.2f}",
+        ]
     return lines
-
-
-def _row(cfg: SimulationConfig, row: Outcome, demand: Work, sync: Outcome | None) -> str:
-    speedup = f"{sync.step_s / row.step_s:8.2f}" if sync else " " * 8
-    expected = expected_step_s(cfg, row.plan)
-    theory = f"{demand.step_s / expected:.3f}" if expected else "-"
-    total = max(row.ages.total(), 1)
-    shares = " ".join(f"{age}:{count / total:.0%}" for age, count in sorted(row.ages.items()) if count / total >= 0.005)
-    name = row.plan.rpartition(":")[2]
-    return (
-        f"{name:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}  {theory:>6}  "
-        f"{row.idle_trainer:12.0%}  {row.idle_engines:12.0%}  {row.age_mean:.2f}, {shares}"
-    )
-
-
-def _advice(advice: Advice) -> str:
-    return (
-        f"recommended: trainer.plan=fully_async trainer.max_staleness={advice.max_staleness} with {advice.engines} "
-        f"engines and {advice.trainers} trainer devices: {advice.outcome.samples_per_s:.4g} samples/s, "
-        f"mean staleness {advice.outcome.age_mean:.2f}"
-    )
 
 
 if __name__ == "__main__":

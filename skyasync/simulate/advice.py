@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from skyasync.errors import UserError
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.simulate.run import Outcome, simulate, train_s_per_token, work
 from skyasync.simulate.settings import SimulationConfig
 
@@ -30,7 +30,7 @@ class Advice:
 
 def advise(cfg: SimulationConfig) -> Advice:
     """The split of all devices that balances the work, and the least staleness that fills it."""
-    cfg = best_split(cfg)
+    cfg = best_split(cfg)  # a copy
     cfg.trainer.max_training_steps = min(cfg.trainer.max_training_steps, STEPS_TRIED)
     cfg.generator.generate_batch_size, cfg.trainer.async_generation_ratio = 0, 0.0
     tried: list[tuple[int, Outcome]] = []

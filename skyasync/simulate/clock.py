@@ -1,15 +1,16 @@
 """An event loop whose clock jumps to the next timer: hours pass in milliseconds, the same way every time.
 
-Invariant: nothing outside the loop can wake it (no threads, no sockets), so a moment with neither a ready
-callback nor a timer is a deadlock, and is raised as one that says who waits for whom.
+Invariant: nothing outside the loop can wake it (no threads, no sockets). So a moment with neither a ready callback nor
+a timer is a deadlock; the error says which task waits where.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import selectors
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,23 +25,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         super().__init__(_JumpingSelector(self))
-        self._now = 0.0
+        self.now = 0.0
 
     def time(self) -> float:
-        return self._now
-
-    def jump(self, seconds: float) -> None:
-        self._now += seconds
-        # asyncio runs what is due within this of now; below the spacing of floats it would wait for ever.
-        self._clock_resolution = max(1e-9, 2 * math.ulp(self._now))
-
-    def deadlock(self) -> Deadlock:
-        waiting = sorted(" > ".join(_awaits(task)) for task in asyncio.all_tasks(self))
-        return Deadlock(f"at {self._now:g} s nothing can happen any more; waiting:\n  " + "\n  ".join(waiting))
+        return self.now
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, on virtual time that starts at 0.
+    """The coroutine's result, in simulated time that starts at 0.
 
     Raises:
         Deadlock: if nothing can happen any more and the coroutine has not ended.
@@ -57,18 +49,22 @@ class _JumpingSelector(selectors.SelectSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[Any]:
+        loop = self._loop
         if timeout is None:
-            raise self._loop.deadlock()
-        self._loop.jump(max(timeout, 0.0))
+            waiting = sorted(_awaits(task) for task in asyncio.all_tasks(loop))
+            raise Deadlock(f"at {loop.now:g} s nothing can happen any more; waiting:\n  " + "\n  ".join(waiting))
+        loop.now += max(timeout, 0.0)
+        # asyncio runs what is due within this of now; below the spacing of floats it would wait for ever.
+        loop._clock_resolution = max(1e-9, 2 * math.ulp(loop.now))  # type: ignore[attr-defined]
         return []
 
 
-def _awaits(task: asyncio.Task[Any]) -> Iterator[str]:
+def _awaits(task: asyncio.Task[Any]) -> str:
     """The coroutines of a task, from its own to the innermost, each with the line at which it waits."""
+    names: list[str] = []
     coroutine: Any = task.get_coro()
-    while coroutine is not None:
-        frame = getattr(coroutine, "cr_frame", None)
-        name = getattr(coroutine, "__qualname__", None)
-        if name and frame is not None:
-            yield f"{name}:{frame.f_lineno}"
-        coroutine = getattr(coroutine, "cr_await", None)
+    while inspect.iscoroutine(coroutine):
+        if coroutine.cr_frame is not None:
+            names.append(f"{coroutine.__qualname__}:{coroutine.cr_frame.f_lineno}")
+        coroutine = coroutine.cr_await
+    return " > ".join(names)

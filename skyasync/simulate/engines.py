@@ -1,11 +1,11 @@
-"""Engines that decode in virtual time.
+"""Engines that decode in simulated time.
 
 Invariant: a sequence gets exactly its tokens, each under the version that the engine had at that time; busy time
 is counted per slot, so that ``1 - busy`` is the share of the engine's capacity that is idle.
 
 All running sequences of an engine advance together, one token per decode step, so an engine keeps one clock that
 counts decode steps. A sequence that starts at step p and has n tokens to go ends at step p + n: one heap entry, and
-nothing to be done in between, however many sequences run and however often weights are swapped.
+nothing to be done in between, however many sequences run and however often weights are updated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import heapq
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -59,7 +58,7 @@ class VirtualEngine:
         self.costs = costs
         self._waiting: deque[Sequence] = deque()
         self._running: list[tuple[float, int, Sequence]] = []  # by the decode step at which they end
-        self._swaps: list[tuple[float, int]] = [(0.0, 0)]  # (decode step, version from there on)
+        self._updates: list[tuple[float, int]] = [(0.0, 0)]  # (decode step, version from there on)
         self._numbers = count()
         self._paused = False
         self._steps, self._updated = 0.0, 0.0  # decode steps done, and when that was
@@ -91,9 +90,10 @@ class VirtualEngine:
 
     def set_version(self, version: int) -> None:
         self._advance()
-        self._swaps.append((self._steps, version))
+        self._updates.append((self._steps, version))
+        # No running sequence has tokens of an update before the oldest start.
         oldest = min((sequence.started for _, _, sequence in self._running), default=self._steps)
-        del self._swaps[: max(0, bisect_left(self._swaps, (oldest, -1)) - 1)]  # no running sequence has older tokens
+        del self._updates[: max(0, bisect_left(self._updates, (oldest, -1)) - 1)]
 
     def stats(self) -> EngineStats:
         self._advance()
@@ -136,25 +136,20 @@ class VirtualEngine:
         self._fill()
 
     def _settle(self, sequence: Sequence, end: float | None = None) -> None:
-        """Book the whole tokens that a sequence has got since it started to the versions that computed them."""
+        """Count the whole tokens of a sequence since it started; each belongs to the version that completed it."""
         got = sequence.left if end is not None else max(0, min(int(self._steps - sequence.started), sequence.left))
-        for version, tokens in self._by_version(sequence.started, got):
-            sequence.tokens[version] += tokens
+        first = bisect_left(self._updates, (sequence.started + 1, -1)) - 1
+        counted = 0
+        for following in range(first + 1, len(self._updates) + 1):
+            last = following == len(self._updates)
+            until = got if last else int(self._updates[following][0] - sequence.started + _EPSILON)
+            if min(got, until) > counted:
+                sequence.tokens[self._updates[following - 1][1]] += min(got, until) - counted
+                counted = min(got, until)
+            if counted >= got:
+                break
         sequence.left -= got
         self._stats.generated_tokens += got
-
-    def _by_version(self, started: float, tokens: int) -> Iterator[tuple[int, int]]:
-        """A token belongs to the version at which it was finished."""
-        swap = bisect_left(self._swaps, (started + 1, -1)) - 1
-        booked = 0
-        for following in range(swap + 1, len(self._swaps) + 1):
-            until = self._swaps[following][0] - started if following < len(self._swaps) else tokens
-            upto = min(tokens, int(until + _EPSILON))
-            if upto > booked:
-                yield self._swaps[following - 1][1], upto - booked
-                booked = upto
-            if booked >= tokens:
-                return
 
 
 class VirtualClient:
@@ -166,7 +161,9 @@ class VirtualClient:
         self._by_load = [(0, index) for index in range(len(engines))]  # outdated entries are skipped
 
     def submit(self, prompt: int, tokens: int) -> Sequence:
-        index = self._least_loaded()
+        load, index = heapq.heappop(self._by_load)
+        while load != self._in_flight[index]:
+            load, index = heapq.heappop(self._by_load)
         sequence = Sequence(prompt, tokens, asyncio.get_running_loop().create_future())
         sequence.done.add_done_callback(lambda _: self._load(index, -1))
         self._load(index, +1)
@@ -199,9 +196,3 @@ class VirtualClient:
         if len(self._by_load) > 4 * len(self.engines) + 64:
             self._by_load = [(load, number) for number, load in enumerate(self._in_flight)]
             heapq.heapify(self._by_load)
-
-    def _least_loaded(self) -> int:
-        while True:
-            load, index = heapq.heappop(self._by_load)
-            if load == self._in_flight[index]:
-                return index

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from skyasync.arrays import ints
 from skyasync.rollout.generator_api import TrajectoryGenerator
-from skyasync.rollout.types import GeneratorInput, Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import GeneratorInput, Group, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.engines import VirtualClient
 from skyasync.trainer import RayPPOTrainer
 
@@ -28,25 +28,6 @@ if TYPE_CHECKING:  # a simulation does without torch
 
 _MIX = 0x9E3779B97F4A7C15
 _PROMPT = Segment("prompt", ints([0]))
-
-
-class VirtualPrompts(Sequence[Prompt]):
-    """A dataset of any size that takes no memory."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
-        if isinstance(index, slice):
-            raise TypeError("virtual prompts are read one by one")
-        return Prompt(PromptId(0, index), [], "virtual")
 
 
 class VirtualGenerator(TrajectoryGenerator):
@@ -65,15 +46,14 @@ class VirtualGenerator(TrajectoryGenerator):
         sequences = [self._client.submit(self._prompt_length, self.length(identity)) for identity in ids]
         await asyncio.gather(*(sequence.done for sequence in sequences))
         self.generated += sum(sequence.tokens.total() for sequence in sequences)
-        played = zip(ids, sequences, strict=True)
-        return [Trajectory(identity, [_PROMPT, _action(sequence.tokens)]) for identity, sequence in played]
-
-
-def _action(tokens: Counter[int]) -> Segment:
-    """One token stands for all of its version; its id is how many they are."""
-    versions = sorted(tokens)
-    counts = ints([tokens[version] for version in versions])
-    return Segment("action", counts, np.zeros(len(versions), np.float32), ints(versions))
+        trajectories = []
+        for identity, sequence in zip(ids, sequences, strict=True):
+            # One token stands for all of its version; its id is how many they are.
+            versions = sorted(sequence.tokens)
+            counts = ints([sequence.tokens[version] for version in versions])
+            action = Segment("action", counts, np.zeros(len(versions), np.float32), ints(versions))
+            trajectories.append(Trajectory(identity, [_PROMPT, action]))
+        return trajectories
 
 
 class VirtualWorkers:
@@ -123,29 +103,25 @@ class VirtualSync:
 
 
 class Simulated(RayPPOTrainer):
-    """Mixed in before a plan: training takes virtual time, and the age of every token is counted."""
+    """Mixed in before a plan: training takes virtual time, and the staleness of every token is counted."""
 
-    def count_ages(self) -> None:
-        self.ages: Counter[int] = Counter()
+    staleness: Counter[int]
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch:
-        return cast("TrainingBatch", VirtualBatch([self._count(group) for group in groups]))
+        totals = [0] * len(groups)  # the response tokens of each group
+        for index, group in enumerate(groups):
+            for trajectory in group.trajectories:
+                (action,) = trajectory.actions
+                for version, count in zip(action.versions.tolist(), action.tokens.tolist(), strict=True):
+                    self.staleness[self.global_step - version] += count
+                    totals[index] += count
+        return cast("TrainingBatch", VirtualBatch(totals))
 
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
         await cast(VirtualWorkers, self.dispatch).train(sum(cast(VirtualBatch, part).tokens))
 
     async def optimizer_step(self) -> dict[str, float]:
         return {}
-
-    def _count(self, group: Group) -> int:
-        """The response tokens of a group."""
-        total = 0
-        for trajectory in group.trajectories:
-            (action,) = trajectory.actions
-            for version, count in zip(action.versions.tolist(), action.tokens.tolist(), strict=True):
-                self.ages[self.global_step - version] += count
-                total += count
-        return total
 
 
 class NoTracker:
@@ -154,8 +130,3 @@ class NoTracker:
     def log(self, metrics: dict[str, float], step: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-def simulated(plan: type[RayPPOTrainer]) -> type[Any]:
-    """The plan's unmodified class, with ``Simulated`` as its first base."""
-    return type(f"Simulated{plan.__name__}", (Simulated, plan), {})

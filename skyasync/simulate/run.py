@@ -6,21 +6,19 @@ import asyncio
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from skyasync.callbacks import RunExtension
-from skyasync.observe.timeline import Timeline
+from skyasync.data.prompts import CountedPrompts
+from skyasync.observability.timeline import Timeline
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
 from skyasync.simulate.parts import (
     NoTracker,
     Simulated,
     VirtualGenerator,
-    VirtualPrompts,
     VirtualSync,
     VirtualWorkers,
-    simulated,
 )
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
 from skyasync.trainer import RayPPOTrainer
@@ -54,11 +52,11 @@ class Outcome:
     idle_trainer: float
     idle_engines: float
     generate_s: float
-    ages: Counter[int]  # tokens by the age they were trained at
+    staleness: Counter[int]  # tokens by the staleness that they were trained at
 
     @property
-    def age_mean(self) -> float:
-        return sum(age * count for age, count in self.ages.items()) / max(self.ages.total(), 1)
+    def staleness_mean(self) -> float:
+        return sum(versions * count for versions, count in self.staleness.items()) / max(self.staleness.total(), 1)
 
 
 class _Steps(RunExtension):
@@ -66,8 +64,8 @@ class _Steps(RunExtension):
         self.rows: list[dict[str, float]] = []
 
     def on_step_end(self, trainer: object, metrics: dict[str, float]) -> None:
-        kept = ("idle/trainer", "idle/engines", "time/generate_s", "time/step_s")
-        self.rows.append({name: metrics[name] for name in kept})
+        names = ("idle/trainer", "idle/engines", "time/generate_s", "time/step_s")
+        self.rows.append({name: metrics[name] for name in names})
 
 
 def work(cfg: SimulationConfig) -> Work:
@@ -76,25 +74,41 @@ def work(cfg: SimulationConfig) -> Work:
 
 
 def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
-    """Run ``trainer.max_training_steps`` steps of a plan on virtual time.
+    """Run ``trainer.max_training_steps`` steps of a plan in simulation.
+
+    Averages are over the middle: neither the first steps, which fill the pipeline, nor those that empty it.
 
     Raises:
-        Deadlock: if the plan jams; its message says who waits for whom.
+        Deadlock: if nothing can happen any more; its message says which task waits where.
     """
-    return run_virtual(_simulate(deepcopy(cfg), plan))
-
-
-async def _simulate(cfg: SimulationConfig, plan: str) -> Outcome:
     from skyasync.trainer.plans import PLANS
 
-    trainer, steps = make_trainer(cfg, PLANS.find(plan)), _Steps()
-    trainer.callbacks.append(steps)
-    await trainer.train()
-    return _outcome(cfg, plan, steps.rows, trainer.ages)
+    cfg, steps = deepcopy(cfg), _Steps()
+
+    async def train() -> Counter[int]:
+        trainer = make_trainer(cfg, PLANS.find(plan))
+        trainer.callbacks.append(steps)
+        await trainer.train()
+        return trainer.staleness
+
+    staleness = run_virtual(train())
+    rows = steps.rows
+    span = rows[1 + len(rows) // 10 : len(rows) - 1 - cfg.trainer.max_staleness] or rows
+    seconds = sum(row["time/step_s"] for row in span)
+    samples = len(span) * cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
+    return Outcome(
+        plan,
+        step_s=seconds / len(span),
+        samples_per_s=samples / seconds,
+        idle_trainer=sum(row["idle/trainer"] * row["time/step_s"] for row in span) / seconds,
+        idle_engines=sum(row["idle/engines"] * row["time/step_s"] for row in span) / seconds,
+        generate_s=sum(row["time/generate_s"] for row in span) / len(span),
+        staleness=staleness,
+    )
 
 
 def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
-    """The plan with all its parts, on the running (virtual) event loop. Takes ``cfg`` over."""
+    """The plan with all its parts, on the running (virtual) event loop. Changes ``cfg``, which then belongs to it."""
     settings, generator = cfg.simulate, cfg.generator
     cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
     cfg.trainer.save_samples, cfg.trainer.resume_mode = 0, "none"
@@ -102,50 +116,28 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     cfg.trainer.ckpt_minutes, cfg.trainer.ckpt_best_metric = 0.0, ""
     cfg.trainer.export_interval, cfg.trainer.dump_trajectories, cfg.trainer.profile_steps = 0, False, []
     cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
-    cfg.trainer.placement.colocate_all = False  # virtual devices are no shared ones
+    cfg.trainer.placement.colocate_all = False  # virtual devices are not shared
     client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in range(generator.num_inference_engines)])
-    trainer = simulated(plan).get_trainer(
+    lengths = draw_lengths(settings, cfg.trainer.seed)
+    simulated: type[Any] = type(f"Simulated{plan.__name__}", (Simulated, plan), {})
+    trainer: Simulated = simulated.get_trainer(
         cfg=cfg,
         tracker=NoTracker(),
         tokenizer=None,
-        train_dataset=VirtualPrompts(cfg.trainer.max_training_steps * cfg.trainer.train_batch_size),
+        train_dataset=CountedPrompts(cfg.trainer.max_training_steps * cfg.trainer.train_batch_size),
         inference_engine_client=client,
-        generator=VirtualGenerator(client, _lengths(cfg), settings.prompt_length),
+        generator=VirtualGenerator(client, lengths, settings.prompt_length),
     )
-    trainer.count_ages()
-    loop = asyncio.get_running_loop()
+    trainer.staleness = Counter()
+    timeline = Timeline(None, clock=asyncio.get_running_loop().time, memory=64)
     workers = VirtualWorkers(train_s_per_token(cfg))
-    trainer.attach(workers, VirtualSync(client, settings.sync_s), timeline=Timeline(None, clock=loop.time, memory=64))
+    trainer.attach(workers, VirtualSync(client, settings.sync_s), timeline=timeline)  # type: ignore[arg-type]
     return trainer
-
-
-def _outcome(cfg: SimulationConfig, plan: str, rows: list[dict[str, float]], ages: Counter[int]) -> Outcome:
-    """Averages over the middle: neither the first steps, which fill the pipeline, nor those that empty it."""
-    span = rows[1 + len(rows) // 10 : len(rows) - 1 - cfg.trainer.max_staleness] or rows
-    seconds = sum(row["time/step_s"] for row in span)
-    samples = len(span) * cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
-
-    def mean(name: str) -> float:
-        return sum(row[name] * row["time/step_s"] for row in span) / seconds
-
-    return Outcome(
-        plan,
-        step_s=seconds / len(span),
-        samples_per_s=samples / seconds,
-        idle_trainer=mean("idle/trainer"),
-        idle_engines=mean("idle/engines"),
-        generate_s=sum(row["time/generate_s"] for row in span) / len(span),
-        ages=ages,
-    )
 
 
 def _costs(cfg: SimulationConfig) -> DecodeCosts:
     settings = cfg.simulate
     return DecodeCosts(settings.slots, settings.token_s, settings.token_s_per_sequence, settings.prefill)
-
-
-def _lengths(cfg: SimulationConfig) -> np.ndarray:
-    return draw_lengths(cfg.simulate, cfg.trainer.seed)
 
 
 def train_s_per_token(cfg: SimulationConfig) -> float:
@@ -165,4 +157,5 @@ def _generation_s(cfg: SimulationConfig) -> float:
 
 def _tokens(cfg: SimulationConfig) -> float:
     """Of a batch, on average."""
-    return cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt * float(_lengths(cfg).mean())
+    mean = float(draw_lengths(cfg.simulate, cfg.trainer.seed).mean())
+    return cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt * mean

@@ -17,28 +17,35 @@ LENGTHS_DRAWN = 1 << 16  # samples of the length distribution; trajectories take
 @dataclass
 class SimulateConfig:
     plans: list[str] = key(
-        ["sync", "streamed", "one_step_off", "fully_async"],
-        "Plans to compare; also of your own.",
-        registry="skyasync.trainer.plans:PLANS",
-        open_ended=True,
+        ["sync", "streamed", "one_step_off", "fully_async"], registry="skyasync.trainer.plans:PLANS", open_ended=True
     )
-    slots: int = key(32, "Sequences that an engine decodes at once.", low=1)
-    token_s: float = key(0.02, "Seconds per decode step of an engine.", above=0.0)
-    token_s_per_sequence: float = key(0.0, "Seconds that each running sequence adds to a decode step.", low=0.0)
-    prefill: float = key(0.01, "Decode steps that the prefill of one token costs.", low=0.0)
-    prompt_length: int = key(0, "Tokens per prompt.", low=0)
-    lengths: str = key(
-        "lognormal", "Distribution of the response lengths.", choices=("constant", "lognormal", "bimodal")
-    )
-    length_mean: float = key(1000.0, "Mean response length in tokens.", above=0.0)
-    length_max: int = key(8000, "Longest response in tokens, where a run cuts it; 0 is no limit.", low=0)
-    length_sigma: float = key(1.0, "Sigma of the log-normal lengths.", low=0.0)
-    train_s_per_token: float = key(
-        0.0, "Device-seconds of training per response token; 0 balances training with generation.", low=0.0
-    )
-    sync_s: float = key(0.0, "Seconds of a weight sync.", low=0.0)
-    from_run: str = key("", "Folder of a finished run of the sync plan to take the costs from.", open_ended=True)
-    advise: bool = key(True, "Recommend a split of the devices and a max_staleness.")
+    """Plans to compare; also of your own."""
+    slots: int = key(32, low=1)
+    """Sequences that an engine decodes at once."""
+    token_s: float = key(0.02, above=0.0)
+    """Seconds per decode step of an engine."""
+    token_s_per_sequence: float = key(0.0, low=0.0)
+    """Seconds that each running sequence adds to a decode step."""
+    prefill: float = key(0.01, low=0.0)
+    """Decode steps that the prefill of one token costs."""
+    prompt_length: int = key(0, low=0)
+    """Tokens per prompt."""
+    lengths: str = key("lognormal", choices=("constant", "lognormal", "bimodal"))
+    """Distribution of the response lengths."""
+    length_mean: float = key(1000.0, above=0.0)
+    """Mean response length in tokens."""
+    length_max: int = key(8000, low=0)
+    """Longest response in tokens, where a run cuts it; 0 is no limit."""
+    length_sigma: float = key(1.0, low=0.0)
+    """Sigma of the log-normal lengths."""
+    train_s_per_token: float = key(0.0, low=0.0)
+    """Device-seconds of training per response token; 0 balances training with generation."""
+    sync_s: float = key(0.0, low=0.0)
+    """Seconds of a weight sync."""
+    from_run: str = key("", open_ended=True)
+    """Folder of a finished run of the sync plan to take the costs from."""
+    advise: bool = key(True)
+    """Recommend a split of the devices and a max_staleness."""
 
 
 @dataclass

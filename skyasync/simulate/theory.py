@@ -32,27 +32,22 @@ _SEED = 1  # other batches than those that are simulated
 
 
 @dataclass(frozen=True)
-class Batches:
+class DrawnBatches:
     """``complete_s`` and ``training_s`` are ``[batches, groups]``, in the order in which groups are complete."""
 
     complete_s: Array
     training_s: Array
 
 
-def _one_step_off(batches: Batches) -> Array:
-    generation, training = batches.complete_s[:, -1], batches.training_s.sum(1)
-    return np.maximum(np.roll(generation, -1), training)
-
-
-def _streamed(batches: Batches) -> Array:
-    from_here_on = np.cumsum(batches.training_s[:, ::-1], axis=1)[:, ::-1]
-    longest: Array = (batches.complete_s + from_here_on).max(1)
+def _streamed(batches: DrawnBatches) -> Array:
+    remaining = np.cumsum(batches.training_s[:, ::-1], axis=1)[:, ::-1]
+    longest: Array = (batches.complete_s + remaining).max(1)
     return longest
 
 
-FORMULAS: dict[str, Callable[[Batches], Array]] = {
+FORMULAS: dict[str, Callable[[DrawnBatches], Array]] = {
     "sync": lambda batches: batches.complete_s[:, -1] + batches.training_s.sum(1),
-    "one_step_off": _one_step_off,
+    "one_step_off": lambda batches: np.maximum(np.roll(batches.complete_s[:, -1], -1), batches.training_s.sum(1)),
     "streamed": _streamed,
 }
 
@@ -65,27 +60,27 @@ def expected_step_s(cfg: SimulationConfig, plan: str) -> float | None:
     return float(FORMULAS[plan](draw_batches(cfg)).mean()) + cfg.simulate.sync_s
 
 
-def draw_batches(cfg: SimulationConfig, count: int = BATCHES) -> Batches:
+def draw_batches(cfg: SimulationConfig, count: int = BATCHES) -> DrawnBatches:
     """Batches of lengths from the distribution that the simulation draws from."""
     settings, samples = cfg.simulate, cfg.generator.n_samples_per_prompt
     shape = (count, cfg.trainer.train_batch_size * samples)
     lengths = np.random.default_rng(_SEED).choice(draw_lengths(settings, cfg.trainer.seed), shape)
     seconds = (lengths + settings.prefill * settings.prompt_length) * settings.token_s
-    ends = ends_of(seconds, cfg.generator.num_inference_engines, settings.slots)
-    complete = ends.reshape(count, -1, samples).max(2)
+    times = completion_times(seconds, cfg.generator.num_inference_engines, settings.slots)
+    complete = times.reshape(count, -1, samples).max(2)
     training = lengths.reshape(count, -1, samples).sum(2) * train_s_per_token(cfg)
     order = complete.argsort(axis=1, kind="stable")
-    return Batches(np.take_along_axis(complete, order, 1), np.take_along_axis(training, order, 1))
+    return DrawnBatches(np.take_along_axis(complete, order, 1), np.take_along_axis(training, order, 1))
 
 
-def ends_of(seconds: Array, engines: int, slots: int) -> Array:
+def completion_times(seconds: Array, engines: int, slots: int) -> Array:
     """When each sequence ends, ``[batches, sequences]`` as given: engines in turn, each slot as it comes free."""
-    ends = np.empty_like(seconds)
+    times = np.empty_like(seconds)
     for engine in range(engines):
         mine = seconds[:, engine::engines]
         free, rows = np.zeros((len(mine), slots)), np.arange(len(mine))
-        for place in range(mine.shape[1]):
+        for number in range(mine.shape[1]):
             slot = free.argmin(1)
-            free[rows, slot] += mine[:, place]
-            ends[:, engine + place * engines] = free[rows, slot]
-    return ends
+            free[rows, slot] += mine[:, number]
+            times[:, engine + number * engines] = free[rows, slot]
+    return times

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from skyasync.rollout.types import Rollout
+
 if TYPE_CHECKING:
-    from skyasync.rollout.types import Rollout
     from skyasync.trainer.trainer import RayPPOTrainer
 
 __all__ = ["RayPPOTrainer", "Rollout"]
 
 
 def __getattr__(name: str) -> object:
-    """Imported when first used: modules of this folder are read by checks that do without the trainer."""
-    if name not in __all__:
+    """The trainer is imported when first used: checks read modules of this folder without it."""
+    if name != "RayPPOTrainer":
         raise AttributeError(f"module 'skyasync.trainer' has no attribute {name!r}")
-    from skyasync.trainer import trainer
+    from skyasync.trainer.trainer import RayPPOTrainer
 
-    return getattr(trainer, name)
+    return RayPPOTrainer

@@ -1,14 +1,14 @@
-"""What all parts of a trainer share: settings, prompts, progress, the metrics and the time of a step.
+"""The state that all parts of a trainer share: settings, prompts, progress, the metrics and the time of a step.
 
-Invariant: ``Progress`` decides what comes next. It changes at three moments only, its methods, and the trainer's steps
-are what calls them. Time is the event loop's, so everything here holds in simulation too.
+Invariant: ``Progress`` decides what comes next. It changes in its three methods only, which the trainer's steps call.
+Time is the event loop's, so everything here holds in simulation too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
@@ -16,26 +16,30 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 from skyasync.callbacks import RunExtension
 from skyasync.config.schema import Config, TrainerConfig
 from skyasync.data.prompts import PromptStream
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import Tracker
-from skyasync.observe.usage import Engines
+from skyasync.inference.interface import PauseMode
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import Tracker
+from skyasync.observability.usage import EngineStatsSource
 from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
-from skyasync.trainer import weight_updates
 from skyasync.trainer.rollouts import Refill, RewardModelScorer
 from skyasync.utils.task_group import within
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from skyasync.workers.protocol import WorkerDispatch
+    from skyasync.workers.dispatch import Dispatch
 
 T = TypeVar("T")
 Metrics = dict[str, float]
 
 
-class Client(weight_updates.Client, Engines, Protocol):
-    """What a trainer asks of the engines, besides what the generator and the weight sync do."""
+class Client(EngineStatsSource, Protocol):
+    """The engines as the trainer uses them; generator and weight sync have interfaces of their own."""
+
+    async def cut(self) -> None: ...
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
 
 
 class Parts(TypedDict):
@@ -54,29 +58,32 @@ class Parts(TypedDict):
 
 @dataclass
 class Progress:
-    """What has been trained, and what the engines compute with."""
+    """The position of training, and the policy version of the engines.
 
-    #: Training steps done.
+    Attributes:
+        step: training steps done.
+        version: the step whose weights every engine has; the policy version of new tokens.
+        position: all prompts of the stream before this one have been trained (or rejected).
+        trained_early: prompts at ``position`` or after it that have been trained too: they overtook others.
+    """
+
     step: int = 0
-    #: The step whose weights every engine has; tokens are stamped with it.
     version: int = 0
-    #: All prompts of the stream before this one have been trained (or rejected).
     position: int = 0
-    #: Prompts at ``position`` or after it that have been trained too: they overtook others.
-    ahead: frozenset[int] = frozenset()
+    trained_early: frozenset[int] = frozenset()
 
-    def trained(self, position: int, ahead: frozenset[int]) -> None:
-        """A training step has ended; the prompt stream stands there now."""
+    def trained(self, position: int, trained_early: frozenset[int]) -> None:
+        """A training step has ended, which moved the prompt stream."""
         self.step += 1
-        self.position, self.ahead = position, ahead
+        self.position, self.trained_early = position, trained_early
 
     def synced(self) -> None:
         """Every engine computes with the newest weights."""
         self.version = self.step
 
-    def resumed(self, step: int, position: int, ahead: Collection[int]) -> None:
+    def resumed(self, step: int, position: int, trained_early: Collection[int]) -> None:
         """A checkpoint has been loaded."""
-        self.step, self.position, self.ahead = step, position, frozenset(ahead)
+        self.step, self.position, self.trained_early = step, position, frozenset(trained_early)
 
 
 class RunLength:
@@ -87,22 +94,18 @@ class RunLength:
 
     def __init__(self, cfg: TrainerConfig, prompts: PromptStream, progress: Progress) -> None:
         self._cfg, self._prompts, self._progress = cfg, prompts, progress
+        self._refilling = cfg.algorithm.dynamic_sampling.mode == "refill"
 
     @property
-    def refilling(self) -> bool:
-        """Rejected groups are replaced while a batch is generated."""
-        return self._cfg.algorithm.dynamic_sampling.mode == "refill"
-
-    @property
-    def prompts_left(self) -> int:
-        """Batches that the prompts still make."""
-        return self._prompts.steps(self._progress.position, self._progress.ahead)
+    def batches_left(self) -> int:
+        """Batches that the remaining prompts make."""
+        return self._prompts.steps(self._progress.position, self._progress.trained_early)
 
     @property
     def steps(self) -> int:
-        """Of the whole run. While rejected prompts are replaced this is the most that it can be."""
-        done, most, left = self._progress.step, self._cfg.max_training_steps, self.prompts_left
-        return done + (min(left, max(most - done, 0)) if most and self.refilling else left)
+        """Steps of the whole run; while rejected prompts are replaced, the most that it can be."""
+        done, most, left = self._progress.step, self._cfg.max_training_steps, self.batches_left
+        return done + (min(left, max(most - done, 0)) if most and self._refilling else left)
 
     @property
     def updates(self) -> int:
@@ -115,59 +118,55 @@ class RunLength:
 
     @property
     def planned_updates(self) -> int:
-        """Optimizer steps before this training step as the learning rate counts them: with those that groups left out
-        would have made, so that the schedule ends with the run."""
+        """Optimizer steps before this training step as the learning rate counts them.
+
+        Those that rejected groups would have made are counted too, so that the schedule ends with the run.
+        """
         updates = self.updates_per_batch(self._cfg.train_batch_size)
         by_steps = self._progress.step * updates
-        if not self.refilling:
+        if not self._refilling:
             return by_steps
         steps, most = self._prompts.steps(), self._cfg.max_training_steps
         total = min(steps, most or steps) * updates
-        trained = self._progress.position + len(self._progress.ahead)
+        trained = self._progress.position + len(self._progress.trained_early)
         return max(by_steps, trained * total // self._prompts.total)
 
 
-class Every:
-    """Due every so many steps, and when so many minutes have passed since the last time; 0 is never."""
-
-    def __init__(self, steps: int, minutes: float, now: Callable[[], float]) -> None:
-        self._steps, self._seconds, self._now = steps, 60 * minutes, now
-        self._last: float | None = None
-
-    def begin(self) -> None:
-        """The minutes count from here."""
-        self._last = self._now()
-
-    def __call__(self, step: int) -> bool:
-        """Whether it is due after this step; if so, it counts as done."""
-        late = bool(self._seconds) and self._last is not None and self._now() - self._last >= self._seconds
-        if not (late or (self._steps > 0 and step % self._steps == 0)):
-            return False
-        self.begin()
-        return True
-
-
 class Schedule:
-    """What a run does now and then."""
+    """When a run evaluates, saves and exports: every so many steps, or minutes since the last time; 0 is never."""
 
     def __init__(self, cfg: TrainerConfig, now: Callable[[], float]) -> None:
-        self.evaluation = Every(cfg.eval_interval, cfg.eval_minutes, now)
-        self.checkpoint = Every(cfg.ckpt_interval, cfg.ckpt_minutes, now)
-        self.export = Every(cfg.export_interval, 0.0, now)
+        self._now = now
+        self._intervals = {
+            "evaluation": (cfg.eval_interval, 60 * cfg.eval_minutes),
+            "checkpoint": (cfg.ckpt_interval, 60 * cfg.ckpt_minutes),
+            "export": (cfg.export_interval, 0.0),
+        }
+        self._last: dict[str, float] = {}
 
     def begin(self) -> None:
-        """The first step begins."""
-        self.evaluation.begin()
-        self.checkpoint.begin()
+        """The first step begins: minutes count from here."""
+        self._last = dict.fromkeys(self._intervals, self._now())
+
+    def reached(self, what: str, step: int) -> bool:
+        """Whether it happens after this step; if so, it counts as done."""
+        steps, seconds = self._intervals[what]
+        late = seconds > 0 and what in self._last and self._now() - self._last[what] >= seconds
+        if not (late or (steps > 0 and step % steps == 0)):
+            return False
+        self._last[what] = self._now()
+        return True
 
 
 class Phases:
     """The phases of a step, measured and limited: each is a span on the timeline and a metric, under the same name.
 
     Attributes:
-        name: of what the run is doing, for the terminal.
+        name: what the run is doing, for the terminal.
         metrics: of the current step.
         step: the current step, from 1; 0 before the first.
+        began: when the current step began.
+        plan_runs: inside of the trainer's ``running``.
 
     Args:
         limit_s: ``trainer.step_timeout_s``.
@@ -176,22 +175,16 @@ class Phases:
     def __init__(self, limit_s: float) -> None:
         self.name = "starting"
         self.metrics: Metrics = {}
-        self.plan_runs = False  # inside of the trainer's ``running``
-        self.step = 0
+        self.plan_runs = False
+        self.step, self.began = 0, 0.0
         self.limit_s = limit_s
         self.timeline = Timeline(None)
-        self._began = 0.0
         self._under_way: set[object] = set()
         self._last_s = 0.0  # when a step was under way
 
     def begin_step(self, step: int) -> None:
         """From here on phases and metrics are those of this step."""
-        self.metrics, self.step, self.name, self._began = {}, step, "training", self.now()
-
-    @property
-    def step_s(self) -> float:
-        """Seconds since the current step began."""
-        return self.now() - self._began
+        self.metrics, self.step, self.name, self.began = {}, step, "training", self.now()
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -232,15 +225,9 @@ class Phases:
         finally:
             metrics[f"time/{name}_s"] = metrics.get(f"time/{name}_s", 0.0) + self.now() - start
 
-    @asynccontextmanager
-    async def limited(self, what: str) -> AsyncIterator[None]:
-        """What takes longer than ``trainer.step_timeout_s`` is ended.
-
-        Raises:
-            TimeoutError: naming the phase, the step and the key.
-        """
-        async with within(self.limit_s, f"the {what} of step {self.step}"):
-            yield
+    def limited(self, what: str) -> AbstractAsyncContextManager[None]:
+        """End what takes longer than ``trainer.step_timeout_s`` with a TimeoutError that names phase, step and key."""
+        return within(self.limit_s, f"the {what} of step {self.step}")
 
     @staticmethod
     def now() -> float:
@@ -248,7 +235,7 @@ class Phases:
 
 
 class RunContext:
-    """One of a run; every part of the trainer is made with it.
+    """The shared state of one run; every part of the trainer is made with it.
 
     Attributes:
         dispatch: the models; set by ``RayPPOTrainer.attach``, as ``run_dir`` is.
@@ -257,14 +244,14 @@ class RunContext:
         supervised: the plan's ``train`` has begun.
     """
 
-    dispatch: WorkerDispatch
+    dispatch: Dispatch
 
     def __init__(self, cfg: Config, prompts: PromptStream, tracker: Tracker, client: Client) -> None:
         self.cfg, self.prompts, self.tracker, self.client = cfg, prompts, tracker, client
         self.progress, self.phases = Progress(), Phases(cfg.trainer.step_timeout_s)
         self.length = RunLength(cfg.trainer, prompts, self.progress)
         self.schedule = Schedule(cfg.trainer, self.phases.now)
-        self.refill, self.reward_model = Refill(self), RewardModelScorer(self)
+        self.refill, self.reward_model = Refill(cfg.trainer), RewardModelScorer(self)
         self.run_dir: RunDirectory | None = None
         self.on_policy = False
         self.stop_reason = ""

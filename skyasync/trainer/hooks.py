@@ -1,8 +1,8 @@
-"""What an algorithm may override, for every plan alike.
+"""The hooks that an algorithm may override, for every plan alike.
 
-Invariant: each hook does by itself what the configuration says, is called by the trainer's steps in the order in which
-they stand here, and is given all that it decides on: a hook of one's own needs to know no other. What the configuration
-asks of whole batches sees whole batches. Metrics that are found are written into ``self.metrics``.
+Invariant: the trainer's steps call the hooks in the order in which they stand here. By default each does what the
+configuration says. A hook gets all that it decides on, so it depends on no other hook; hooks that compare whole batches
+get whole batches. Metrics are written into ``self.metrics``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.rollout.types import Group
-from skyasync.trainer.context import Metrics
+from skyasync.trainer.context import Metrics, RunContext
 from skyasync.trainer.learner import Learner
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
@@ -25,12 +25,13 @@ class AlgorithmHooks:
     """``RayPPOTrainer`` inherits it; a mixin that overrides a hook combines with every plan."""
 
     cfg: Config
+    context: RunContext
     learner: Learner
 
     @property
     def metrics(self) -> Metrics:
-        """Of the current step; a hook may add to them."""
-        raise NotImplementedError
+        """The metrics of the current step; a hook may add to them."""
+        return self.context.phases.metrics
 
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
         """Change trajectories or their rewards before anything is computed from them.
@@ -42,22 +43,22 @@ class AlgorithmHooks:
     def filter_groups(self, groups: list[Group]) -> list[Group]:
         """Choose which groups are trained: by default those that ``dynamic_sampling`` keeps.
 
-        Groups with rewards that are not finite stay: ``on_nonfinite`` says what becomes of them.
+        Groups with rewards that are not finite stay: ``on_nonfinite`` decides about them.
         """
         from skyasync.algorithms.filters import group_filter
 
         algorithm = self.cfg.trainer.algorithm
         keep, metric = group_filter(algorithm), algorithm.dynamic_sampling.metric
-        return [g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.judged_by(metric))]
+        return [g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.metric_values(metric))]
 
     def drop_truncated(self, groups: list[Group]) -> list[Group]:
         """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
         if self.cfg.trainer.algorithm.truncated_responses != "drop":
             return groups
-        kept = [replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"]) for g in groups]
-        dropped = sum(len(group.trajectories) for group in groups) - sum(len(group.trajectories) for group in kept)
+        whole = [replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"]) for g in groups]
+        dropped = sum(len(group.trajectories) for group in groups) - sum(len(group.trajectories) for group in whole)
         self.metrics["response/dropped"] = self.metrics.get("response/dropped", 0.0) + dropped
-        return [group for group in kept if group.trajectories]
+        return [group for group in whole if group.trajectories]
 
     async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch:
         """Let models and scorers of one's own look at a batch, before its rewards are shaped.
@@ -131,8 +132,8 @@ class AlgorithmHooks:
             batch.values,
             batch.trajectory_ids,
         )
-        kept = None if batch.values is None else returns
-        return batch.to_stage(TrainingBatch, advantages=advantages, returns=kept)
+        learned = None if batch.values is None else returns
+        return batch.to_stage(TrainingBatch, advantages=advantages, returns=learned)
 
     def add_teacher_advantages(self, batch: TrainingBatch) -> TrainingBatch:
         """Add the teacher's part to ``batch.advantages``, if there is one (``trainer.teacher``).
@@ -140,7 +141,7 @@ class AlgorithmHooks:
         Raises:
             ValueError: if the batch lacks the policy's log-probabilities, which the teacher's are compared with.
         """
-        from skyasync.algorithms.distillation import teacher_advantages
+        from skyasync.algorithms.kl import teacher_advantages
 
         if batch.teacher_logprobs is None:
             return batch
@@ -155,11 +156,11 @@ class AlgorithmHooks:
 
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:
-    """What the hook returned: the next stage, or what it was given with ``batch.advantages`` set."""
+    """The training batch, if the hook returned one; else of its own batch, which has ``batch.advantages``."""
     from skyasync.models.batch import TrainingBatch
 
     if isinstance(batch, TrainingBatch):
         return batch
-    if not hasattr(batch, "advantages"):
+    if "advantages" not in vars(batch):
         raise UserError("compute_advantages_and_returns must set batch.advantages, and returned a batch without them")
     return batch.to_stage(TrainingBatch)

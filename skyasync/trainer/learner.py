@@ -11,7 +11,6 @@ current (with gradient).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -24,8 +23,6 @@ from skyasync.utils.task_group import together
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES, TEACHER_ROLE
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
-    from torch import Tensor
-
     from skyasync.algorithms.objective import Objective
     from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
 
@@ -34,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """What is added to a batch before it is trained, as the settings say.
+    """The tensors that are added to a batch before it is trained, by the settings.
 
     With one update per batch the policy before the update is the proximal one, and the update has its log-probabilities
     anyway. With several they are computed before the first, unless the objective approximates them.
@@ -51,7 +48,7 @@ class ScoringPlan:
     @classmethod
     def of(cls, cfg: Config, objective: Objective) -> ScoringPlan:
         trainer, critic = cfg.trainer, ROLES[CRITIC_ROLE]
-        teacher = ROLES[TEACHER_ROLE].wanted(cfg)
+        teacher = ROLES[TEACHER_ROLE].has_ranks(cfg)
         compared = teacher and not trainer.teacher.top_k  # the policy's log-probabilities with the teacher's
         proximal: Literal["never", "several updates", "always"] = "never"
         if compared or "proximal" in objective.needs_before_update:
@@ -63,14 +60,10 @@ class ScoringPlan:
             behaviour="behaviour" in objective.needs,
             reference="reference" in objective.needs,
             teacher="" if not teacher else "logprobs" if compared else "top_logprobs",
-            values=critic.asked(cfg),
-            values_by_policy=critic.asked(cfg) and critic.hosted_by_policy(cfg),
+            values=critic.enabled_if(cfg),
+            values_by_policy=critic.enabled_if(cfg) and critic.hosted_by_policy(cfg),
             proximal=proximal,
         )
-
-    def needs_proximal(self, updates: int) -> bool:
-        """Of a batch that makes so many updates."""
-        return self.proximal == "always" or (self.proximal == "several updates" and updates > 1)
 
 
 class Learner:
@@ -80,7 +73,7 @@ class Learner:
         groups: that were prepared since the last step's end; of other rollouts too, if a plan replays.
         updates: optimizer steps of the current training step, those left out included.
         parts: batches of the current training step whose gradient was computed.
-        trained: the parts of the training step before, until they are taken.
+        trained: the parts of the training step before.
         guard: decides about updates and rewards that are not finite.
     """
 
@@ -98,36 +91,36 @@ class Learner:
         self._context, self._cfg, self.guard = context, cfg.trainer, guard
         self._plan = ScoringPlan.of(cfg, self.objective)
         own_critic = self._plan.values and not self._plan.values_by_policy
-        self._at_once = own_critic and not ROLES[CRITIC_ROLE].shares(
-            cfg
-        )  # its own devices: it trains beside the policy
-        self._found: dict[str, list[float]] = {}  # by each optimizer step of this training step
+        self._at_once = own_critic and not ROLES[CRITIC_ROLE].colocated_if(cfg)  # the critic has devices of its own
+        self._update_metrics: dict[str, list[float]] = {}  # by each optimizer step of this training step
         self._computed = False  # the batch's log-probabilities by the policy before its first update
         self._denominator = 0.0  # of the loss, if the parts' weights lack it
 
     # ---------------------------------------------------------------- prepare
 
-    def count_rejected(self, groups: int) -> None:
-        """So many were left out of the current batch: a metric, if any could be."""
-        metrics = self._context.phases.metrics
-        if groups > 0 or self._cfg.algorithm.dynamic_sampling.type != "none":
-            metrics["dynamic_sampling/rejected"] = metrics.get("dynamic_sampling/rejected", 0.0) + groups
-
     async def scored(self, sampled: RolloutBatch) -> ScoredBatch:
-        """Add what ``ScoringPlan`` says. After an update of the same step the proximal policy is gone: the engines'
-        own log-probabilities are what is left of it."""
+        """Add the tensors of the ``ScoringPlan``.
+
+        After an update of the same step the proximal policy is gone: the engines' log-probabilities take their place.
+        """
         from skyasync.models.batch import ScoredBatch
 
-        batch, plan = sampled.to_stage(ScoredBatch), self._plan
+        batch, plan, algorithm = sampled.to_stage(ScoredBatch), self._plan, self._cfg.algorithm
         dispatch, timed = self._context.dispatch, self._context.phases.timed
         if plan.experts:
             check_experts(batch)
-        if plan.behaviour:
-            self._check_behaviour(batch.behaviour_logprobs[batch.loss_mask])
+        if plan.behaviour and batch.behaviour_logprobs[batch.loss_mask].isnan().any():
+            raise UserError(
+                f"the generator's output lacks rollout_logprobs, but trainer.algorithm.policy_loss_type="
+                f"{algorithm.policy_loss_type} with trainer.algorithm.off_policy_correction="
+                f"{algorithm.off_policy_correction} uses the behaviour policy: return them, or choose "
+                f"trainer.algorithm.off_policy_correction=none"
+            )
         if plan.reference:
             with timed("reference"):
                 batch.reference_logprobs = await dispatch.ask(REFERENCE, "logprobs", batch)
-        proximal = plan.needs_proximal(self._context.length.updates_per_batch(len(batch.group_ids.unique())))
+        several = self._context.length.updates_per_batch(len(batch.group_ids.unique())) > 1
+        proximal = plan.proximal == "always" or (plan.proximal == "several updates" and several)
         computed = proximal and not self.updates
         in_one_pass = computed and plan.values_by_policy
         if plan.values:
@@ -153,16 +146,6 @@ class Learner:
                 batch.proximal_logprobs = await dispatch.ask(POLICY, "logprobs", batch)
         return batch
 
-    def _check_behaviour(self, logprobs: Tensor) -> None:
-        algorithm = self._cfg.algorithm
-        if logprobs.isnan().any():
-            raise UserError(
-                f"the generator's output lacks rollout_logprobs, but trainer.algorithm.policy_loss_type="
-                f"{algorithm.policy_loss_type} with trainer.algorithm.off_policy_correction="
-                f"{algorithm.off_policy_correction} uses the behaviour policy: return them, or choose "
-                f"trainer.algorithm.off_policy_correction=none"
-            )
-
     # ---------------------------------------------------------------- update
 
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
@@ -172,25 +155,36 @@ class Learner:
             complete: the part is its whole mini-batch, so its loss weights are final. If not, the next optimizer step
                 divides by the denominator that all parts before it have together, and the gradient is the same.
         """
-        batch = self._weighted(part, complete)
-        self._choose_proximal(batch, complete)
+        from skyasync.algorithms.reductions import loss_numerators, loss_weights
+        from skyasync.models.batch import UpdateBatch
+
+        algorithm, ids = self._cfg.algorithm, part.trajectory_ids
+        if complete:
+            weights = loss_weights(algorithm, part.loss_mask, part.group_ids, trajectory_ids=ids)
+            selection = self.objective.prepare(part).get("selection")
+            batch = part.to_stage(UpdateBatch, loss_weights=weights, selection=selection)
+        else:
+            weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)
+            self._denominator += denominator
+            batch = part.to_stage(UpdateBatch, loss_weights=weights)
+        if self.updates and not self._frozen:  # in the first update the current policy is the proximal one
+            if algorithm.proximal_logprobs != "recompute":
+                batch.approximated_version = self._context.progress.step + 1
+            elif not complete and batch.proximal_logprobs is None:
+                batch.proximal_logprobs = batch.behaviour_logprobs
         if self._plan.values and batch.returns is None:
             raise UserError("compute_advantages_and_returns must set batch.returns, which the critic learns")
         for roles in self._trained_roles:
             async with together() as calls:
                 for role in roles:
                     calls.start(self._context.dispatch.forward_backward(batch, **_of(role)))
-        part.proximal_logprobs = batch.proximal_logprobs  # for those who train on it again
+        part.proximal_logprobs = batch.proximal_logprobs  # for another epoch on it
         self.parts.append(batch)
 
-    def _choose_proximal(self, batch: UpdateBatch, complete: bool) -> None:
-        """If the batch lacks its log-probabilities, and the update does not give them."""
-        if self._frozen or not self.updates:  # in the first update the current policy is the proximal one
-            return
-        if self._cfg.algorithm.proximal_logprobs != "recompute":
-            batch.approximated_version = self._context.progress.step + 1
-        elif not complete and batch.proximal_logprobs is None:
-            batch.proximal_logprobs = batch.behaviour_logprobs
+    @property
+    def _frozen(self) -> bool:
+        """The policy is not trained yet: the critic learns first."""
+        return self._plan.values and self._context.progress.step < self._cfg.critic.warmup_steps
 
     @property
     def _trained_roles(self) -> list[list[str]]:
@@ -200,59 +194,37 @@ class Learner:
         roles = [*([] if self._frozen else [POLICY]), *([CRITIC_ROLE] if self._plan.values else [])]
         return [roles] if self._at_once else [[role] for role in roles]
 
-    @property
-    def _frozen(self) -> bool:
-        """The policy is not trained yet: the critic learns first."""
-        return self._plan.values and self._context.progress.step < self._cfg.critic.warmup_steps
-
-    def _weighted(self, part: TrainingBatch, complete: bool) -> UpdateBatch:
-        from skyasync.algorithms.reductions import loss_numerators, loss_weights
-        from skyasync.models.batch import UpdateBatch
-
-        algorithm, ids = self._cfg.algorithm, part.trajectory_ids
-        if complete:
-            weights = loss_weights(algorithm, part.loss_mask, part.group_ids, trajectory_ids=ids)
-            selection = self.objective.prepare(part).get("selection")
-            return part.to_stage(UpdateBatch, loss_weights=weights, selection=selection)
-        weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)
-        self._denominator += denominator
-        return part.to_stage(UpdateBatch, loss_weights=weights)
-
     async def optimizer_step(self) -> Metrics:
         """Change the weights by the gradient that ``forward_backward`` has added up.
+
+        Gradients that are not finite are dropped: policy and critic both learn from a batch, or neither does.
 
         Returns:
             The policy's metrics, and the critic's as ``critic/...``.
         """
         scale, self._denominator = 1.0 / self._denominator if self._denominator else 1.0, 0.0
-        found: Metrics = {}
-        if self.guard.skips and (problem := await self._problem(scale)):
-            self.guard.drop(problem)
-        else:
-            dispatch, step = self._context.dispatch, self._context.length.planned_updates + self.updates
+        dispatch, problem = self._context.dispatch, ""
+        if self.guard.skips:
+            roles = [role for turn in self._trained_roles for role in turn]
+            problems = [self.guard.unfit, *[await dispatch.examine(scale, role=role) for role in roles]]
+            if problem := next(filter(None, problems), ""):
+                for role in roles:
+                    await dispatch.drop_gradient(role=role)
+                self.guard.drop(problem)
+        result: Metrics = {}
+        if not problem:
+            step = self._context.length.planned_updates + self.updates
             for roles in self._trained_roles:
                 async with together() as calls:
                     steps = {r: calls.create_task(dispatch.optimizer_step(step, scale, **_of(r))) for r in roles}
                 for role, done in steps.items():
-                    found |= self._noted(role, done.result())
-            self.guard.updated()
+                    for name, value in done.result().items():
+                        full = name if name.startswith(f"{CRITIC_ROLE}/") else f"{role}/{name}"
+                        self._update_metrics.setdefault(full, []).append(value)
+                        result[name if role == POLICY else f"{role}/{name}"] = value
+            self.guard.count_update()
         self.updates += 1
-        return found
-
-    async def _problem(self, scale: float) -> str:
-        """What is not finite; then the gradients are dropped: policy and critic both learn from a batch, or neither."""
-        dispatch, roles = self._context.dispatch, [role for turn in self._trained_roles for role in turn]
-        problems = [self.guard.unfit, *[await dispatch.examine(scale, role=role) for role in roles]]
-        if problem := next(filter(None, problems), ""):
-            for role in roles:
-                await dispatch.drop_gradient(role=role)
-        return problem
-
-    def _noted(self, role: str, metrics: Metrics) -> Metrics:
-        """An update's, which the step's are made of, by the names that ``optimizer_step`` gives them."""
-        for name, value in metrics.items():
-            self._found.setdefault(name if name.startswith(f"{CRITIC_ROLE}/") else f"{role}/{name}", []).append(value)
-        return metrics if role == POLICY else {f"{role}/{name}": value for name, value in metrics.items()}
+        return result
 
     def finish(self, whole: TrainingBatch | None = None) -> Metrics:
         """The metrics of all updates of the training step, which is over.
@@ -260,7 +232,7 @@ class Learner:
         Args:
             whole: the batch that all parts were cut from, if they were.
         """
-        metrics = {name: sum(values) / len(values) for name, values in self._found.items()}
+        metrics = {name: sum(values) / len(values) for name, values in self._update_metrics.items()}
         if self.parts:
             from skyasync.algorithms.values import value_metrics
             from skyasync.models.batch import UpdateBatch
@@ -270,24 +242,39 @@ class Learner:
                 batch = whole
             elif len(self.parts) > 1:
                 batch = UpdateBatch.concatenate(self.parts)
-            weigh = self.objective.correction_weights if "behaviour" in self.objective.needs else None
-            exact = self.updates <= 1 or self._computed
-            metrics |= drift_metrics(batch, self._context.progress.step, weigh, exact=exact)
+            metrics |= self._drift_metrics(batch)
             if batch.values is not None and batch.returns is not None:
-                found = value_metrics(batch.values, batch.returns, batch.loss_mask)
-                metrics |= {f"critic/{name}": value for name, value in found.items()}
+                critic = value_metrics(batch.values, batch.returns, batch.loss_mask)
+                metrics |= {f"critic/{name}": value for name, value in critic.items()}
         self.trained = self.parts
-        self._found, self.parts, self.updates, self._computed = {}, [], 0, False
+        self._update_metrics, self.parts, self.updates, self._computed = {}, [], 0, False
         return metrics
 
-    def take_trained(self) -> list[UpdateBatch]:
-        """What the last step has trained; from here on it is the caller's to keep."""
-        parts, self.trained = self.trained, []
-        return parts
+    def _drift_metrics(self, batch: TrainingBatch) -> Metrics:
+        """How far the policy that is trained is from the one that sampled, of a whole batch, also by staleness.
+
+        The ``gap/...`` metrics compare two computations of the same weights. They are there only if the trainer's
+        log-probabilities are of the version before the step, and computed, not taken from the engine.
+        """
+        from skyasync.algorithms.off_policy import gap_metrics, off_policy_metrics, stuck_ratio
+
+        proximal, behaviour, mask = batch.proximal_logprobs, batch.behaviour_logprobs, batch.loss_mask
+        if proximal is None or behaviour[mask].isnan().any():
+            return {}
+        step = self._context.progress.step
+        staleness = step - batch.versions
+        weights = self.objective.correction_weights(batch) if "behaviour" in self.objective.needs else None
+        metrics = off_policy_metrics(proximal, behaviour, mask, staleness, weights)
+        if self.updates <= 1 or self._computed:
+            metrics |= gap_metrics(proximal, behaviour, mask, staleness)
+        if problem := stuck_ratio(proximal, behaviour, mask, staleness):
+            log.warning("step %d: %s", step + 1, problem)
+            metrics["warnings/stuck_ratio"] = 1.0
+        return metrics
 
 
 def _of(role: str) -> dict[str, str]:
-    """How a dispatch is given the role; one of a program's own may know the policy alone."""
+    """The role as an argument of the dispatch; a user's own may have the policy alone."""
     return {} if role == POLICY else {"role": role}
 
 
@@ -306,30 +293,3 @@ def check_experts(batch: RolloutBatch) -> None:
             f"tokens they are not known: trajectories must be the generator's own, not made of lists; else set "
             f"trainer.policy.router_replay=none"
         )
-
-
-def drift_metrics(
-    batch: TrainingBatch, step: int, weigh: Callable[[TrainingBatch], Tensor | None] | None, *, exact: bool
-) -> Metrics:
-    """How far the policy that is trained is from the one that sampled, of a whole batch, also by staleness.
-
-    Args:
-        step: the policy's version before the training step.
-        weigh: gives the correction's factors.
-        exact: the trainer's log-probabilities are of that version, and computed, not taken from the engine. Only then
-            are there ``gap/...`` metrics, which compare two computations of the same weights.
-    """
-    from skyasync.algorithms.off_policy import gap_metrics, off_policy_metrics, stuck_ratio
-
-    proximal, behaviour, mask = batch.proximal_logprobs, batch.behaviour_logprobs, batch.loss_mask
-    if proximal is None or behaviour[mask].isnan().any():
-        return {}
-    staleness = step - batch.versions
-    weights = weigh(batch) if weigh is not None else None
-    metrics = off_policy_metrics(proximal, behaviour, mask, staleness, weights)
-    if exact:
-        metrics |= gap_metrics(proximal, behaviour, mask, staleness)
-    if problem := stuck_ratio(proximal, behaviour, mask, staleness):
-        log.warning("step %d: %s", step + 1, problem)
-        metrics["warnings/stuck_ratio"] = 1.0
-    return metrics

@@ -1,14 +1,14 @@
 """Supervision of a plan: the tasks that are made while it runs, and its end.
 
-Invariant: an error in a task that the plan, or what it calls, has made is taken by somebody or ends the run, as it was
-raised. Code that awaits the task, now or later, takes it. It is taken by nobody if the plan ends before, if for
-``GRACE_S`` no step of the trainer was under way (the plan then waits for what the task was to bring), or in any case
-after ``trainer.step_timeout_s``.
+Invariant: an error in a task that the plan, or what it calls, has made is taken by some code or ends the run, as it was
+raised. Code that awaits the task, now or later, takes it. The error ends the run if the plan has ended before it was
+taken, or if for ``GRACE_S`` no step of the trainer was under way: the plan then waits for the result of the task. After
+``trainer.step_timeout_s`` it ends the run in any case.
 
 | who waits    | for what                 | woken by                                                 |
 |--------------|--------------------------|----------------------------------------------------------|
 | a failure    | code that takes it       | a timer: ``GRACE_S``, at most ``trainer.step_timeout_s`` |
-| the plan     | what it awaits           | a cancellation, if the failure is taken by nobody        |
+| the plan     | what it awaits           | a cancellation, if no code takes the failure             |
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import asyncio
 import inspect
 import sys
 import sysconfig
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Collection
+from contextlib import nullcontext
 from functools import wraps
-from types import FrameType
+from types import CoroutineType, FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyasync.trainer import one_ahead
+from skyasync.trainer import default_loops
 from skyasync.trainer.context import Phases
 from skyasync.trainer.extensions import notify
 
@@ -42,7 +42,7 @@ class RunStopped(Exception):
 
 
 def supervised(train: Any) -> Any:  # noqa: ANN401  (a method of the same form)
-    """A plan's ``train`` whose tasks do not fail unseen; a plan made of ``one_ahead``'s loops alone is whole too."""
+    """A plan's ``train`` whose tasks do not fail unseen. Around a plan of default loops alone is ``running()`` too."""
     names = inspect.unwrap(train).__code__.co_names
     loops_alone = "_run_generate_loop" in names and "running" not in names
 
@@ -52,12 +52,15 @@ def supervised(train: Any) -> Any:  # noqa: ANN401  (a method of the same form)
         if context.supervised:  # super().train()
             return await train(self)
         context.supervised = True
-        whole = not loops_alone or type(self)._run_generate_loop is not one_ahead.run_generate_loop
+        of_default_loops = loops_alone and type(self)._run_generate_loop is default_loops.run_generate_loop
         modules = {base.__module__ for base in type(self).__mro__}
         try:
-            async with attended(context.phases, modules), nullcontext() if whole else one_ahead.beginning(self):
+            async with (
+                PlanTasks(context.phases, modules),
+                default_loops.running_default_loops(self) if of_default_loops else nullcontext(),
+            ):
                 await train(self)
-        except RunStopped:  # in a task of the plan's that nobody has awaited
+        except RunStopped:  # in a task of the plan's that was never awaited
             return
         except Exception as error:
             try:
@@ -71,37 +74,14 @@ def supervised(train: Any) -> Any:  # noqa: ANN401  (a method of the same form)
     return plan
 
 
-@asynccontextmanager
-async def attended(phases: Phases, modules: Collection[str]) -> AsyncIterator[None]:
-    """Around a plan. Its own tasks that are still there at the end are cancelled.
+class PlanTasks:
+    """Watches every task that is made inside of ``async with``; the plan's own that are left at the end are cancelled.
+
+    The first error is raised: of the plan, or of a task whose error no code has taken. Others are notes on it.
 
     Args:
         modules: those of the plan's classes.
-
-    Raises:
-        Exception: of a task whose error nobody has taken.
     """
-    tasks = _Tasks(phases, modules)
-    failed: BaseException | None = None
-    with tasks:
-        try:
-            yield
-        except BaseException as error:
-            failed = error
-        finally:
-            await tasks.close()
-    found = [error for error in tasks.first_and_others(failed) if error is not None]
-    if not found:
-        return
-    first, *others = found
-    for other in others:
-        if other is not first and other is not first.__cause__:
-            first.add_note(f"at the same time: {other!r}")
-    raise first  # outside the handler, which would put the cancellation in the place of the error's own context
-
-
-class _Tasks:
-    """Every task that is made inside of ``with``."""
 
     def __init__(self, phases: Phases, modules: Collection[str]) -> None:
         self._phases, self._modules = phases, frozenset(modules)
@@ -110,36 +90,49 @@ class _Tasks:
         self._failed: list[asyncio.Task[Any]] = []
         self._errors: list[BaseException] = []
 
-    def __enter__(self) -> None:
+    async def __aenter__(self) -> None:
         self._loop, main = asyncio.get_running_loop(), asyncio.current_task()
         assert main is not None
         self._main, self._cancelled = main, 0
         self._before: Callable[..., asyncio.Task[Any]] | None = self._loop.get_task_factory()  # type: ignore[assignment]
         self._loop.set_task_factory(self._make)  # type: ignore[arg-type]
 
-    def __exit__(self, *error: object) -> None:
-        self._loop.set_task_factory(self._before)
-
-    def first_and_others(self, failed: BaseException | None) -> list[BaseException | None]:
-        """What ended the plan, then other errors that nobody has taken. ``failed`` is what the plan raised."""
-        left = [task.exception() for task in self._failed if task._log_traceback]  # asking takes them
-        if not self._errors:
-            return [failed, *left]
-        from_outside = self._main.uncancel() > self._cancelled
-        if isinstance(failed, asyncio.CancelledError):
-            return [failed] if from_outside else [*self._errors, *left]
-        return [*self._errors, failed, *left]
-
-    async def close(self) -> None:
-        for task in self._own:
-            task.cancel()
-        if self._own:
-            await asyncio.wait(self._own, timeout=GRACE_S)
+    async def __aexit__(self, kind: object, failed: BaseException | None, trace: object) -> None:
+        try:
+            for task in self._own:
+                task.cancel()
+            if self._own:
+                await asyncio.wait(self._own, timeout=GRACE_S)
+        finally:
+            self._loop.set_task_factory(self._before)
+        not_taken = [task.exception() for task in self._failed if task._log_traceback]  # asking takes them
+        errors = [*self._errors, failed, *not_taken]
+        if self._errors:
+            from_outside = self._main.uncancel() > self._cancelled
+            if isinstance(failed, asyncio.CancelledError):
+                errors = [failed] if from_outside else [*self._errors, *not_taken]
+        raised = [error for error in errors if error is not None]
+        if not raised:
+            return
+        first, *others = raised
+        for other in others:
+            if other is not first and other is not first.__cause__:
+                first.add_note(f"at the same time: {other!r}")
+        if first is not failed:
+            # the cancellation must not take the place of the error's own context
+            context = first.__context__
+            try:
+                raise first
+            finally:
+                first.__context__ = context
 
     def _make(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], **options: object
+        self, loop: asyncio.AbstractEventLoop, coroutine: CoroutineType[Any, Any, Any], **options: object
     ) -> asyncio.Task[Any]:
-        maker = _maker(sys._getframe(1))
+        maker: FrameType | None = sys._getframe(1)
+        while maker is not None and maker.f_globals.get("__name__", "").startswith("asyncio."):
+            callback = maker.f_code.co_name == "_run" and maker.f_globals["__name__"] == "asyncio.events"
+            maker = None if callback else maker.f_back  # a callback of asyncio's own passes on the task's result
         module, file = (maker.f_globals.get("__name__", ""), maker.f_code.co_filename) if maker else ("", "")
         foreign = file.startswith(_INSTALLED) and module.partition(".")[0] not in self._packages
         make = self._before or (lambda loop, coroutine, **options: asyncio.Task(coroutine, loop=loop, **options))
@@ -147,24 +140,24 @@ class _Tasks:
             return make(loop, coroutine, **options)
         task = make(loop, _without_exit(coroutine), **options)
         task.add_done_callback(lambda _: coroutine.close())  # of a task that was cancelled before it began
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._note_end)
         if module in self._modules:
             self._own.add(task)
         return task
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._own.discard(task)
-        if task._log_traceback:  # it failed; those who await it are told in this turn of the loop
+        if task._log_traceback:  # it failed; code that awaits it is resumed in this turn of the loop
             self._failed.append(task)
-            self._loop.call_soon(self._look, task, self._loop.time())
+            self._loop.call_soon(self._check_taken, task, self._loop.time())
 
-    def _look(self, task: asyncio.Task[Any], since: float) -> None:
+    def _check_taken(self, task: asyncio.Task[Any], since: float) -> None:
         if not task._log_traceback or task not in self._failed:
             return
         now = self._loop.time()
         quiet, most = min(self._phases.quiet_s(), now - since), since + self._phases.limit_s
         if quiet < GRACE_S and now < most:
-            self._loop.call_at(min(now + GRACE_S - quiet, most), self._look, task, since)
+            self._loop.call_at(min(now + GRACE_S - quiet, most), self._check_taken, task, since)
             return
         error = task.exception()
         assert error is not None
@@ -173,20 +166,11 @@ class _Tasks:
         self._main.cancel()
 
 
-def _maker(frame: FrameType | None) -> FrameType | None:
-    """The code that has made a task; None if it was a callback of asyncio's own, which passes on its result."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("asyncio."):
-        if frame.f_code.co_name == "_run" and frame.f_globals["__name__"] == "asyncio.events":
-            return None
-        frame = frame.f_back
-    return frame
-
-
-async def _without_exit(coroutine: Coroutine[Any, Any, T]) -> T:
+async def _without_exit(coroutine: CoroutineType[Any, Any, T]) -> T:
     """``sys.exit`` in a task would end the event loop, and with it all that could report it."""
     try:
         return await coroutine
     except SystemExit as exit:
         reason = exit.__context__
-        error = RuntimeError(f"{getattr(coroutine, '__qualname__', coroutine)} called sys.exit({exit.code!r})")
+        error = RuntimeError(f"{coroutine.__qualname__} called sys.exit({exit.code!r})")
     raise reason if isinstance(reason, Exception) else error

@@ -1,8 +1,8 @@
 """The synchronous plan, and every step that plans are made of.
 
-Invariant: a step is complete in itself (metrics, timeline, errors), so a plan is only the order in which
-steps run and who waits for whom. This file knows neither Ray nor an engine: it is given its parts, and
-takes its time from the event loop, so it runs on a cluster, in one process and in simulation.
+Invariant: a step is complete in itself (metrics, timeline, errors), so a plan is only the order in which steps run and
+who waits for whom. This file uses neither Ray nor an engine: it is given its parts, and the event loop is its clock.
+So it runs on a cluster, in one process and in simulation.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.algorithm import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.status import give_reason
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import Tracker
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.status import give_reason
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import Tracker
 from skyasync.rollout.episode_limits import check_given_up
 from skyasync.rollout.evaluation import Scoring, eval_metrics, eval_requests
 from skyasync.rollout.generator_api import (
@@ -42,15 +42,14 @@ from skyasync.rollout.generator_api import (
 from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
-from skyasync.trainer import one_ahead
+from skyasync.trainer import default_loops
 from skyasync.trainer.checkpoint.checkpointer import Checkpointer
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints
 from skyasync.trainer.context import Client, Metrics, Parts, RunContext
 from skyasync.trainer.extensions import notify
-from skyasync.trainer.extensions.divergence_guard import DivergenceGuard
-from skyasync.trainer.extensions.profiling import Profiler
-from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED, PromptLedger
-from skyasync.trainer.extensions.reporting import Reporter
+from skyasync.trainer.extensions.divergence_guard import UNDONE, DivergenceGuard
+from skyasync.trainer.extensions.prompt_ledger import LEFT_OUT, NO_SIGNAL, TRUNCATED, PromptLedger
+from skyasync.trainer.extensions.reporting import Profiler, Reporter
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
 from skyasync.trainer.plan_tasks import RunStopped, supervised
@@ -58,17 +57,17 @@ from skyasync.trainer.plans import PLANS
 from skyasync.trainer.weight_updates import WeightSyncing, WeightUpdates
 from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.colocation import Colocation
-from skyasync.workers.roles import POLICY
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import TrainingBatch
-    from skyasync.workers.protocol import WorkerDispatch
+    from skyasync.workers.dispatch import Dispatch
 
 T = TypeVar("T")
 
 #: Attributes of earlier versions, which plans and hooks of users may read.
 FORMER = {
-    "ahead": "context.progress.ahead",
+    "ahead": "context.progress.trained_early",
     "book": "checkpointer.ledger",
     "cadence": "context.schedule",
     "handover": "weight_updates",
@@ -124,7 +123,7 @@ class RayPPOTrainer(AlgorithmHooks):
     #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
     reads: ClassVar[tuple[str, ...]] = ()
 
-    # of a plan that is made of ``one_ahead``'s loops alone
+    #: Of a plan that consists of the ``default_loops``.
     generation_ack: asyncio.Event
     sync_finished: asyncio.Event
     train_dataloader: Any
@@ -151,7 +150,16 @@ class RayPPOTrainer(AlgorithmHooks):
         self.learner = Learner(self.context, guard)
         self.weight_updates = WeightUpdates(self.context)
         self.checkpointer = Checkpointer(self.context, self.learner, ledger, self.extensions)
-        self._check_settings()
+        # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
+        plan = Plan.of(cfg, type(self))
+        assert plan is not None
+        for problem in chain(check_streaming(cfg, plan), check_correction(cfg, plan)):
+            raise UserError(problem)
+        self.context.on_policy = not plan.stale(cfg) and not reads_behaviour(cfg.trainer.algorithm)
+        if (best := cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
+            raise UserError(
+                f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data or data.val_sets"
+            )
 
     def __init_subclass__(cls, **more: object) -> None:
         super().__init_subclass__(**more)
@@ -173,20 +181,21 @@ class RayPPOTrainer(AlgorithmHooks):
 
     def attach(
         self,
-        dispatch: WorkerDispatch,
+        dispatch: Dispatch,
         weight_sync: WeightSyncing,
         *,
         timeline: Timeline | None = None,
         run_dir: RunDirectory | None = None,
-        turns: Colocation | None = None,
+        colocation: Colocation | None = None,
     ) -> None:
         """Set what the steps work with: the models, the weight sync, and where to write.
 
         Args:
-            turns: schedules devices that models and engines share.
+            colocation: schedules devices that models and engines share.
         """
-        self.context.dispatch, self.weight_updates.weight_sync, self.weight_updates.turns = dispatch, weight_sync, turns
-        self.context.run_dir, self.context.phases.timeline = run_dir, timeline or Timeline(None)
+        self.context.dispatch, self.context.run_dir = dispatch, run_dir
+        self.weight_updates.weight_sync, self.weight_updates.colocation = weight_sync, colocation
+        self.context.phases.timeline = timeline or Timeline(None)
         folder = self.cfg.trainer.ckpt_path or (run_dir and run_dir.checkpoints)
         self.checkpointer.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
 
@@ -202,19 +211,20 @@ class RayPPOTrainer(AlgorithmHooks):
                 await self.sync_policy_weights_to_inference_engines()
                 await self.end_step(status)
 
-    _run_generate_loop = one_ahead.run_generate_loop
-    _run_training = one_ahead.run_training
+    _run_generate_loop = default_loops.run_generate_loop
+    _run_training = default_loops.run_training
 
     def stop(self, reason: str) -> None:
-        """End the run well after the current step, with its checkpoint and report; the run's status says why."""
+        """End the run well after the current step, with its checkpoint and report; the run's status has the reason."""
         self.context.stop_reason = self.context.stop_reason or reason
 
-    # ---------------------------------------------------------------- steps
+    # ---------------------------------------------------------------- generation
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
         """The batches that have not been trained; ``generate`` may take prompts between two of them."""
         progress = self.context.progress
-        cursor = self.context.refill.cursor = self.context.prompts.cursor(progress.position, progress.ahead)
+        cursor = self.context.prompts.cursor(progress.position, progress.trained_early)
+        self.context.refill.cursor = cursor
         for _ in range(self.total_steps - self.global_step):
             batch = cursor.take(self.cfg.trainer.train_batch_size)
             if not batch.prompts:
@@ -222,41 +232,43 @@ class RayPPOTrainer(AlgorithmHooks):
             yield batch
 
     async def generate(self, prompts: PromptBatch) -> Rollout:
-        """Prompts to groups of trajectories, stamped with the versions that computed them."""
+        """Prompts to groups of trajectories; each token has the policy version that computed it."""
         self._check_running("generate")
         refill, untrained = self.context.refill, prompts.position - self.context.progress.position
         step = self.global_step + ceil(untrained / self.cfg.trainer.train_batch_size)  # that will train them
         if not refill.active:
-            return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.ahead)
-        kept, rejected, metrics, last = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
-        return self.assemble(kept, metrics, last.position, last.ahead, rejected)
+            return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.trained_early)
+        groups, rejected, metrics, last = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
+        return self.assemble(groups, metrics, last.position, last.trained_early, rejected)
 
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
         """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
         metrics: Metrics = {}
-        found: Metrics = {}
+        reported: Metrics = {}
         ledger, scorer = self.checkpointer.ledger, self.context.reward_model
-        async with self.weight_updates.rollout():
+        async with self.weight_updates.gate.entered():
             version = self.policy_version
             with self.timed("generate", metrics, "rollout", step):
                 finished = ledger.start(prompts, version)  # in the checkpoint
                 left = [prompt for prompt in prompts if prompt.id not in finished]
                 self.weight_updates.check_awake(type(self).__name__)
                 if scorer.overlaps and len(left) > 1 and hands_over_trajectories(self.generator):
-                    groups = await scorer.while_generating(lambda one: self._play([one], self.policy_version), left)
+                    groups = await scorer.score_while_generating(
+                        lambda prompt: self._run_generator([prompt], self.policy_version), left
+                    )
                 else:
-                    groups, found = await self._play(left, version)
+                    groups, reported = await self._run_generator(left, version)
                     await scorer.add_scores(groups)
                 if groups:
                     await notify(self, "on_rollout", groups)
                 if finished:
-                    known = finished | {group.prompt.id: group for group in groups}
-                    groups = [known[prompt.id] for prompt in prompts]
-        if self.context.refill.active:  # what is worth keeping is decided by what will be trained
+                    by_prompt = finished | {group.prompt.id: group for group in groups}
+                    groups = [by_prompt[prompt.id] for prompt in prompts]
+        if self.context.refill.active:  # filters decide by what will be trained
             groups = self.postprocess_generator_output(groups)
-        return groups, metrics | found
+        return groups, metrics | reported
 
-    async def _play(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
+    async def _run_generator(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
         requests = rollout_requests(prompts, self.cfg.generator)
         async with self.context.phases.limited("generation"):
             return await run_generator(self.generator, requests, version)
@@ -266,32 +278,37 @@ class RayPPOTrainer(AlgorithmHooks):
         groups: list[Group],
         metrics: Metrics,
         position: int,
-        ahead: frozenset[int],
+        trained_early: frozenset[int],
         rejected: Sequence[Group] = (),
         *,
         postprocessed: bool = False,
     ) -> Rollout:
-        """What has been rolled out, as the batch of a step. Metrics are of all groups, those ``rejected`` as well."""
+        """The batch of a step, of finished groups. Metrics are of all groups, those ``rejected`` as well.
+
+        Args:
+            position: after the step all prompts of the stream before it, and ``trained_early``, are trained.
+        """
         refill = self.context.refill
         if not refill.active and not postprocessed:
             groups = self.postprocess_generator_output(groups)
-        found = self.reporter.rolled_out([*groups, *rejected]) | metrics
+        metrics = self.reporter.rolled_out([*groups, *rejected]) | metrics
         check_given_up([*groups, *rejected], self.cfg.environment.max_given_up)
         if refill.active:
-            found |= refill.count(len(groups), len(rejected))
-        return Rollout(groups, position, found, ahead, [group.prompt.id for group in rejected])
+            metrics |= refill.count(len(groups), len(rejected))
+        return Rollout(groups, position, metrics, trained_early, [group.prompt.id for group in rejected])
+
+    # ---------------------------------------------------------------- training
 
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
         self._check_running("train_on")
         with self.timed("train"):
             await self.weight_updates.offload_engines()
-            self.checkpointer.step_begun()
+            self.checkpointer.between_steps = False
             await self.checkpointer.uninterrupted(self._advance(rollout))
         return self.metrics
 
     async def _advance(self, rollout: Rollout) -> None:
-        """What is not interrupted: weights and position belong together."""
         async with self.context.phases.limited("update"), self.keeping_bad(lambda: rollout):
             await self.learn_from(rollout.groups)
         await self.finish_step(rollout)
@@ -324,14 +341,15 @@ class RayPPOTrainer(AlgorithmHooks):
         """
         from skyasync.rollout.collate import collate_in_turns
 
-        ledger = self.checkpointer.ledger
-        self.learner.guard.examine(groups)
+        ledger, metrics = self.checkpointer.ledger, self.metrics
+        self.learner.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
         self.check_stale(groups)
         if not self.context.refill.active:  # else they were filtered as they came
-            sampled = groups
-            groups = self.filter_groups(groups)
-            self.learner.count_rejected(len(sampled) - len(groups))
+            sampled, groups = groups, self.filter_groups(groups)
+            rejected = len(sampled) - len(groups)
+            if rejected > 0 or self.cfg.trainer.algorithm.dynamic_sampling.type != "none":
+                metrics["dynamic_sampling/rejected"] = metrics.get("dynamic_sampling/rejected", 0.0) + rejected
             ledger.reject(sampled, groups, NO_SIGNAL)
         whole, groups = groups, self.drop_truncated(groups)
         ledger.reject(whole, groups, TRUNCATED)
@@ -350,67 +368,70 @@ class RayPPOTrainer(AlgorithmHooks):
         return await self.learner.optimizer_step()
 
     async def finish_step(self, rollout: Rollout) -> None:
-        """The policy is one step newer: count it, and write down what it was trained on."""
+        """The policy is one step newer: count it, and write down what it was trained on.
+
+        Before the engines get the weights, a batch that is not finite is kept, and a step with a spike may be undone.
+        """
+        learner, guard, checkpointer = self.learner, self.learner.guard, self.checkpointer
         own = {group.prompt.id for group in rollout.groups}
-        again = [group for group in self.learner.groups if group.prompt.id not in own]
-        self.learner.groups = []
+        again = [group for group in learner.groups if group.prompt.id not in own]
+        learner.groups = []
         staleness = await staleness_metrics([*rollout.groups, *again], self.global_step)
         for name, value in (rollout.metrics | staleness).items():
-            self.metrics.setdefault(name, value)  # what a hook has found has precedence
+            self.metrics.setdefault(name, value)  # metrics of a hook have precedence
         self.weight_updates.check_sampled_tokens(self.metrics)
-        await self._guard_step(rollout)
-        self.context.progress.trained(rollout.position, rollout.ahead)
-        self.checkpointer.step_done()
-        step = self.global_step
-        await self.reporter.ended(step, self.checkpointer.ledger.close(rollout))
-        await self.reporter.trained(step, rollout, self.learner.take_trained())
-        if self.context.schedule.export(step) and self.run_dir is not None:  # while the policy has its devices
-            with self.timed("export"):
-                await self._export(self.run_dir.path / "exports" / f"step_{step:06d}")
-
-    async def _guard_step(self, rollout: Rollout) -> None:
-        """Before engines get the weights: what was left out is kept, and what went too far may be undone."""
-        guard, ledger = self.learner.guard, self.checkpointer.ledger
+        run_dir = self.context.run_dir
         if guard.dropped:
-            await self.reporter.keep_bad(rollout, self.learner.trained)
+            await self.reporter.keep_bad(rollout, learner.trained)
             guard.check_dropped()
             if "policy/loss" not in self.metrics:
-                ledger.leave_out()
-        found = guard.spikes(self.metrics)
-        if found and guard.rolls_back:
-            guard.undo(found)
-            guard.undone(step := await self.checkpointer.roll_back())
-            ledger.undo(step, read_rows(self.run_dir.ledger) if self.run_dir is not None else ())
-        else:
-            guard.went_well()
+                checkpointer.ledger.undone = LEFT_OUT
+        if guard.must_undo(self.metrics):
+            guard.undone(restored := await checkpointer.roll_back())
+            checkpointer.ledger.undo(restored, read_rows(run_dir.ledger) if run_dir is not None else ())
+        self.context.progress.trained(rollout.position, rollout.trained_early)
+        checkpointer.between_steps = True
+        step = self.global_step
+        await self.reporter.ended(step, checkpointer.ledger.close(rollout))
+        trained, learner.trained = learner.trained, []
+        await self.reporter.trained(step, rollout, trained)
+        if self.context.schedule.reached("export", step) and run_dir is not None:  # while the policy has its devices
+            with self.timed("export"):
+                async with self.context.phases.limited("export"):
+                    await self.context.dispatch.export(run_dir.path / "exports" / f"step_{step:06d}", POLICY)
+
+    # ---------------------------------------------------------------- weight sync
 
     async def sync_policy_weights_to_inference_engines(self) -> None:
-        """Give the newest weights to engines that are idle, in the steps in which that is due."""
-        if self.weight_updates.due(self.global_step >= self.total_steps):
+        """Give the newest weights to engines that are idle, in the steps in which that is scheduled."""
+        if self.weight_updates.scheduled(last=self.global_step >= self.total_steps):
             async with self.weight_updates.syncing():
-                await self.weight_sync.sync(self.global_step)
+                await self.weight_updates.weight_sync.sync(self.global_step)
             await notify(self, "on_weight_update", self.policy_version)
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        """Give the newest weights to engines that are busy; ``partial_rollout`` says what becomes of their requests."""
-        if not self.weight_updates.due(self.global_step >= self.total_steps):
+        """Give the newest weights to busy engines; ``partial_rollout`` decides what becomes of their requests."""
+        updates = self.weight_updates
+        if not updates.scheduled(last=self.global_step >= self.total_steps):
             return
         if self.cfg.trainer.partial_rollout == "wait":
-            async with self.weight_updates.without_rollouts():
+            async with updates.without_rollouts():
                 await self.sync_policy_weights_to_inference_engines()
         else:
-            async with self.weight_updates.syncing():
-                await self.weight_sync.sync(self.global_step, self.weight_updates.engines_paused)
+            async with updates.syncing():
+                await updates.weight_sync.sync(self.global_step, updates.engines_paused)
             await notify(self, "on_weight_update", self.policy_version)
+
+    # ---------------------------------------------------------------- end of a step
 
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
         self._check_running("end_step")
         self.metrics.update(status)  # a plan's status may be a copy
-        metrics, step, schedule = self.metrics, self.global_step, self.context.schedule
-        async with self.context.phases.limited("report of the engines"):
-            metrics |= await self.reporter.usage(self.context.phases.step_s)
-        evaluated = schedule.evaluation(step) or step >= self.total_steps
+        metrics, step, phases, schedule = self.metrics, self.global_step, self.context.phases, self.context.schedule
+        async with phases.limited("report of the engines"):
+            metrics |= await self.reporter.usage(phases.now() - phases.began)
+        evaluated = schedule.reached("evaluation", step) or step >= self.total_steps
         if evaluated:
             metrics |= await self.evaluate()
         await notify(self, "on_step_end", metrics)
@@ -419,13 +440,14 @@ class RayPPOTrainer(AlgorithmHooks):
         best = self.checkpointer.improves(metrics, evaluated=evaluated and bool(self.eval_dataset))
         stopped = bool(self.context.stop_reason)
         last = (step >= self.total_steps or stopped) and keeps_checkpoints(self.cfg.trainer)
-        if schedule.checkpoint(step) or best or last or self.learner.guard.undid:
-            self.reporter.keep(metrics, step)
+        if schedule.reached("checkpoint", step) or best or last or UNDONE in metrics:
+            self.reporter.write_now(metrics, step)
             await self.save_checkpoint()
         self.reporter.log(metrics, step)
         if stopped and step < self.total_steps:
             raise RunStopped
-        await self._begin_step()
+        await notify(self, "on_step_begin", step + 1)
+        phases.begin_step(step + 1)
 
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
@@ -440,9 +462,9 @@ class RayPPOTrainer(AlgorithmHooks):
                 for requests in eval_requests(self.eval_dataset, self.cfg):
                     self.weight_updates.check_awake(type(self).__name__)
                     async with self.context.phases.limited("evaluation"):
-                        found, _ = await run_generator(self.generator, requests, self.policy_version)
-                    await self.context.reward_model.add_scores(found)
-                    groups += found
+                        sampled, _ = await run_generator(self.generator, requests, self.policy_version)
+                    await self.context.reward_model.add_scores(sampled)
+                    groups += sampled
                 self.learner.guard.check_rewards(groups)
                 scoring = Scoring.of(self.cfg)
                 scores = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
@@ -472,59 +494,58 @@ class RayPPOTrainer(AlgorithmHooks):
 
         Trackers and timeline are closed after it, and the errors that are raised are the plan's.
         """
-        context = self.context
-        context.phases.plan_runs = True
+        context, phases, trainer = self.context, self.context.phases, self.cfg.trainer
+        phases.plan_runs = True
         async with afterwards(self._close):
             await self._begin()
-            async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
+            async with afterwards(self._save_on_exit, grace_s=trainer.step_timeout_s):
                 try:
                     yield
                 except RunStopped:
                     log.info("the run ends after step %d: %s", self.global_step, context.stop_reason)
-            if context.stop_reason and self.run_dir is not None:
-                give_reason(self.run_dir.path, f"step {self.global_step}: {context.stop_reason}")
-            context.phases.name = "finishing"
-            steps = self.cfg.trainer.max_training_steps
-            if self.global_step < steps and not context.length.prompts_left:
+            if context.stop_reason and context.run_dir is not None:
+                give_reason(context.run_dir.path, f"step {self.global_step}: {context.stop_reason}")
+            phases.name = "finishing"
+            steps = trainer.max_training_steps
+            if self.global_step < steps and not context.length.batches_left:
                 log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
-            if self.checkpointer.exports:
+            exports = {POLICY: trainer.export_path}
+            if ROLES[CRITIC_ROLE].enabled_if(self.cfg):
+                exports[CRITIC_ROLE] = trainer.critic.export_path
+            if any(exports.values()):
                 await self.weight_updates.offload_engines()
-                for role, folder in self.checkpointer.exports.items():
-                    await self._export(Path(folder), role)
+            for role, folder in exports.items():
+                if folder:
+                    async with phases.limited("export"):
+                        await context.dispatch.export(Path(folder), role)
             await notify(self, "on_end")
-            self.checkpointer.check_end()
-            context.phases.name = "finished"
+            if problem := self.checkpointer.problem:  # a run that seems well would hide it
+                raise UserError(f"the run has ended, but {problem}")
+            phases.name = "finished"
 
     async def _begin(self) -> None:
         resumed = await self.checkpointer.resume()
         if self.learner.guard.rolls_back and not resumed:
-            await self.save_checkpoint()  # of what it began as: the first step may be one to undo
+            await self.save_checkpoint()  # of the initial weights: the first step may be one to undo
         await self.sync_policy_weights_to_inference_engines()
         await notify(self, "on_start")
         if self.cfg.trainer.eval_before_train and not resumed:
             self.reporter.log(await self.evaluate(), 0)
         self.context.schedule.begin()
-        await self._begin_step()
-
-    async def _begin_step(self) -> None:
         await notify(self, "on_step_begin", self.global_step + 1)
         self.context.phases.begin_step(self.global_step + 1)
 
-    async def _export(self, folder: Path, role: str = POLICY) -> None:
-        async with self.context.phases.limited("export"):
-            await self.dispatch.export(folder, role)
-
     async def _save_on_exit(self) -> None:
-        """Leave a checkpoint of the last whole step, if that is wanted and there is none yet."""
+        """Leave a checkpoint of the last whole step, if the settings ask for it and there is none yet."""
         phases, step = self.context.phases, self.global_step
         phases.name = "saving"
         async with phases.limited("checkpoint"):
             await self.checkpointer.arrived(wait=True)
         await self._notify_of_checkpoints()
-        if self.checkpointer.wanted_on_exit:
+        if self.checkpointer.needed_on_exit:
             unlogged = step >= phases.step  # trained, but its end was not reached
             if unlogged:
-                self.reporter.keep(self.metrics, step)
+                self.reporter.write_now(self.metrics, step)
             await self.save_checkpoint(patient=False)
             if unlogged:
                 self.reporter.log(self.metrics, step)
@@ -532,7 +553,7 @@ class RayPPOTrainer(AlgorithmHooks):
     async def _close(self) -> None:
         try:
             await self.checkpointer.close()
-            self.tracker.close()
+            self.context.tracker.close()
         finally:
             self.context.phases.timeline.close()
 
@@ -543,18 +564,6 @@ class RayPPOTrainer(AlgorithmHooks):
             raise UserError(
                 f"{type(self).__name__}.train calls {step} outside of `async with self.running():`, which starts the "
                 f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
-            )
-
-    def _check_settings(self) -> None:
-        """The program has checked them for the plan that it knew of: an experiment may make another."""
-        plan = Plan.of(self.cfg, type(self))
-        assert plan is not None
-        for problem in chain(check_streaming(self.cfg, plan), check_correction(self.cfg, plan)):
-            raise UserError(problem)
-        self.context.on_policy = not plan.stale(self.cfg) and not reads_behaviour(self.cfg.trainer.algorithm)
-        if (best := self.cfg.trainer.ckpt_best_metric).startswith("eval/") and not self.eval_dataset:
-            raise UserError(
-                f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data or data.val_sets"
             )
 
     def check_stale(self, groups: Sequence[Group]) -> None:
@@ -590,13 +599,8 @@ class RayPPOTrainer(AlgorithmHooks):
 
     @property
     def policy_version(self) -> int:
-        """The training step whose weights the engines have: what they stamp tokens with."""
+        """The training step whose weights the engines have: the version of new tokens."""
         return self.context.progress.version
-
-    @property
-    def metrics(self) -> Metrics:
-        """Of the current step; a hook may add to them."""
-        return self.context.phases.metrics
 
     @property
     def last_metrics(self) -> Metrics:
@@ -624,7 +628,7 @@ class RayPPOTrainer(AlgorithmHooks):
         return self.context.client
 
     @property
-    def dispatch(self) -> WorkerDispatch:
+    def dispatch(self) -> Dispatch:
         """The models that are trained or asked."""
         return self.context.dispatch
 

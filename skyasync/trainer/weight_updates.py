@@ -2,7 +2,7 @@
 
 Invariant: a version is announced (``policy_version``) when every engine computes with it, and then verified. Engines
 that share their devices with the policy (``trainer.placement.colocate_all``) sleep from the beginning of a training
-step to the next sync, which wakes them; nothing is asked of them in between.
+step to the next sync, which wakes them; they get no requests in between.
 
 | who waits                             | for what                        | woken by                           |
 |---------------------------------------|---------------------------------|------------------------------------|
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from skyasync.config.schema.sampling import samples_as_scored
 from skyasync.errors import UserError
-from skyasync.inference.interface import PauseMode
-from skyasync.rollout.gate import RolloutGate
+from skyasync.rollout.generator_api import RolloutGate
 from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import Paused
@@ -37,55 +36,28 @@ class WeightSyncing(Protocol):
     async def verify(self, version: int) -> dict[str, float]: ...
 
 
-class Client(Protocol):
-    """What is asked of the engines while weights are on their way to them."""
-
-    async def cut(self) -> None: ...
-    async def pause(self, mode: PauseMode) -> None: ...
-    async def resume(self) -> None: ...
-
-
 class WeightUpdates:
     """Weight syncs of one run.
 
     Attributes:
         weight_sync: ``sync(version)`` and ``verify(version)``; set when the models are up.
-        turns: schedules devices that engines and policy share; None where they have their own.
+        colocation: schedules devices that engines and policy share; None if they have their own.
+        gate: rollouts for training enter through it, and can be kept out of the engines.
     """
 
     weight_sync: WeightSyncing
 
     def __init__(self, context: RunContext) -> None:
-        self.turns: Colocation | None = None
+        self.colocation: Colocation | None = None
+        self.gate = RolloutGate()
         self._cfg, self._client = context.cfg.trainer, context.client
         self._progress, self._phases = context.progress, context.phases
-        self._gate = RolloutGate()  # where rollouts for training can be kept out of the engines
         self._comparable = samples_as_scored(context.cfg.generator.sampling_params)
         self._announced = False  # the engines have got weights at all
 
-    def due(self, last: bool) -> bool:
+    def scheduled(self, last: bool) -> bool:
         """Whether weights are synced now: at first, every ``trainer.sync_interval`` steps, and in the end."""
         return last or not self._announced or self._progress.step % self._cfg.sync_interval == 0
-
-    @asynccontextmanager
-    async def engines_paused(self) -> AsyncIterator[None]:
-        """Around an in-flight weight update: requests go on, or (``partial_rollout=recompute``) as new requests."""
-        client = self._client
-        self._comparable = self._comparable and self._cfg.partial_rollout == "recompute"  # caches of older weights
-        await (client.cut() if self._cfg.partial_rollout == "recompute" else client.pause("keep"))
-        async with afterwards(client.resume):
-            yield
-
-    def check_sampled_tokens(self, metrics: Mapping[str, float]) -> None:
-        """Prove a sync by a batch's tokens of the trainer's own version, if they are enough.
-
-        Raises:
-            WeightSyncError: if the engines computed with something else.
-        """
-        judge = getattr(self.weight_sync, "sampled", None)
-        enough = metrics.get("staleness/tokens_0", 0) >= ENOUGH_TOKENS
-        if judge and enough and self._comparable and "gap/mean" in metrics:
-            judge(self._progress.step, metrics["gap/mean"])
 
     @asynccontextmanager
     async def syncing(self) -> AsyncIterator[None]:
@@ -97,31 +69,45 @@ class WeightUpdates:
                 self._announced = True
                 self._phases.metrics |= await self.weight_sync.verify(self._progress.version)
 
-    async def offload_engines(self) -> None:
-        """Put engines that share devices with the policy to sleep, until the next sync. They must be idle."""
-        if self.turns is not None:
-            with self._phases.timed("sleep"):
-                async with self._phases.limited("sleep of the engines"):
-                    await self.turns.make_way_for_policy()
-
-    def check_awake(self, plan: str) -> None:
-        """Raises UserError if a plan generates between a training step and the sync that follows it."""
-        if self.turns is not None and not self.turns.engines_are_awake:
-            raise UserError(
-                f"{plan} generates after training without a weight sync in between, when "
-                f"trainer.placement.colocate_all=true has put the engines to sleep: sync first, or set "
-                f"trainer.placement.colocate_all=false"
-            )
-
     @asynccontextmanager
-    async def rollout(self) -> AsyncIterator[None]:
-        """Around the rollouts of a training step, which ``without_rollouts`` keeps out."""
-        async with self._gate.entered():
+    async def engines_paused(self) -> AsyncIterator[None]:
+        """Around an in-flight weight update: requests go on, or (``partial_rollout=recompute``) as new requests."""
+        recompute = self._cfg.partial_rollout == "recompute"
+        self._comparable = self._comparable and recompute  # else caches are of older weights
+        await (self._client.cut() if recompute else self._client.pause("keep"))
+        async with afterwards(self._client.resume):
             yield
 
     @asynccontextmanager
     async def without_rollouts(self) -> AsyncIterator[None]:
         """Let rollouts in flight end and none begin, inside of the block."""
         async with AsyncExitStack() as stack:
-            await self._phases.waiting("rollouts", stack.enter_async_context(self._gate.closed()))
+            await self._phases.waiting("rollouts", stack.enter_async_context(self.gate.closed()))
             yield
+
+    def check_sampled_tokens(self, metrics: Mapping[str, float]) -> None:
+        """Prove a sync by a batch's tokens of the trainer's own version, if they are enough.
+
+        Raises:
+            WeightSyncError: if the engines computed with something else.
+        """
+        compare = getattr(self.weight_sync, "sampled", None)  # a weight sync of the user's may have none
+        enough = metrics.get("staleness/tokens_0", 0) >= ENOUGH_TOKENS
+        if compare and enough and self._comparable and "gap/mean" in metrics:
+            compare(self._progress.step, metrics["gap/mean"])
+
+    async def offload_engines(self) -> None:
+        """Put engines that share devices with the policy to sleep, until the next sync. They must be idle."""
+        if self.colocation is not None:
+            with self._phases.timed("sleep"):
+                async with self._phases.limited("sleep of the engines"):
+                    await self.colocation.make_way_for_policy()
+
+    def check_awake(self, plan: str) -> None:
+        """Raises UserError if a plan generates between a training step and the sync that follows it."""
+        if self.colocation is not None and not self.colocation.engines_are_awake:
+            raise UserError(
+                f"{plan} generates after training without a weight sync in between, when "
+                f"trainer.placement.colocate_all=true has put the engines to sleep: sync first, or set "
+                f"trainer.placement.colocate_all=false"
+            )

@@ -73,15 +73,17 @@ class DaemonThreads(Generic[T, R]):
         """Find jobs that hang. A job that starts later is due later, so it sleeps until the first one is due."""
         sleep_s = self._limit_s
         while not self._closed.wait(sleep_s):
-            due = time.monotonic() - self._limit_s
+            latest = time.monotonic() - self._limit_s
             for number, (job, since) in self._running.copy().items():
-                if since <= due and self._running.pop(number, None) is not None:
+                if since <= latest and self._running.pop(number, None) is not None:
                     with self._lock:
                         self.hung += 1
                         self._unfinished -= 1
                         _start(self._serve)  # in its place
                     self._answer(job, None)
-            sleep_s = min((since for _, since in self._running.copy().values()), default=due + self._limit_s) - due
+            sleep_s = (
+                min((since for _, since in self._running.copy().values()), default=latest + self._limit_s) - latest
+            )
 
 
 def _start(target: Callable[[], None]) -> None:

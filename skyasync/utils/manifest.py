@@ -1,23 +1,27 @@
 """Which files a checkpoint has, how long they are, and what their bytes add up to; a manifest has a sum of its own.
 
-Invariant: a digest is taken of the bytes that are handed to the file system, not of what it gives back later, so a
-file that arrived damaged differs from one that was written. What a manifest lists is on the disk before it is.
+Invariant: a digest is taken of the bytes that are given to the file system, not of what it returns later. A file that
+arrived damaged differs from one that was written. What a manifest lists is on the disk before the manifest is.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING
 
 import xxhash
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
 NAME = "manifest.json"
-_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -32,54 +36,41 @@ Sums = dict[str, FileSum]
 """By path relative to the folder, with ``/`` between its parts."""
 
 
-class SummingFile:
-    """A binary file opened for writing that adds up what passes."""
+class SummingFile(io.BufferedWriter):
+    """A file opened for writing that adds up what passes. What is closed is on the disk."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash, self._size = file, xxhash.xxh3_64(), 0
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "w"))
+        self.size, self.digest = 0, xxhash.xxh3_64()
 
-    def write(self, data: bytes) -> int:
-        written = self._file.write(data)
-        self._hash.update(data)
-        self._size += written
+    def write(self, data: ReadableBuffer, /) -> int:
+        written = super().write(data)
+        self.digest.update(data)
+        self.size += written
         return written
 
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
     def close(self) -> None:
-        """The file's owner closes it, when it is on the disk."""
-
-    @property
-    def sum(self) -> FileSum:
-        return FileSum(self._size, self._hash.hexdigest())
+        if not self.closed:
+            try:
+                self.flush()
+                os.fsync(self.fileno())
+            finally:
+                super().close()
 
 
 @contextmanager
 def summed(path: Path, into: Sums, name: str) -> Iterator[SummingFile]:
     """Write ``path``; after the block it is on the disk and ``into[name]`` says what it must hold."""
-    with path.open("wb") as file:
-        summing = SummingFile(file)
-        yield summing
-        file.flush()
-        os.fsync(file.fileno())
-    into[name] = summing.sum
+    with SummingFile(path) as file:
+        yield file
+    into[name] = FileSum(file.size, file.digest.hexdigest())
 
 
 def sum_of(path: Path) -> FileSum:
     """What a file holds now."""
-    taken, size = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            taken.update(chunk)
-            size += len(chunk)
-    return FileSum(size, taken.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_64)
+        return FileSum(file.tell(), digest.hexdigest())
 
 
 def sync_file(path: Path) -> None:
@@ -138,7 +129,7 @@ def _own_sum(entries: Mapping[str, object]) -> str:
 
 def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
     """What is seen without reading: files that are missing, or of another size."""
-    for name, wanted in sums.items():
+    for name, listed in sums.items():
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
@@ -146,17 +137,18 @@ def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
         except OSError as error:
             yield f"{name} cannot be read: {error.strerror or error}"
         else:
-            if size != wanted.size:
-                yield f"{name} has {size} bytes instead of {wanted.size}"
+            if size != listed.size:
+                yield f"{name} has {size} bytes instead of {listed.size}"
 
 
 def damage(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
     """What is wrong with files, each of which is read."""
-    for name, wanted in sums.items():
-        wrong = list(misfits(folder, {name: wanted}))
+    for name, listed in sums.items():
+        problem = next(misfits(folder, {name: listed}), "")
         try:
-            if not wrong and sum_of(folder / name) != wanted:
-                wrong = [f"{name} does not hold what was written (its checksum differs)"]
+            if not problem and sum_of(folder / name) != listed:
+                problem = f"{name} does not hold what was written (its checksum differs)"
         except OSError as error:
-            wrong = [f"{name} cannot be read: {error.strerror or error}"]
-        yield from wrong
+            problem = f"{name} cannot be read: {error.strerror or error}"
+        if problem:
+            yield problem

@@ -34,7 +34,7 @@ class ProcessIdentity(NamedTuple):
 
 
 def born(process: int) -> str:
-    """When a process began; empty where there is none, or one that has ended and that nobody has asked after."""
+    """When a process began; empty if there is none, or only the record of one that has ended."""
     try:
         state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return "" if state == "Z" else numbers[18]

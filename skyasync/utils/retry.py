@@ -15,7 +15,7 @@ from skyasync.errors import TransientError, headline
 
 log = logging.getLogger(__name__)
 
-_warned: set[str] = set()  # kinds of errors that this process has logged
+_warned: set[str] = set()  # types of errors that this process has logged
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class RetryPolicy:
 
     def is_transient(self, error: BaseException) -> bool:
         """Whether an error, or what it derives from, is transient."""
-        kinds = type(error).__mro__
-        known = {name for kind in kinds for name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")}
+        bases = type(error).__mro__
+        known = {name for base in bases for name in (base.__name__, f"{base.__module__}.{base.__qualname__}")}
         return isinstance(error, TransientError) or not known.isdisjoint(self.names)
 
     def as_transient(self, error: Exception) -> Exception:
         """The error; as a ``TransientError`` if it is one by its name, which may not survive the way back."""
         if not self.is_transient(error) or isinstance(error, TransientError):
             return error
-        found = TransientError(f"{type(error).__qualname__}: {error}")
+        transient = TransientError(f"{type(error).__qualname__}: {error}")
         for note in getattr(error, "__notes__", ()):
-            found.add_note(note)
-        return found
+            transient.add_note(note)
+        return transient
 
     async def wait(self, number: int, what: str, error: BaseException) -> bool:
         """Pause before try ``number`` (the second is 1), for a random part of the time; false if there is none."""

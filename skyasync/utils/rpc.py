@@ -24,7 +24,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -62,7 +63,7 @@ class Call(NamedTuple):
     @property
     def name(self) -> str:
         """Of the episode, for messages."""
-        return name_of(self.key)
+        return self.key.rpartition("#")[0] or self.key
 
 
 class Answer(NamedTuple):
@@ -81,12 +82,8 @@ def key_of(name: str) -> str:
     return f"{name}#{next(_keys)}"
 
 
-def name_of(key: str) -> str:
-    return key.rpartition("#")[0] or key
-
-
 class Service(Protocol):
-    """What a server carries out. Calls of one key never overlap, except "close", which ends what it names."""
+    """What a server carries out. Calls of one key never overlap; "close" may, which ends what it names."""
 
     @property
     def load(self) -> Callable[..., None]:
@@ -95,7 +92,7 @@ class Service(Protocol):
     def is_async(self, call: Call) -> bool:
         """Whether the call awaits: it then runs on an event loop, else in a thread."""
 
-    async def run(self, call: Call) -> Answer:
+    def run(self, call: Call) -> Coroutine[Any, Any, Answer]:
         """Carry out one call; raises nothing but ``CancelledError``."""
 
     def overdue(self, call: Call) -> Exception:
@@ -103,21 +100,6 @@ class Service(Protocol):
 
     def give_up(self, key: str) -> None:
         """Forget what hangs; its caller has its answer."""
-
-
-class RpcTransport(Protocol):
-    """A process, wherever it runs."""
-
-    async def load(self, *args: object) -> Exception | None:
-        """Have its service load something; the error that this raised there. Raises if the process is gone."""
-
-    async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
-        """Start these calls; answers to them or to earlier ones, and how many calls hang there."""
-
-    def end(self) -> None:
-        """Ask it to end; later calls are not answered."""
-
-    def kill(self) -> None: ...
 
 
 # ---------------------------------------------------------------- in the process
@@ -135,10 +117,11 @@ class RpcServer:
     def __init__(self, make: Callable[[], Service], limit_s: float, max_threads: int = 512) -> None:
         self._service, self._limit_s = make(), limit_s
         self._threads: DaemonThreads[Call, Answer] = DaemonThreads(
-            lambda call: run_without_loop(call, self._service.run(call)), self._answer, most=max_threads,
-            limit_s=limit_s or float("inf"),
-        )  # fmt: skip
+            self._run_in_thread, self._answer, most=max_threads, limit_s=limit_s or float("inf")
+        )
+        self._outgoing = AnswerBatches()
         self._hanging: set[int] = set()  # calls that await and did not end when they were cancelled
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the calls that await
 
     async def load(self, *args: object) -> Exception | None:
         return await self._loaded(lambda: self._service.load(*args))
@@ -151,17 +134,35 @@ class RpcServer:
         if calls:
             self._outgoing.expect(calls)
             awaiting = {call.number for call in calls if self._service.is_async(call)}
-            for call in calls:
-                if call.number in awaiting:
-                    self._start_async(call)
+            loop = asyncio.get_running_loop()
+            if awaiting and self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="calls that await", daemon=True).start()
+            for call in calls:  # without a task per call on this loop, which would cost as much again
+                if self._loop is None or call.number not in awaiting:
+                    continue
+                limit_s = self._limit_s or (CLOSE_S if call.method == "close" else None)
+                timer = None if limit_s is None else loop.call_later(limit_s + GRACE_S, self._end, call)
+                running = asyncio.run_coroutine_threadsafe(within(limit_s, self._service, call), self._loop)
+                running.add_done_callback(partial(loop.call_soon_threadsafe, self._end, call, timer))
             self._threads.submit([call for call in calls if call.number not in awaiting])
         answers = await self._outgoing.collect(HEARTBEAT_S)
         return answers, self._threads.hung + len(self._hanging)
 
     def close(self) -> None:
         self._threads.close()
-        if "_loop" in self.__dict__:
-            asyncio.run_coroutine_threadsafe(_stop(), self._loop)
+        if self._loop is None:
+            return
+
+        async def stop() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            if others:
+                await asyncio.wait(others, timeout=GRACE_S)
+            asyncio.get_running_loop().stop()
+
+        asyncio.run_coroutine_threadsafe(stop(), self._loop)
 
     @staticmethod
     async def _loaded(load: Callable[[], None]) -> Exception | None:
@@ -174,78 +175,73 @@ class RpcServer:
             return portable(error)
         return None
 
-    @cached_property
-    def _outgoing(self) -> AnswerBatches:
-        return AnswerBatches()
-
-    @cached_property
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        """Of the calls that await."""
-        loop = asyncio.new_event_loop()
-        threading.Thread(target=loop.run_forever, name="calls that await", daemon=True).start()
-        return loop
-
     def _answer(self, call: Call, answer: Answer | None) -> None:
         if answer is None:
             self._service.give_up(call.key)
             answer = Answer(call.number, None, self._service.overdue(call))
         self._outgoing.put(answer)
 
-    def _start_async(self, call: Call) -> None:
-        """Carry a call out on the other loop. (No task per call on this one: that would cost as much again.)"""
-        loop, timer = asyncio.get_running_loop(), None
-        limit_s = self._limit_s or (CLOSE_S if call.method == "close" else None)
-        if limit_s is not None:
-            timer = loop.call_later(limit_s + GRACE_S, self._hang, call)
-        running = asyncio.run_coroutine_threadsafe(within(limit_s, self._service, call), self._loop)
-        running.add_done_callback(lambda ended: loop.call_soon_threadsafe(self._end, call, ended, timer))
-
-    def _end(self, call: Call, ended: Future[Answer], timer: asyncio.TimerHandle | None) -> None:
+    def _end(self, call: Call, timer: asyncio.TimerHandle | None = None, ended: Future[Answer] | None = None) -> None:
+        """A call that awaits has ended; or (without ``ended``) it hangs: it was cancelled, or blocks its event loop."""
         if timer is not None:
             timer.cancel()
-        if call.number in self._hanging:  # it has been answered for
+        if ended is None:
+            self._hanging.add(call.number)
+            self._answer(call, None)
+        elif call.number in self._hanging:  # it has been answered for
             self._hanging.remove(call.number)
         else:
             self._outgoing.put(ended.result())
 
-    def _hang(self, call: Call) -> None:
-        """It continues though it was cancelled, or blocks its event loop."""
-        self._hanging.add(call.number)
-        self._answer(call, None)
+    def _run_in_thread(self, call: Call) -> Answer:
+        """The answer to a call that does not await, in a thread without an event loop."""
+        coroutine = self._service.run(call)
+        try:
+            coroutine.send(None)
+        except StopIteration as ended:
+            answer: Answer = ended.value
+            return answer
+        except asyncio.CancelledError as error:  # raised by what does not await; it would end the thread
+            return Answer(call.number, None, RuntimeError(f"the environment of {call.name} raised {error!r}"))
+        coroutine.close()
+        problem = f"the environment of {call.name} awaits, but its class has no async def among init, step and close"
+        return Answer(call.number, None, TypeError(problem))
 
 
 class AnswerBatches:
     """Answers on their way back, in small batches; each is collected exactly once. ``put`` may be called in any thread.
 
-    The answers to a message's ``init`` calls are held until all of them are there (at most ``HOLD_S``): the engine then
+    The answers to a message's ``init`` calls wait until all of them are there (at most ``HOLD_S``): the engine then
     gets the first requests of these episodes together, so that what it computes does not depend on threads' timing.
     """
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None  # on which answers are collected
         self._lock = threading.Lock()
         self._answers: list[Answer] = []
         self._open: set[int] = set()  # numbers of the calls that are not answered
-        self._held: set[int] = set()
-        self._held_until = 0.0
+        self._opening: set[int] = set()  # of these, "init" calls that are answered together
+        self._opening_until = 0.0
         self._armed = False
         self._ready: asyncio.Event | None = None
 
     def expect(self, calls: Sequence[Call]) -> None:
         """These calls will be answered."""
+        self._loop = asyncio.get_running_loop()
         with self._lock:
             self._open.update(call.number for call in calls)
-            if not self._held:
-                self._held = {call.number for call in calls if call.method == "init"}
-                self._held_until = time.monotonic() + HOLD_S
+            if not self._opening:
+                self._opening = {call.number for call in calls if call.method == "init"}
+                self._opening_until = time.monotonic() + HOLD_S
 
     def put(self, answer: Answer) -> None:
         with self._lock:
             self._answers.append(answer)
             self._open.discard(answer.number)
-            self._held.discard(answer.number)
+            self._opening.discard(answer.number)
             last, arm = not self._open, not self._armed
             self._armed = True
+        assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
             if last:
                 self._loop.call_soon_threadsafe(self._deliver)
@@ -271,10 +267,10 @@ class AnswerBatches:
 
     def _deliver(self) -> None:
         with self._lock:
-            if self._held and time.monotonic() < self._held_until:
-                self._loop.call_later(LINGER_S, self._deliver)
+            if self._opening and time.monotonic() < self._opening_until:
+                asyncio.get_running_loop().call_later(LINGER_S, self._deliver)
                 return
-            self._held, self._armed = set(), False
+            self._opening, self._armed = set(), False
             ready = self._ready if self._answers else None
         if ready is not None:
             ready.set()
@@ -294,20 +290,6 @@ async def within(limit_s: float | None, service: Service, call: Call) -> Answer:
         return Answer(call.number, None, RuntimeError(f"{call.name} cancelled itself"))
 
 
-def run_without_loop(call: Call, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-    """The answer of ``Service.run`` in a thread without an event loop, for calls that do not await."""
-    try:
-        coroutine.send(None)
-    except StopIteration as ended:
-        answer: Answer = ended.value
-        return answer
-    except asyncio.CancelledError as error:  # raised by what does not await; it would end the thread
-        return Answer(call.number, None, RuntimeError(f"the environment of {call.name} raised {error!r}"))
-    coroutine.close()
-    problem = f"the environment of {call.name} awaits, but its class has no async def among init, step and close"
-    return Answer(call.number, None, TypeError(problem))
-
-
 def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loads) -> Exception:
     """The error itself if it can be sent to another process, which has ``loads``; else one that says the same."""
     try:
@@ -322,29 +304,22 @@ def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loa
     return stand_in
 
 
-async def _stop() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=GRACE_S)
-    asyncio.get_running_loop().stop()
-
-
 # ---------------------------------------------------------------- ways to a process
 
 
+@dataclass(eq=False)
 class LocalTransport:
     """A service on its caller's event loop, for runs in one process: no threads, and no clock but the event loop's.
 
     Quick calls are carried out at once, those that await as tasks.
     """
 
-    def __init__(self, service: Service, limit_s: float = 0.0) -> None:
-        self.service, self._limit_s = service, limit_s
-        self._tasks: set[asyncio.Task[Answer]] = set()
+    service: Service
+    limit_s: float = 0.0  # of a call that awaits; 0 is none
+    _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     async def load(self, *args: object) -> Exception | None:
+        """Have the service load something; the error that this raised there. Raises if the process is gone."""
         try:
             self.service.load(*args)
         except Exception as error:
@@ -352,10 +327,11 @@ class LocalTransport:
         return None
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
+        """Start these calls; answers to them or to earlier ones, and how many calls hang there."""
         answers = []
         for call in calls:
             if self.service.is_async(call):
-                self._tasks.add(asyncio.create_task(within(self._limit_s or None, self.service, call)))
+                self._tasks.add(asyncio.create_task(within(self.limit_s or None, self.service, call)))
             else:
                 answers.append(await self.service.run(call))
         if not answers and self._tasks:
@@ -365,6 +341,7 @@ class LocalTransport:
         return answers + [task.result() for task in ended], 0
 
     def end(self) -> None:
+        """Ask the process to end; later calls are not answered."""
         self.kill()
 
     def kill(self) -> None:
@@ -430,6 +407,9 @@ class RayTransport:
             self._process.end()
 
 
+RpcTransport = LocalTransport | RayTransport
+
+
 # ---------------------------------------------------------------- at the caller
 
 
@@ -452,14 +432,10 @@ class RpcClient:
         self._what, self._silence_s, self._notify = what, silence_s, notify
         self._numbers = count()
         self._outbox: list[Call] = []
-        self._unanswered: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # by number, with the key
+        self.unanswered: dict[int, tuple[Call, asyncio.Future[Any]]] = {}  # by number
         self._exchanges = 0
         self._loaded: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-
-    @property
-    def idle(self) -> bool:
-        return not self.keys and not self._unanswered
 
     async def load(self, name: str, *args: object) -> None:
         """Have the process load something, once.
@@ -469,33 +445,41 @@ class RpcClient:
             Exception: what loading raised.
         """
         if name not in self._loaded:
-            self._loaded[name] = self._start(self._load(*args))
+            self._loaded[name] = self._start(self._load(args))
         await asyncio.shield(self._loaded[name])
 
     def post(self, method: str, key: str, *args: object) -> asyncio.Future[Any]:
         """The future of the answer; a ``ProcessLostError`` if the process is lost before."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        if self.lost is not None:
-            future.set_exception(self._loss(key))
-            return future
         call = Call(next(self._numbers), method, key, args)
-        self._unanswered[call.number] = (key, future)
+        if self.lost is not None:
+            future.set_exception(self._loss(call))
+            return future
+        self.unanswered[call.number] = (call, future)
         if not self._outbox:
             loop.call_soon(self._send)
         self._outbox.append(call)
         return future
 
-    def kill(self) -> None:
-        """End the process; what is unanswered fails."""
-        self._lose(RuntimeError("it was ended"))
+    def kill(self, error: Exception | None = None) -> None:
+        """End the process, if it is not lost yet; what is unanswered fails because of the error."""
+        if self.lost is not None:
+            return
+        self.lost = error or RuntimeError("it was ended")
+        self.worker.kill()
+        unanswered, self.unanswered = self.unanswered, {}
+        for call, future in unanswered.values():
+            if not future.done():
+                future.set_exception(self._loss(call))
+        self._notify(self)
 
-    async def _load(self, *args: object) -> None:
+    async def _load(self, args: tuple[object, ...]) -> None:
         try:
             async with asyncio.timeout(START_S) as timer:
                 problem = await self.worker.load(*args)
         except Exception as error:
-            self._lose(error)
+            self.kill(error)
             who = f"the process that runs {self._what}"
             if isinstance(error, TimeoutError) and timer.expired():
                 raise UserError(f"{who} was not ready within {START_S:g} s") from error
@@ -515,37 +499,26 @@ class RpcClient:
                 answers, self.hung = await self.worker.exchange(calls)
         except Exception as error:
             silent = isinstance(error, TimeoutError) and timer.expired()
-            return self._lose(TimeoutError(f"it gave no sign of life for {self._silence_s:g} s") if silent else error)
+            return self.kill(TimeoutError(f"it sent no heartbeat for {self._silence_s:g} s") if silent else error)
         finally:
             self._exchanges -= 1
         if self.lost is not None:
             return
         for answer in answers:
-            _, future = self._unanswered.pop(answer.number)
+            _, future = self.unanswered.pop(answer.number)
             with suppress(asyncio.InvalidStateError):  # its caller may have been cancelled
                 if answer.error is None:
                     future.set_result(answer.result)
                 else:
                     future.set_exception(answer.error)
-        if self._unanswered and not self._exchanges and not self._outbox:
+        if self.unanswered and not self._exchanges and not self._outbox:
             self._start(self._exchange([]))
         self._notify(self)
 
-    def _lose(self, error: Exception) -> None:
-        if self.lost is not None:
-            return
-        self.lost = error
-        self.worker.kill()
-        unanswered, self._unanswered = self._unanswered, {}
-        for key, future in unanswered.values():
-            if not future.done():
-                future.set_exception(self._loss(key))
-        self._notify(self)
-
-    def _loss(self, key: str) -> ProcessLostError:
-        found = ProcessLostError(f"the process that runs {self._what} of {name_of(key)} is lost: {self.lost}")
-        found.__cause__ = self.lost
-        return found
+    def _loss(self, call: Call) -> ProcessLostError:
+        error = ProcessLostError(f"the process that runs {self._what} of {call.name} is lost: {self.lost}")
+        error.__cause__ = self.lost
+        return error
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -592,20 +565,17 @@ class RpcPool:
             if process.lost is not None or process.hung >= MOST_HUNG:
                 self.processes[self.processes.index(process)] = self._start()
                 self.replaced += 1
-        elif process.idle and process.lost is None:
+        elif process.lost is None and not process.keys and not process.unanswered:
             process.kill()
 
     def close(self) -> None:
         """Kill all of them."""
-        for process in self.let_go():
+        processes, self.processes = self.processes, []  # ``look_at`` is to replace none
+        for process in processes:
             process.kill()
 
     def end(self) -> None:
         """Ask all of them to end, whatever they work on."""
-        for process in self.let_go():
-            process.worker.end()
-
-    def let_go(self) -> list[RpcClient]:
-        """All of them, whose end is no longer looked at."""
         processes, self.processes = self.processes, []
-        return processes
+        for process in processes:
+            process.worker.end()

@@ -1,7 +1,7 @@
 """Worker processes for functions that may do anything: each calls one at a time, and is killed at its time limit.
 
-Invariant: whatever a function does (hang, hold the interpreter lock, exit, crash, fork, write to the worker's socket),
-``SubprocessWorker.call`` returns its own result or raises within the limit, sending and receiving included. A result
+Invariant: ``SubprocessWorker.call`` returns its own result or raises within the limit, sending and receiving included;
+a function may hang, hold the interpreter lock, exit, crash, fork, or write to the worker's socket. A result
 has the number of its call, and a worker that sends anything else is killed. The worker's process group is killed with
 it: all that its functions have started, unless that has a group of its own. Results are data: reading one runs no
 code of the function. Functions run in the worker's main thread, so that their own signals work as well. If its parent
@@ -105,35 +105,32 @@ class SubprocessWorker:
         self.load(name, function)
         return self._ask((function, arguments, limit_s))
 
-    def kill(self) -> None:
-        self._lose(RuntimeError("it was ended"))
+    def kill(self, problem: Exception | None = None) -> None:
+        if self.lost is None:
+            self.lost = problem or RuntimeError("it was ended")
+            self._socket.close()
+            self._stop()
 
     def _ask(self, message: tuple[bytes, dict[str, Any] | None, float]) -> object:
         number, limit_s = next(self._numbers), message[-1]
-        asked, deadline = pickle.dumps((number, *message)), time.monotonic() + limit_s
+        request, deadline = pickle.dumps((number, *message)), time.monotonic() + limit_s
         try:
-            _send(self._socket, asked, deadline)
+            _send(self._socket, request, deadline)
             answered, result, error = _read(_receive(self._socket, deadline, MOST))
             if answered != number:
                 raise ValueError(f"the answer to call {answered!r} came to call {number}")
-        except TimeoutError as late:
-            self._lose(problem := NoAnswerError(f"it did not return within {limit_s:g} s"))
-            raise problem from late
-        except (EOFError, OSError) as gone:
-            self._lose(problem := NoAnswerError("it ended its process"))
-            raise problem from gone
-        except Exception as garbage:
-            self._lose(problem := NoAnswerError(f"its process said what is no answer ({headline(garbage)})"))
-            raise problem from garbage
+        except Exception as caught:
+            if isinstance(caught, TimeoutError):
+                problem = NoAnswerError(f"it did not return within {limit_s:g} s")
+            elif isinstance(caught, EOFError | OSError):
+                problem = NoAnswerError("it ended its process")
+            else:
+                problem = NoAnswerError(f"its process said what is no answer ({headline(caught)})")
+            self.kill(problem)
+            raise problem from caught
         if error is not None:
             raise error
         return result
-
-    def _lose(self, problem: Exception) -> None:
-        if self.lost is None:
-            self.lost = problem
-            self._socket.close()
-            self._stop()
 
 
 class SubprocessPool:
@@ -150,9 +147,8 @@ class SubprocessPool:
         self._start = start
         self._slots = threading.Semaphore(most)
         self._lock = threading.Lock()
-        self._functions: dict[
-            bytes, str
-        ] = {}  # pickled, with their names: every worker loads them before its first call
+        #: Pickled, with their names; every worker loads them before its first call.
+        self._functions: dict[bytes, str] = {}
         self._free: list[SubprocessWorker] = []
         self._workers: set[SubprocessWorker] = set()
 
@@ -175,7 +171,7 @@ class SubprocessPool:
 
     @contextmanager
     def alone(self) -> Iterator[SubprocessWorker]:
-        """A worker that has no other caller meanwhile; waits for one. One that is lost then is replaced ahead."""
+        """A worker that has no other caller meanwhile; waits for one. One that is lost then is replaced in a thread."""
         self._slots.acquire()
         worker = None
         try:
@@ -183,12 +179,12 @@ class SubprocessPool:
             yield worker
         finally:
             with self._lock:
-                kept = worker in self._workers  # else the pool was closed
-                if worker is not None and kept and worker.lost is None:
+                is_open = worker in self._workers  # else the pool was closed
+                if worker is not None and is_open and worker.lost is None:
                     self._free.append(worker)
                 elif worker is not None:
                     self._workers.discard(worker)
-            if worker is not None and kept and worker.lost is not None:
+            if worker is not None and is_open and worker.lost is not None:
                 threading.Thread(target=self._replace, name="replaces a worker", daemon=True).start()
             else:
                 self._slots.release()
@@ -211,7 +207,13 @@ class SubprocessPool:
             if worker.is_quiet:
                 return worker
             self._workers.discard(worker)
-        self._load_all(worker)
+        try:
+            for function, name in list(self._functions.items()):
+                worker.load(name, function)
+        except BaseException:
+            worker.kill()
+            self._workers.discard(worker)
+            raise
         return worker
 
     def _replace(self) -> None:
@@ -224,15 +226,6 @@ class SubprocessPool:
                         self._free.append(worker)
         finally:
             self._slots.release()
-
-    def _load_all(self, worker: SubprocessWorker) -> None:
-        try:
-            for function, name in list(self._functions.items()):
-                worker.load(name, function)
-        except BaseException:
-            worker.kill()
-            self._workers.discard(worker)
-            raise
 
 
 def serve(handle: int) -> None:
@@ -256,8 +249,8 @@ def _answer(number: int, function: bytes, arguments: dict[str, Any] | None, limi
     # The kernel acts on this one, also where no Python code can run. Unused by anybody's own limits, unlike an alarm.
     signal.setitimer(signal.ITIMER_PROF, limit_s * (os.cpu_count() or 1) + 1)
     try:
-        found = _load(function)
-        return pickle.dumps((number, None if arguments is None else found(**arguments), None))
+        call = _load(function)
+        return pickle.dumps((number, None if arguments is None else call(**arguments), None))
     except SystemExit:  # it ends the process, as it says
         raise
     except BaseException as error:
@@ -269,7 +262,7 @@ def _answer(number: int, function: bytes, arguments: dict[str, Any] | None, limi
 
 def _send(connection: socket.socket, message: bytes, deadline: float | None = None) -> None:
     """Raises TimeoutError after the deadline (``time.monotonic``)."""
-    connection.settimeout(_left(deadline))
+    connection.settimeout(_remaining(deadline))
     connection.sendall(_HEAD.pack(_MARK, len(message)) + message)
 
 
@@ -284,32 +277,30 @@ def _receive(connection: socket.socket, deadline: float | None = None, most: int
 
 
 def _exactly(size: int, connection: socket.socket, deadline: float | None) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        connection.settimeout(_left(deadline))
-        chunk = connection.recv(min(size - len(found), CHUNK))
+    received = bytearray()
+    while len(received) < size:
+        connection.settimeout(_remaining(deadline))
+        chunk = connection.recv(min(size - len(received), CHUNK))
         if not chunk:
             raise EOFError
-        found += chunk
-    return bytes(found)
+        received += chunk
+    return bytes(received)
 
 
-def _left(deadline: float | None) -> float | None:
-    if deadline is None:
-        return None
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _remaining(deadline: float | None) -> float | None:
+    remaining = None if deadline is None else deadline - time.monotonic()
+    if remaining is not None and remaining <= 0:
         raise TimeoutError
-    return left
+    return remaining
 
 
 class _PlainUnpickler(pickle.Unpickler):
     """Reads plain data, this library's, and its errors and Python's."""
 
     def find_class(self, module: str, name: str) -> object:
-        found = super().find_class(module, name) if module.partition(".")[0] in ("builtins", "skyasync") else None
-        if isinstance(found, type) and (issubclass(found, Exception) or is_dataclass(found)):
-            return found
+        plain = super().find_class(module, name) if module.partition(".")[0] in ("builtins", "skyasync") else None
+        if isinstance(plain, type) and (issubclass(plain, Exception) or is_dataclass(plain)):
+            return plain
         raise pickle.UnpicklingError(f"{module}.{name} is no data")
 
 
@@ -319,8 +310,8 @@ def _read(answer: bytes) -> Any:
 
 @cache
 def _load(function: bytes) -> Callable[..., Any]:
-    found: Callable[..., Any] = pickle.loads(function)
-    return found
+    loaded: Callable[..., Any] = pickle.loads(function)
+    return loaded
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

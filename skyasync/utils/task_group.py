@@ -12,20 +12,33 @@ T = TypeVar("T")
 GRACE_S = 10.0
 
 
-class Tasks(asyncio.TaskGroup):
+class StrictTaskGroup(asyncio.TaskGroup):
     """A task group in which a task that is cancelled from within is an error, not a quiet end."""
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = self.create_task(_to_its_end(coroutine))
+        async def run() -> T:
+            task = asyncio.current_task()
+            try:
+                return await coroutine
+            except asyncio.CancelledError as error:
+                if task is None or task.cancelling():
+                    raise
+                name = getattr(coroutine, "__qualname__", coroutine)
+                raise RuntimeError(
+                    f"{name} ended with CancelledError although the run was not stopped: something "
+                    f"that it awaited was cancelled (a task, a timeout, a closed client)"
+                ) from error
+
+        task = self.create_task(run())
         task.add_done_callback(lambda _: coroutine.close())  # of a task that was cancelled before it began
         return task
 
 
 @asynccontextmanager
-async def together() -> AsyncIterator[Tasks]:
+async def together() -> AsyncIterator[StrictTaskGroup]:
     """Whatever is started on the yielded group has ended when the block has; see ``run_together`` for errors."""
     try:
-        async with Tasks() as tasks:
+        async with StrictTaskGroup() as tasks:
             yield tasks
         return
     except BaseExceptionGroup as group:
@@ -42,8 +55,8 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
     is raised with its own traceback, cause and context, and further ones are noted on it.
 
     Raises:
-        RuntimeError: if a coroutine ends by a cancellation that nobody asked of it (something it awaited was
-            cancelled); the others would wait for it for ever.
+        RuntimeError: if a coroutine ends by a cancellation that was not requested (something it awaited was cancelled);
+            the others would wait for it for ever.
     """
     async with together() as tasks:
         for coroutine in coroutines:
@@ -98,17 +111,3 @@ async def not_halfway(coroutine: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
-    task = asyncio.current_task()
-    try:
-        return await coroutine
-    except asyncio.CancelledError as error:
-        if task is None or task.cancelling():
-            raise
-        name = getattr(coroutine, "__qualname__", coroutine)
-        raise RuntimeError(
-            f"{name} ended with CancelledError although the run was not stopped: something that it awaited was "
-            f"cancelled (a task, a timeout, a closed client)"
-        ) from error

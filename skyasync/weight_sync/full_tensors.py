@@ -80,7 +80,7 @@ class FileLayout:
 
     def split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """These parameters as the tensors of files."""
-        with self._adapters.aside() if self._adapters else nullcontext():  # transformers looks at the model's layers
+        with self._adapters.detached() if self._adapters else nullcontext():  # transformers looks at the model's layers
             tensors: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
         return tensors
 

@@ -1,4 +1,4 @@
-"""The critic: what an episode is worth before each token, learnt from the returns."""
+"""The critic: the value of the state before each token, learnt from the returns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from skyasync.algorithms.losses.value import clipped_value_loss
+from skyasync.algorithms.values import clipped_value_loss
 from skyasync.config.schema import CriticConfig
 from skyasync.models.backend import MODEL, VALUES, LossFn, LossTerm, OutputRequest
 from skyasync.models.batch import TokenBatch, UpdateBatch
@@ -19,8 +19,8 @@ class ValueLoss(LossFn):
     """Clipped squared error of values and returns.
 
     Args:
-        part: of the model, which learns: a critic of its own, or a head on the policy's layers.
-        gradient: share of the gradient that goes on from the head to the layers.
+        part: the part of the model that learns: a critic of its own, or a head on the policy's layers.
+        gradient: share of the gradient that flows from the head to the layers.
     """
 
     def __init__(self, settings: CriticConfig, part: str = MODEL, gradient: float = 1.0) -> None:
@@ -34,7 +34,7 @@ class ValueLoss(LossFn):
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
         assert batch.values is not None and batch.returns is not None
         token_loss, maps = clipped_value_loss(outputs[VALUES], batch.values, batch.returns, clip=self._clip)
-        # Where there is no loss token the loss has no meaning, and may be anything.
+        # Beyond the loss tokens the loss has no meaning, and may be NaN.
         loss = (batch.loss_weights.to(token_loss.dtype) * token_loss.where(batch.loss_mask, 0.0)).sum()
         clipped = maps["value_clip_fraction"].double()
         return {self._part: LossTerm(loss, batch.loss_mask, {"clip_frac": clipped})}

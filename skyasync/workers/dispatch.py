@@ -1,7 +1,7 @@
-"""All roles of a run behind one object, wherever their ranks are.
+"""All roles of a run as one object, on any number of ranks each.
 
-Invariant: every role of the table is started, asked, trained, moved, saved and stopped in the same way. A batch is cut
-into one shard per rank, and whatever comes back is in the batch's order; how the ranks are called, and fail, is in
+Invariant: every role of the table is started, called, trained, offloaded, saved and stopped in the same way. A batch
+is cut into one shard per rank, and results are in the batch's order; how the ranks are called, and fail, is in
 ``skyasync.workers.ranks``.
 
     trainer ──▶ dispatch ──▶ one shard of the batch per rank (object store, once) ──▶ actors of the role
@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, maps_weights
-from skyasync.models.backend import SaveResult, files_of
+from skyasync.models.backend import SaveResult
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.utils.manifest import Sums
 from skyasync.utils.task_group import within
@@ -36,26 +36,19 @@ from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import POLICY, REFERENCE, ROLES
 
-AS_THE_POLICY = {(REFERENCE, "logprobs"): "base_logprobs"}
-"""The policy's methods for what it answers in the place of another role, if they have other names."""
+if TYPE_CHECKING:
+    from skyasync.workers.local import LocalGroup
 
-AS_SAMPLED = ("logprobs", "values", "logprobs_and_values")
-"""What the policy is asked of tokens with the experts that were chosen for them."""
+    RoleRanks: TypeAlias = RankGroup | LocalGroup
 
+HOSTED_METHODS = {(REFERENCE, "logprobs"): "base_logprobs"}
+"""The policy's methods that compute what a hosted role's method does, if their names differ."""
 
-class RoleRanks(Protocol):
-    """The ranks of one role; ``RankGroup`` says what each method does."""
-
-    @property
-    def busy_s(self) -> float: ...
-    async def start(self, cfg: Config, total_steps: int = 0) -> None: ...
-    async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None: ...
-    async def call(self, method: str, *args: object) -> list[Any]: ...
-    async def call_first(self, method: str, *args: object) -> Any: ...
-    def kill(self) -> None: ...
+WITH_ROUTED_EXPERTS = ("logprobs", "values", "logprobs_and_values")
+"""Methods of the policy that replay the experts that were chosen for the tokens."""
 
 
-class Started(dict[str, RoleRanks]):
+class StartedRoles(dict[str, "RoleRanks"]):
     """The ranks of each role of the run, by its name."""
 
     def __missing__(self, role: str) -> RoleRanks:
@@ -65,7 +58,7 @@ class Started(dict[str, RoleRanks]):
 
 
 class Dispatch:
-    """Implements :class:`skyasync.workers.protocol.WorkerDispatch`.
+    """What the trainer calls.
 
     Args:
         groups: of the run's roles, by their names, the policy first.
@@ -73,7 +66,8 @@ class Dispatch:
     """
 
     def __init__(self, cfg: Config, groups: Mapping[str, RoleRanks], transfer: WeightTransfer | None = None) -> None:
-        self._cfg, self._groups = cfg, Started(groups)
+        self._cfg, self._groups = cfg, StartedRoles(groups)
+        self._trained = [role for role in groups if ROLES[role].trains]
         self.transfer = transfer or memory_transfer(cfg, self._groups)
 
     def set_threads(self, threads: int) -> None:
@@ -83,7 +77,7 @@ class Dispatch:
         self._cfg = replace(self._cfg, trainer=trainer)
 
     async def start(self, total_steps: int = 0) -> None:
-        """Load what the roles hold. ``cfg.trainer.policy.model.path`` is a folder or hub name.
+        """Load the models.
 
         Args:
             total_steps: optimizer steps of the run, for learning rates that decay.
@@ -95,16 +89,28 @@ class Dispatch:
             await self.shutdown()
             raise
 
-    # ---------------------------------------------------------------- any role
+    # ---------------------------------------------------------------- one role
+
+    def _host_of(self, role: str) -> str:
+        """The role whose ranks compute a role: its own, or the policy's."""
+        return POLICY if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg) else role
 
     async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
-        if (holder := self._holder(role)) != role:
-            role, method = holder, AS_THE_POLICY.get((role, method), method)
-        asked = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
-        if role == POLICY and method in AS_SAMPLED:  # others choose experts of their own
-            asked.routed_experts = batch.routed_experts
-        vars(asked).update({name: getattr(batch, name) for name in ROLES[role].columns})
-        answer = await self._groups[role].on_rows(method, asked)
+        """What a role computes of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
+
+        The policy's ranks answer for a role that they host (a reference under adapters, a critic on its layers).
+        Workers are sent tokens, masks, groups, and the ``columns`` of the role's entry.
+
+        Args:
+            method: of the role's worker: ``logprobs`` of policy, reference and teacher, ``values`` of the critic.
+        """
+        if (host := self._host_of(role)) != role:
+            role, method = host, HOSTED_METHODS.get((role, method), method)
+        sent = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
+        if role == POLICY and method in WITH_ROUTED_EXPERTS:  # other models choose experts of their own
+            sent.routed_experts = batch.routed_experts
+        vars(sent).update({name: vars(batch)[name] for name in ROLES[role].columns})
+        answer = await self._groups[role].on_rows(method, sent)
         assert answer is not None, f"{method} of the role {role} returns nothing"
         return answer
 
@@ -113,71 +119,94 @@ class Dispatch:
         return await self._groups[role].call(method, *args)
 
     async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
-        sent, holder = copy(batch), self._holder(role)
-        if holder != POLICY:
+        """Add the gradient of these rows to the gradient since the last optimizer step.
+
+        A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is filled in.
+        """
+        sent, host = copy(batch), self._host_of(role)
+        if host != POLICY:
             sent.routed_experts = None
-        sent.critic_alone = holder != role
-        before = await self._groups[holder].on_rows("forward_backward", sent)
+        sent.critic_alone = host != role
+        before = await self._groups[host].on_rows("forward_backward", sent)
         if role == POLICY and batch.proximal_logprobs is None:
             batch.proximal_logprobs = before
 
     async def optimizer_step(
         self, schedule_step: int | None = None, scale: float = 1.0, role: str = POLICY
     ) -> dict[str, float]:
+        """Change the weights; returns metrics (loss, grad_norm, lr, ...).
+
+        Args:
+            schedule_step: optimizer step by which the learning rate goes; by default the workers' own count.
+            scale: gradient and loss are multiplied by it first: one over the loss's denominator, if the loss weights
+                lack it.
+        """
         async with self.transfer.changing():
-            found: dict[str, float] = (
-                await self._groups[self._holder(role)].call("optimizer_step", schedule_step, scale)
-            )[0]
-        return {name.removeprefix(f"{role}/"): value for name, value in found.items()}
+            metrics = (await self.call(self._host_of(role), "optimizer_step", schedule_step, scale))[0]
+        return {name.removeprefix(f"{role}/"): value for name, value in metrics.items()}
 
     async def examine(self, scale: float = 1.0, role: str = POLICY) -> str:
-        found: list[str] = await self._groups[self._holder(role)].call("examine", scale)
-        return next(filter(None, found), "")
+        """What is not finite of the accumulated loss and gradient, "" if all is; before the step."""
+        return next(filter(None, await self.call(self._host_of(role), "examine", scale)), "")
 
     async def drop_gradient(self, role: str = POLICY) -> None:
-        await self._groups[self._holder(role)].call("drop_gradient")
-
-    def _holder(self, role: str) -> str:
-        """Whose ranks hold what a role trains: its own, or the policy's."""
-        return POLICY if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg) else role
+        """Instead of the step: forget the gradient. Weights, optimizer state and the count of steps stay."""
+        await self.call(self._host_of(role), "drop_gradient")
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """As ``InferenceEngine.score``, by the trainer's policy."""
         return (await self.call(POLICY, "score", sequences))[0]
+
+    async def export(self, folder: Path, role: str = POLICY) -> None:
+        """Write a role's model as a Hugging Face folder (safetensors, config, tokenizer)."""
+        host = self._host_of(role)
+        await self.call(host, "export" if host == role else f"export_{role}", str(folder))
 
     # ---------------------------------------------------------------- all roles
 
     async def offload(self) -> None:
-        """Weights and moments to host memory, of the policy and of all roles on its devices.
+        """Weights and optimizer state to host memory, of the policy and of all roles on its devices.
 
-        Until ``onload`` nothing can be asked of them but ``save`` and ``load``.
+        Until ``onload`` only ``save`` and ``load`` may be called.
         """
-        await asyncio.gather(*(group.call("offload") for group in self._on_the_policys_devices()))
+        await self._call_on_policys_devices("offload")
 
     async def onload(self) -> None:
-        """Undo ``offload``, bit for bit."""
-        await asyncio.gather(*(group.call("onload") for group in self._on_the_policys_devices()))
+        """Undo ``offload``, bitwise."""
+        await self._call_on_policys_devices("onload")
 
-    def _on_the_policys_devices(self) -> list[RoleRanks]:
-        return [group for name, group in self._groups.items() if name == POLICY or ROLES[name].shares(self._cfg)]
+    async def _call_on_policys_devices(self, method: str) -> None:
+        groups = [group for role, group in self._groups.items() if ROLES[role].on_policys_devices(self._cfg)]
+        await asyncio.gather(*(group.call(method) for group in groups))
 
     async def save(self, folder: Path) -> Sums:
+        """Write model and optimizer state of each role that trains into ``folder/<role>``.
+
+        Returns:
+            What the files that are synced by now must hold, by path from ``folder``.
+
+        Raises:
+            OSError: if the disk does not take them. The models are as they were, and can continue.
+        """
         sums: Sums = {}
-        for role in self._trained():
-            sums |= _arrived(folder / role, await self.call(role, "save", str(folder / role)))
+        for role in self._trained:
+            sums |= _written(folder / role, await self.call(role, "save", str(folder / role)))
         return sums
 
     async def begin_save(self, folder: Path) -> None:
+        """As ``save``, but of a copy of the state: this returns when the copy is made. One at a time."""
         self._saving = folder
-        for role in self._trained():
+        for role in self._trained:
             await self.call(role, "begin_save", str(folder / role))
 
     async def saved(self) -> Sums | None:
+        """What ``save`` would return, or raise, of the last ``begin_save``; None while it is being written."""
         sums: Sums = {}
-        for role in self._trained():
+        for role in self._trained:
             ranks = await self.call(role, "saved")
             if None in ranks:
                 return None
-            sums |= _arrived(self._saving / role, ranks)
+            sums |= _written(self._saving / role, ranks)
         return sums
 
     async def verify(self, folder: Path, sums: Sums) -> list[str]:
@@ -185,37 +214,32 @@ class Dispatch:
         return [problem for rank in await self.call(POLICY, "verify", str(folder), sums) for problem in rank]
 
     async def load(self, folder: Path) -> None:
-        for role in self._trained():
+        """Read what ``save`` wrote there."""
+        for role in self._trained:
             if not (folder / role).is_dir():
                 raise UserError(f"{folder} holds no {role}: it was saved by a run without one")
             async with self.transfer.changing():
                 await self.call(role, "load", str(folder / role))
 
-    def _trained(self) -> list[str]:
-        return [role for role in self._groups if ROLES[role].trains]
-
-    async def export(self, folder: Path, role: str = POLICY) -> None:
-        holder = self._holder(role)
-        await self.call(holder, "export" if holder == role else f"export_{role}", str(folder))
-
     async def begin_profile(self) -> None:
+        """From here on what the workers compute is recorded."""
         await asyncio.gather(*(group.call("begin_profile") for group in self._groups.values()))
 
     async def end_profile(self, folder: Path) -> None:
+        """Write what was recorded there, a trace and a table of each rank."""
         await asyncio.gather(*(group.call("end_profile", str(folder)) for group in self._groups.values()))
 
     async def stats(self) -> dict[str, Any]:
-        others = {f"{role}_busy_s": group.busy_s for role, group in self._groups.items() if role != POLICY}
-        return {"busy_s": self._groups[POLICY].busy_s, **others}
+        """``busy_s`` of the policy since the start, and ``<role>_busy_s`` of the others."""
+        return {"busy_s" if role == POLICY else f"{role}_busy_s": group.busy_s for role, group in self._groups.items()}
 
     @property
     def lost(self) -> tuple[str, BaseException] | None:
-        """The role that has lost a rank's process, and the error by which that was seen; None if none has."""
-        found = ((name, getattr(group, "lost", None)) for name, group in self._groups.items())
-        return next(((name, error) for name, error in found if error is not None), None)
+        """The role that has lost a rank's process, and the error that showed it; None if none has."""
+        return next(((role, group.lost) for role, group in self._groups.items() if group.lost is not None), None)
 
     async def shutdown(self) -> None:
-        """End what the roles hold; safe to call twice."""
+        """End the ranks of all roles; safe to call twice."""
         for group in self._groups.values():
             group.kill()
 
@@ -228,8 +252,9 @@ class RayWorkerDispatch(Dispatch):
     Args:
         placements: where the ranks of each role go, by its name; roles without an entry are not started.
         weight_sync_backend: how the engines expect the weights, ``shared_memory``, ``nccl`` or ``cuda_ipc``.
-        living: the places of the engines that are alive, which the last two need; all of them without it.
-        nodes: of Ray, of the living engines by their places; without it all are on the node of the policy's rank 0.
+        healthy: the indices of the healthy engines, which the last two need; by default all of them.
+        nodes: Ray's names of the nodes of healthy engines, by index; by default all are on the node of the policy's
+            rank 0.
     """
 
     def __init__(
@@ -237,19 +262,23 @@ class RayWorkerDispatch(Dispatch):
         cfg: Config,
         placements: Mapping[str, WorkerPlacement],
         weight_sync_backend: str = "shared_memory",
-        living: Callable[[], Sequence[int]] | None = None,
+        healthy: Callable[[], Sequence[int]] | None = None,
         nodes: Callable[[], Mapping[int, str]] | None = None,
     ) -> None:
         groups = {role: RankGroup(ROLES[role], placement) for role, placement in placements.items()}
         self._policy, generator = groups[POLICY], cfg.generator
-        alive = living or (lambda: range(generator.own_engines))
+        healthy = healthy or (lambda: range(generator.own_engines))
         transfer: WeightTransfer
         if weight_sync_backend == "nccl":
-            gpus, silence_s = placements[POLICY].num_gpus > 0, generator.heartbeat_timeout_s
-            workers = generator.devices_per_engine
-            transfer = BroadcastTransfer(self._policy, workers, alive, timeout_s=silence_s, recovers=not gpus)
+            transfer = BroadcastTransfer(
+                self._policy,
+                generator.devices_per_engine,
+                healthy,
+                timeout_s=generator.heartbeat_timeout_s,
+                recovers=not placements[POLICY].num_gpus,
+            )
         elif weight_sync_backend == "cuda_ipc":
-            transfer = CudaIPCTransfer(self._policy, self._policy.ranks, alive)
+            transfer = CudaIPCTransfer(self._policy, self._policy.ranks, healthy)
         else:
             transfer = memory_transfer(cfg, groups, nodes)
         super().__init__(cfg, groups, transfer)
@@ -269,12 +298,15 @@ def memory_transfer(
     return FileTransfer(policy, encoding, remote)
 
 
-def _arrived(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:
-    """The files of all ranks of a role, by path from the checkpoint's folder; they can be seen from here."""
-    files = files_of(ranks)
+def _written(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:
+    """The files of all ranks of a role, by path from the checkpoint's folder; an ``OSError`` if one could not write."""
+    results = [result for result in ranks if result is not None]  # a user's own worker may return nothing
+    for result in results:
+        if result.problem:
+            raise OSError(result.problem)
     if not folder.is_dir() or not any(folder.iterdir()):
         raise UserError(
             f"the {folder.name}'s processes wrote {folder} on another machine, where this one cannot see it: "
             f"trainer.ckpt_path must be a folder that all nodes share"
         )
-    return {f"{folder.name}/{name}": entry for name, entry in files.items()}
+    return {f"{folder.name}/{name}": entry for result in results for name, entry in result.files.items()}

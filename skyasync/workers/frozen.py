@@ -1,16 +1,15 @@
-"""Models that are asked and never trained: the reference of a KL term, a teacher, reward models."""
+"""Frozen models: the reference of a KL term, a teacher, reward models."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from skyasync.config.schema.reward_models import reward_models
-from skyasync.models.backend import TOP_K, VALUES, ModelBackend, OutputRequest
+from skyasync.models.backend import TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import TokenBatch
 from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.worker import LOOPBACK
@@ -40,35 +39,17 @@ class RewardWorker(ModelWorker):
 
     role_name: ClassVar[str] = "reward"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        super().__init__(*args, **kwargs)
-        self.backends: list[ModelBackend] = []
-
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         for model in reward_models(self.cfg.trainer.reward).values():
-            self.backend = self.new_backend()
-            self.backend.load(replace(self.spec(), path=model.path, dtype=model.dtype), self.rank_context(host, port))
-            self.backends.append(self.backend)
+            self.add_backend(host, port, path=model.path, dtype=model.dtype)
         self.backend = self.backends[0]
 
     def scores(self, batch: TokenBatch) -> Tensor:
         """Of each row of tokens: ``[batch]`` of one model, ``[batch, 1, models]`` of several."""
         lengths = batch.attention_mask.sum(1, keepdim=True)
-        longer = _with_one_more_token(batch, lengths)
-        found = [b.forward(longer, OutputRequest.of(VALUES))[VALUES].gather(1, lengths) for b in self.backends]
-        return found[0].squeeze(1) if len(found) == 1 else torch.cat(found, dim=1)[:, None]
-
-    def offload(self) -> None:
-        for backend in self.backends:
-            backend.offload()
-
-    def onload(self) -> None:
-        for backend in self.backends:
-            backend.onload()
-
-
-def _with_one_more_token(batch: TokenBatch, lengths: Tensor) -> TokenBatch:
-    """The rows with another token, the only loss token: its value is that of the state before it."""
-    last = torch.zeros_like(pad(batch.attention_mask, (0, 1))).scatter(1, lengths, value=True)
-    attended = pad(batch.attention_mask, (0, 1)) | last
-    return TokenBatch(pad(batch.tokens, (0, 1)).where(~last, 0), attended, last, batch.group_ids)
+        # Each row gets another token, its only loss token, whose value is that of the state before it.
+        last = torch.zeros_like(pad(batch.attention_mask, (0, 1))).scatter(1, lengths, value=True)
+        attended = pad(batch.attention_mask, (0, 1)) | last
+        longer = TokenBatch(pad(batch.tokens, (0, 1)).where(~last, 0), attended, last, batch.group_ids)
+        scores = [b.forward(longer, OutputRequest.of(VALUES))[VALUES].gather(1, lengths) for b in self.backends]
+        return scores[0].squeeze(1) if len(scores) == 1 else torch.cat(scores, dim=1)[:, None]

@@ -1,7 +1,7 @@
 """The roles of a run in this process: no cluster, no actors.
 
-Invariant: the same worker classes do the same work as behind Ray, one call at a time in one thread, so the event
-loop goes on meanwhile. For experiments that start many short runs, and for tests.
+Invariant: the same worker classes do the same work as in Ray actors, one call at a time in one thread; the event loop
+is not blocked. For experiments that start many short runs, and for tests.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch import Tensor
-
 from skyasync.config.schema import Config
-from skyasync.models.batch import TokenBatch
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY, ROLES
 
 
 class LocalGroup:
-    """One rank of a role, in ``thread``."""
+    """One rank of a role, in ``thread``, with the methods of ``RankGroup``. It is loaded when it is made."""
+
+    lost: BaseException | None = None
 
     def __init__(self, cfg: Config, role: str, thread: ThreadPoolExecutor, total_steps: int = 0) -> None:
         entry = ROLES[role]
@@ -29,24 +28,22 @@ class LocalGroup:
         self.worker.setup()
         self._thread, self.busy_s = thread, 0.0
 
-    async def start(self, cfg: Config, total_steps: int = 0) -> None:
-        """Nothing: it is loaded when it is made."""
-
-    async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
-        return await self.call_first(method, batch)
+    async def start(self, cfg: Config, total_steps: int = 0) -> None: ...
 
     async def call(self, method: str, *args: object) -> list[Any]:
         return [await self.call_first(method, *args)]
 
     async def call_first(self, method: str, *args: object) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._timed, method, *args)
+        def timed() -> object:
+            start = time.monotonic()
+            try:
+                return getattr(self.worker, method)(*args)
+            finally:
+                self.busy_s += time.monotonic() - start
 
-    def _timed(self, method: str, *args: object) -> object:
-        start = time.monotonic()
-        try:
-            return getattr(self.worker, method)(*args)
-        finally:
-            self.busy_s += time.monotonic() - start
+        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
+
+    on_rows = call_first
 
     def kill(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -1,9 +1,12 @@
-"""One rank of a role that has a model: its backend, and what it learns."""
+"""One rank of a role that has a model: its backend, its loss, and the learning rate of each optimizer step."""
 
 from __future__ import annotations
 
+import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyasync.algorithms.sampled import SampledDistribution
+from skyasync.config.schema import OptimizerConfig
+from skyasync.errors import UserError
 from skyasync.models.backend import (
+    BACKENDS,
     LOGPROBS,
     MODEL,
     VALUE_HEAD,
@@ -21,16 +27,21 @@ from skyasync.models.backend import (
     OutputRequest,
     RankContext,
     SaveResult,
-    new_backend,
 )
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.models.packing import sequences_as_batch
-from skyasync.workers.learning_rate import learning_rate
+from skyasync.registry import resolve_reference
 from skyasync.workers.worker import LOOPBACK, Worker
 
 SPEC_KEYS = (
-    "lora", "cpu_offload", "fsdp_size", "gradient_checkpointing", "reduce_gradients", "torch_compile", "router_replay",
-)  # fmt: skip
+    "lora",
+    "cpu_offload",
+    "fsdp_size",
+    "gradient_checkpointing",
+    "reduce_gradients",
+    "torch_compile",
+    "router_replay",
+)
 """Keys of a role's section that a backend reads, if the section has them."""
 
 
@@ -57,7 +68,9 @@ class ModelWorker(Worker):
         return port
 
     def new_backend(self) -> ModelBackend:
-        return new_backend(self.cfg.trainer.strategy)
+        strategy = self.cfg.trainer.strategy
+        backend: ModelBackend = resolve_reference(BACKENDS.get(strategy, strategy), kind="backend")()
+        return backend
 
     def spec(self) -> ModelSpec:
         """Which model the backend loads."""
@@ -72,7 +85,7 @@ class ModelWorker(Worker):
             head=role.head,
             config_kwargs=role.config_kwargs(cfg),
             distribution=SampledDistribution.of(cfg.generator.sampling_params, filtered=filtered),
-            axes=role.axes(cfg, self.world_size),
+            mesh_shape=role.mesh_shape(cfg, self.world_size),
             optimizers={MODEL: section["optimizer_config"]} if role.trains else {},
             trainer=cfg.trainer,
             **{name: section[name] for name in SPEC_KEYS if name in section},
@@ -80,14 +93,15 @@ class ModelWorker(Worker):
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Join the other ranks, if there are any, then load the model."""
-        self.backend = self.new_backend()
-        self.backend.load(self.spec(), self.rank_context(host, port))
+        self.backend = self.add_backend(host, port)
 
-    def rank_context(self, host: str, port: int) -> RankContext:
-        return RankContext(self.rank, self.world_size, self.device, host, port, self._store)
-
-    def hidden_size(self) -> int:
-        return self.backend.hidden_size
+    def add_backend(self, host: str, port: int, **changes: Any) -> ModelBackend:
+        """Add a backend with the model of ``spec()``, with these fields changed."""
+        backend = self.new_backend()
+        ranks = RankContext(self.rank, self.world_size, self.device, host, port, self._store)
+        backend.load(replace(self.spec(), **changes), ranks)
+        self.backends.append(backend)
+        return backend
 
     def logprobs(self, batch: TokenBatch, plain: bool = False) -> Tensor:
         """Log-probability of each loss token, ``[batch, length]``.
@@ -102,12 +116,6 @@ class ModelWorker(Worker):
         values = self.logprobs(sequences_as_batch(sequences), plain=True).tolist()
         return [row[1 : len(sequence)] for row, sequence in zip(values, sequences, strict=True)]
 
-    def offload(self) -> None:
-        self.backend.offload()
-
-    def onload(self) -> None:
-        self.backend.onload()
-
     # ---------------------------------------------------------------- training
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
@@ -116,14 +124,14 @@ class ModelWorker(Worker):
         Returns:
             The log-probabilities before the step, ``[batch, length]``, if this is the policy and the batch lacks them.
         """
+        return self.accumulate(batch, self.loss)
+
+    def accumulate(self, batch: UpdateBatch, loss: LossFn | None, returns: Collection[str] = ()) -> Tensor | None:
+        """As ``forward_backward``, of this loss; returns the log-probabilities if ``returns`` has their name."""
+        assert loss is not None, f"the {self.role.name} is not trained"
         if batch.loss_weights is None or batch.advantages is None:
             raise ValueError("a training batch needs loss_weights and advantages")
-        return self._accumulate(batch)
-
-    def _accumulate(self, batch: UpdateBatch) -> Tensor | None:
-        assert self.loss is not None
-        self.backend.forward_backward(batch, self.loss)
-        return None
+        return self.backend.forward_backward(batch, loss, returns).get(LOGPROBS)
 
     def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
         """Change the weights by the gradient, and forget the gradient.
@@ -145,11 +153,11 @@ class ModelWorker(Worker):
             part: learning_rate(step, options, self.total_steps)
             for part, options in self.backend.spec.optimizers.items()
         }
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         for part, metrics in self.backend.optimizer_step(rates, scale).items():
             prefix = "critic/" if part == VALUE_HEAD else ""
-            found |= {prefix + name: value for name, value in {**metrics, "lr": rates[part]}.items()}
-        return found
+            results |= {prefix + name: value for name, value in {**metrics, "lr": rates[part]}.items()}
+        return results
 
     def examine(self, scale: float = 1.0) -> str:
         """What is not finite of the loss and the gradient, "" if all is; before the step."""
@@ -175,3 +183,47 @@ class ModelWorker(Worker):
     def export(self, folder: str) -> None:
         """Write a Hugging Face folder. All ranks call it."""
         self.backend.export(Path(folder))
+
+
+def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step ``step`` (from 0): a pure function, so a resumed run continues its schedule.
+
+    Linear warm-up over ``num_warmup_steps``, or ``warmup_ratio`` of all steps (the first step already learns, by
+    ``warmup_lr_rate`` of the rate if ``scheduler_kwargs`` has one), then ``scheduler``: transformers' by that name.
+
+    Raises:
+        UserError: for a schedule that needs the number of steps, if that is not known.
+    """
+    needs_total = (
+        config.scheduler not in ("constant", "constant_with_warmup", "inverse_sqrt") or config.warmup_ratio > 0
+    )
+    if needs_total and total_steps <= 0:
+        raise UserError(f"scheduler={config.scheduler} needs a known number of steps: set trainer.max_training_steps")
+    warmup = config.num_warmup_steps or math.ceil(config.warmup_ratio * total_steps)
+    if step < warmup and "warmup_lr_rate" not in config.scheduler_kwargs:
+        return config.lr * (step + 1) / warmup
+    if config.scheduler in ("constant", "constant_with_warmup"):
+        return config.lr
+    if config.scheduler in ("linear", "cosine") and not config.scheduler_kwargs:
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        fall = 1.0 - progress if config.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return config.lr * fall
+    options = tuple(sorted(config.scheduler_kwargs.items()))
+    return config.lr * _schedule(config.scheduler, config.lr, warmup, total_steps, options)(step)
+
+
+@lru_cache(maxsize=16)
+def _schedule(
+    name: str, lr: float, warmup: int, total_steps: int, options: tuple[tuple[str, object], ...]
+) -> Callable[[int], float]:
+    """Step -> share of the peak rate. Their schedulers drive an optimizer; this one has nothing to train."""
+    import torch
+    from torch.optim import SGD
+    from torch.optim.lr_scheduler import LambdaLR
+    from transformers import get_scheduler
+
+    nothing = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    scheduler = get_scheduler(name, nothing, warmup, total_steps, scheduler_specific_kwargs=dict(options))
+    assert isinstance(scheduler, LambdaLR)
+    share: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return share

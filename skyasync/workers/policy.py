@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from skyasync.algorithms.distillation import top_k_reverse_kl
+from skyasync.algorithms.kl import top_k_reverse_kl
 from skyasync.algorithms.objective import Objective
-from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.algorithms.off_policy import approximate_proximal
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteError
 from skyasync.inference.settings import computes_on_mapped_weights, loads_as_files
@@ -46,10 +46,7 @@ class PolicyLoss(LossFn):
 
     def __init__(self, cfg: Config) -> None:
         self._objective = Objective(cfg.trainer.algorithm)
-        self._proximal_logprobs, self._teacher_weight = (
-            cfg.trainer.algorithm.proximal_logprobs,
-            cfg.trainer.teacher.weight,
-        )
+        self._approximation, self._teacher_weight = cfg.trainer.algorithm.proximal_logprobs, cfg.trainer.teacher.weight
 
     def request(self, batch: UpdateBatch) -> OutputRequest:
         names = {LOGPROBS, ENTROPY} if "entropy" in self._objective.needs else {LOGPROBS}
@@ -60,10 +57,15 @@ class PolicyLoss(LossFn):
         return replace(request, names=request.names | {TOKEN_LOGPROBS}, token_ids=tokens.long())
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
-        current, mask = outputs[LOGPROBS], batch.loss_mask
+        current, mask, proximal = outputs[LOGPROBS], batch.loss_mask, batch.proximal_logprobs
+        if proximal is None:
+            behaviour, version = batch.behaviour_logprobs, batch.approximated_version
+            proximal = current.detach()
+            if version is not None:
+                proximal = approximate_proximal(current, behaviour, batch.versions, version, method=self._approximation)
         token_loss, maps = self._objective.token_loss(
             current=current,
-            proximal=self._proximal(batch, current),
+            proximal=proximal,
             behaviour=batch.behaviour_logprobs,
             reference=batch.reference_logprobs,
             advantages=batch.advantages,
@@ -75,17 +77,9 @@ class PolicyLoss(LossFn):
             kl = top_k_reverse_kl(outputs[TOKEN_LOGPROBS], batch.teacher_top_k.chunk(2, -1)[1])
             token_loss = token_loss + self._teacher_weight * kl
             maps["teacher_kl"] = kl.detach()
-        # Where there is no loss token the loss has no meaning, and may be anything.
+        # Beyond the loss tokens the loss has no meaning, and may be NaN.
         loss = (batch.loss_weights.to(token_loss.dtype) * token_loss.where(mask, 0.0)).sum()
         return {MODEL: LossTerm(loss, mask, maps)}
-
-    def _proximal(self, batch: UpdateBatch, current: Tensor) -> Tensor:
-        if batch.proximal_logprobs is not None:
-            return batch.proximal_logprobs
-        if batch.approximated_version is None:
-            return current.detach()
-        behaviour, version = batch.behaviour_logprobs, batch.approximated_version
-        return approximate_proximal(current, behaviour, batch.versions, version, method=self._proximal_logprobs)
 
 
 class PolicyWorker(ModelWorker):
@@ -111,7 +105,7 @@ class PolicyWorker(ModelWorker):
     def weight_sender(self) -> WeightSender:
         return WeightSender(
             self._engine_weights,
-            lambda: self.backend.adapters.alone(),  # type: ignore[union-attr]  # asked only of a policy with adapters
+            lambda: self.backend.adapters.alone(),  # type: ignore[union-attr]  # called only if the policy has adapters
             self.rank,
             self.device,
             self.cfg.generator.weight_sync_dir,
@@ -133,14 +127,11 @@ class PolicyWorker(ModelWorker):
         optimizers = {**spec.optimizers, VALUE_HEAD: self.cfg.trainer.critic.optimizer_config}
         return replace(spec, optimizers=optimizers, value_head_kwargs=ROLES[CRITIC_ROLE].config_kwargs(self.cfg))
 
-    def _accumulate(self, batch: UpdateBatch) -> Tensor | None:
-        """Returns missing ``proximal_logprobs``, which the gradient computes anyway."""
+    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         if batch.critic_alone:
-            self.backend.forward_backward(batch, self._critic_loss)
-            return None
-        assert self.loss is not None
-        returns = {LOGPROBS} if batch.proximal_logprobs is None else set[str]()
-        return self.backend.forward_backward(batch, self.loss, returns).get(LOGPROBS)
+            return self.accumulate(batch, self._critic_loss)
+        # Missing ``proximal_logprobs`` are computed for the gradient anyway.
+        return self.accumulate(batch, self.loss, {LOGPROBS} if batch.proximal_logprobs is None else ())
 
     def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
         """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.
@@ -162,8 +153,8 @@ class PolicyWorker(ModelWorker):
 
     def logprobs_and_values(self, batch: TokenBatch) -> Tensor:
         """Both in one pass, ``[batch, length, 2]``."""
-        found = self.backend.forward(batch, OutputRequest.of(LOGPROBS, VALUES, value_gradient=0.0))
-        return torch.stack([found[LOGPROBS], found[VALUES]], -1)
+        outputs = self.backend.forward(batch, OutputRequest.of(LOGPROBS, VALUES, value_gradient=0.0))
+        return torch.stack([outputs[LOGPROBS], outputs[VALUES]], -1)
 
     def export_critic(self, folder: str) -> None:
         """As ``export``, of the critic as a model of its own."""

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 import torch
@@ -29,12 +27,10 @@ from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 
-T = TypeVar("T")
-
-PULSE = "pulse"
-PULSE_S = 5.0  # from one to the next
-OWN_DELAY_S = 1.0  # an answer may be there, and this process have been stopped or too busy to read it
-DEATH_NOTICE_S = 5.0
+HEARTBEAT = "heartbeat"
+HEARTBEAT_S = 5.0  # from one to the next
+OWN_DELAY_S = 1.0  # an answer may have arrived while this process was stopped or too busy to read it
+FAILURE_NOTICE_S = 5.0
 """Seconds that Ray may need to notice that a process has failed; only a call that has failed waits for it."""
 
 
@@ -68,20 +64,20 @@ class _WorkerActor:
     def call(self, method: str, *args: object) -> object:
         return getattr(self._worker, method)(*args)
 
-    @ray.method(concurrency_group=PULSE)
-    def pulse(self) -> ProcessIdentity:
+    @ray.method(concurrency_group=HEARTBEAT)
+    def heartbeat(self) -> ProcessIdentity:
         """Answered by a thread of its own while a call is running."""
         return ProcessIdentity.mine()
 
 
 class HeartbeatTimeoutError(RuntimeError):
-    """A rank's process gives no sign of life."""
+    """A rank's process sends no heartbeat."""
 
 
 class RankGroup:
     """The actors of one role. Every call goes to all ranks in the same order, so that collectives line up.
 
-    Making it starts their processes; ``busy_s`` is the wall time with at least one call under way.
+    Making it starts their processes; ``busy_s`` is the wall time with at least one call in progress.
     """
 
     def __init__(self, role: Role, placement: WorkerPlacement) -> None:
@@ -92,16 +88,17 @@ class RankGroup:
         self._running = 0
         self._since = 0.0
         self._failure: BaseException | None = None
-        self._silence_s = 0.0  # allowed; 0: nobody listens
+        self._silence_s = 0.0  # allowed; 0: heartbeats are not watched
         self._processes: list[ProcessIdentity] = []
-        self._pulses: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # asked for: rank -> when
+        self._heartbeats: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # rank -> time of the request
         self._hidden_size = 0
-        self._sharing = 1  # ranks that get the same rows
-        worker = role.worker if isinstance(role.worker, str) else ""
-        name = worker.rpartition(":")[2] or getattr(role.worker, "__name__", "")  # in Ray's errors and process titles
+        self._ranks_per_shard = 1  # that get the same rows
+        reference = role.worker if isinstance(role.worker, str) else ""
+        # In Ray's errors and process titles.
+        name = role.worker.rpartition(":")[2] if isinstance(role.worker, str) else role.worker.__name__
         # Groups have Ray run all calls in threads: those of the first one, and each of the others, in one.
         remote: Any = ray.remote  # whose types know nothing of these
-        actor_class = remote(max_restarts=0, concurrency_groups={PULSE: 1})(type(name, (_WorkerActor,), {}))
+        actor_class = remote(max_restarts=0, concurrency_groups={HEARTBEAT: 1})(type(name, (_WorkerActor,), {}))
         self._actors: list[Any] = [
             actor_class.options(
                 num_cpus=placement.num_cpus,
@@ -109,7 +106,7 @@ class RankGroup:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=placement.group, placement_group_bundle_index=placement.first_bundle + rank
                 ),
-            ).remote(worker)
+            ).remote(reference)
             for rank in range(placement.ranks)
         ]
 
@@ -118,13 +115,13 @@ class RankGroup:
         device = "cuda" if self._placement.num_gpus else "cpu"
         threads = self._role.threads(cfg) or max(1, int(self._placement.num_cpus))
         name, parts = self._role.name, user_parts()
-        self._sharing = self._role.axes(cfg, self.ranks).sharing
+        self._ranks_per_shard = self._role.mesh_shape(cfg, self.ranks).non_data
         workers = [
             actor.construct.remote(name, parts, cfg, rank, self.ranks, device, threads, total_steps=total_steps)
             for rank, actor in enumerate(self._alive())
         ]
         await self._gather(workers)
-        self._processes = await self._gather([actor.pulse.remote() for actor in self._alive()])
+        self._processes = await self._gather([actor.heartbeat.remote() for actor in self._alive()])
         if cfg.trainer.max_restarts and keeps_checkpoints(cfg.trainer):
             self._silence_s = cfg.trainer.heartbeat_timeout_s
         if self.ranks == 1:
@@ -139,8 +136,8 @@ class RankGroup:
     @property
     def lost(self) -> BaseException | None:
         """The error that showed the failure of a rank's process, if one has failed."""
-        found = isinstance(self._failure, ray.exceptions.RayActorError | HeartbeatTimeoutError)
-        return self._failure if found else None
+        process_failed = isinstance(self._failure, ray.exceptions.RayActorError | HeartbeatTimeoutError)
+        return self._failure if process_failed else None
 
     @property
     def busy_s(self) -> float:
@@ -149,15 +146,15 @@ class RankGroup:
     async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
         """Each rank's call with its rows; what they return in the batch's order, if they return anything.
 
-        Of ranks that share rows, which answer alike, the first is heard.
+        Ranks that share rows return the same: the result of the first is taken.
         """
-        actors = self._alive()
-        shards = split_for_ranks(batch, self.ranks // self._sharing, self._hidden_size)
-        parts = [batch.select(rows).trim() for rows in shards]
-        puts = await asyncio.to_thread(lambda: [ray.put(part) for part in parts])
-        calls = [actor.call.remote(method, puts[rank // self._sharing]) for rank, actor in enumerate(actors)]
-        pieces = (await self._gather(calls))[:: self._sharing]
-        return None if pieces[0] is None else joined(batch, shards, pieces)
+        actors, shared = self._alive(), self._ranks_per_shard
+        shards = split_for_ranks(batch, self.ranks // shared, self._hidden_size)
+        selected = [batch.select(rows).trim() for rows in shards]
+        puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in selected])
+        calls = [actor.call.remote(method, puts[rank // shared]) for rank, actor in enumerate(actors)]
+        results = (await self._gather(calls))[::shared]
+        return None if results[0] is None else joined(batch, shards, results)
 
     async def call(self, method: str, *args: object) -> list[Any]:
         """The same call on every rank; results by rank."""
@@ -187,129 +184,110 @@ class RankGroup:
     async def _gather(self, references: list[Any]) -> list[Any]:
         """All results, or the failure that ends all ranks."""
         tasks = [asyncio.ensure_future(reference) for reference in references]
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
         try:
-            with self._at_work():
-                finished, waiting = await self._listen(tasks)
-                if waiting and any(task.exception() for task in finished):
-                    # A rank whose process died makes the others' collectives fail at once: learn of both.
-                    await asyncio.wait(waiting, timeout=DEATH_NOTICE_S)
+            finished, waiting = await self._wait(tasks)
+            if waiting and any(task.exception() for task in finished):
+                # A rank whose process failed makes the others' collectives fail at once: collect both errors.
+                await asyncio.wait(waiting, timeout=FAILURE_NOTICE_S)
         except HeartbeatTimeoutError as error:
             self._fail(error)
             raise
         finally:
-            # Cancelled: the calls go on in the actors, whose results nobody will ask for.
+            self._running -= 1
+            if not self._running:
+                self._finished_s += time.monotonic() - self._since
+            # Cancelled: the calls go on in the actors, and their results are dropped.
             unfinished = [task for task in tasks if not task.done()]
             for task in unfinished:
                 task.cancel()
         failures = [failure for task in tasks if task not in unfinished and (failure := task.exception())]
         if failures:
-            deaths = [failure for failure in failures if isinstance(failure, ray.exceptions.RayActorError)]
-            self._fail((deaths or failures)[0])
-            raise (deaths or failures)[0]
+            failures.sort(key=lambda failure: not isinstance(failure, ray.exceptions.RayActorError))  # these first
+            self._fail(failures[0])
+            raise failures[0]
         return [task.result() for task in tasks]
 
+    async def _wait(self, tasks: list[asyncio.Future[Any]]) -> tuple[set[Any], set[Any]]:
+        """Until all results are there, or a failure, or a rank's heartbeat is overdue (``HeartbeatTimeoutError``)."""
+        while True:
+            every_s = min(HEARTBEAT_S, self._silence_s / 4) if self._silence_s else None
+            finished, waiting = await asyncio.wait(tasks, timeout=every_s, return_when=asyncio.FIRST_EXCEPTION)
+            if not waiting or any(task.exception() for task in finished):
+                return finished, waiting
+            for rank, actor in enumerate(self._alive()):
+                now = time.monotonic()
+                requested, answer = self._heartbeats.get(rank, (now, None))
+                if answer is not None and not answer.done() and now - requested > self._silence_s:
+                    await asyncio.wait({answer}, timeout=OWN_DELAY_S)
+                    if not answer.done():
+                        raise HeartbeatTimeoutError(
+                            f"rank {rank} of the {self._role.name} sent no heartbeat for {self._silence_s:g} s "
+                            f"(trainer.heartbeat_timeout_s)"
+                        )
+                if answer is None or answer.done():
+                    request = asyncio.ensure_future(actor.heartbeat.remote())
+                    request.add_done_callback(lambda done: done.cancelled() or done.exception())  # calls raise it
+                    self._heartbeats[rank] = now, request
+
     def _fail(self, failure: BaseException) -> None:
-        """End all ranks, also those that answer nothing any more."""
+        """End all ranks, also those that no longer answer."""
         self._failure = failure
         self.kill()
         for process in self._processes:
             process.end()
 
-    async def _listen(self, tasks: list[asyncio.Future[Any]]) -> tuple[set[Any], set[Any]]:
-        """Wait for all results, or for a failure, as long as every rank gives signs of life."""
-        while True:
-            every_s = min(PULSE_S, self._silence_s / 4) if self._silence_s else None
-            finished, waiting = await asyncio.wait(tasks, timeout=every_s, return_when=asyncio.FIRST_EXCEPTION)
-            if not waiting or any(task.exception() for task in finished):
-                return finished, waiting
-            for rank, actor in enumerate(self._alive()):
-                await self._check_pulse(rank, actor)
 
-    async def _check_pulse(self, rank: int, actor: Any) -> None:
-        """Raises HeartbeatTimeoutError if the last one is overdue."""
-        now = time.monotonic()
-        asked, answer = self._pulses.get(rank, (now, None))
-        if answer is not None and not answer.done() and now - asked > self._silence_s:
-            await asyncio.wait({answer}, timeout=OWN_DELAY_S)
-            if not answer.done():
-                raise HeartbeatTimeoutError(
-                    f"rank {rank} of the {self._role.name} gave no sign of life for {self._silence_s:g} s "
-                    f"(trainer.heartbeat_timeout_s)"
-                )
-        if answer is None or answer.done():
-            fresh = asyncio.ensure_future(actor.pulse.remote())
-            fresh.add_done_callback(lambda pulse: pulse.cancelled() or pulse.exception())  # a death, which calls raise
-            self._pulses[rank] = now, fresh
-
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """The time inside counts into ``busy_s``."""
-        if not self._running:
-            self._since = time.monotonic()
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._finished_s += time.monotonic() - self._since
-
-
-def joined(batch: TokenBatch, shards: list[Tensor], pieces: list[Tensor]) -> Tensor:
-    """Values of the shards in the batch's rows: per token, ``[batch, length]`` or ``[batch, length, n]``, or per row,
+def joined(batch: TokenBatch, shards: list[Tensor], results: list[Tensor]) -> Tensor:
+    """Results of the shards in the batch's rows: per token, ``[batch, length]`` or ``[batch, length, n]``, or per row,
     ``[batch]``, or several per row, ``[batch, 1, n]``."""
-    if pieces[0].dim() == 1 or (pieces[0].dim() == 3 and pieces[0].shape[1] == 1):
-        scores = torch.zeros(len(batch), *pieces[0].shape[1:])
-        for rows, piece in zip(shards, pieces, strict=True):
-            scores[rows] = piece
-        return scores
-    result = torch.zeros(*batch.tokens.shape, *pieces[0].shape[2:])
-    for rows, piece in zip(shards, pieces, strict=True):
-        result[rows, : piece.shape[1]] = piece
-    return result
+    first = results[0]
+    if first.dim() == 1 or (first.dim() == 3 and first.shape[1] == 1):
+        whole = torch.zeros(len(batch), *first.shape[1:])
+        for rows, result in zip(shards, results, strict=True):
+            whole[rows] = result
+        return whole
+    whole = torch.zeros(*batch.tokens.shape, *first.shape[2:])
+    for rows, result in zip(shards, results, strict=True):
+        whole[rows, : result.shape[1]] = result
+    return whole
 
 
 def split_for_ranks(batch: TokenBatch, ranks: int, hidden_size: int = 0) -> list[Tensor]:
-    """Rows (int64) for each rank: as little work as can be for the one that has most, with samples of a prompt together
-    where possible.
+    """Rows (int64) for each rank, so that the largest cost of a rank is least; samples of a prompt are together where
+    possible. A rank may get no rows.
 
-    A rank may get no rows if there are fewer rows than ranks, or few that are long.
+    A bound on a rank's cost is bisected: below it the rows do not fit into the ranks, above it they do.
 
     Args:
         hidden_size: of the model; 0 counts tokens alone.
     """
     order = torch.argsort(batch.group_ids, stable=True)
-    costs = row_costs(batch.attention_mask.sum(1)[order], hidden_size)
-    ends = [0, *_cuts(costs.cumsum(0), ranks)]
-    return [order[start:end] for start, end in pairwise(ends)]
+    total = row_costs(batch.attention_mask.sum(1)[order], hidden_size).cumsum(0)
 
-
-def _cuts(total: Tensor, ranks: int) -> list[int]:
-    """Where each rank's rows end, so that the largest sum is least; ``total``: of each row and all before it.
-
-    A bound on what a rank may have is halved until nothing is between one that suffices and one that does not.
-    """
-
-    def filled(most: float) -> list[int]:
-        ends, before = [], 0.0
+    def cuts(most: float) -> list[int]:
+        """Where each rank's rows end if none has a cost above ``most``."""
+        stops, before = [], 0.0
         for _ in range(ranks):
-            ends.append(int(torch.searchsorted(total, before + most, right=True)))
-            before = float(total[ends[-1] - 1]) if ends[-1] else 0.0
-        return ends
+            stops.append(int(torch.searchsorted(total, before + most, right=True)))
+            before = float(total[stops[-1] - 1]) if stops[-1] else 0.0
+        return stops
 
     whole = float(total[-1]) if len(total) else 0.0
     low, high = whole / ranks, whole
     for _ in range(50):
         middle = (low + high) / 2
-        low, high = (low, middle) if filled(middle)[-1] == len(total) else (middle, high)
-    return [*filled(high)[:-1], len(total)]
+        low, high = (low, middle) if cuts(middle)[-1] == len(total) else (middle, high)
+    return [order[start:stop] for start, stop in pairwise([0, *cuts(high)[:-1], len(total)])]
 
 
 def row_costs(lengths: Tensor, hidden_size: int) -> Tensor:
-    """What rows of these lengths take, in float64, in units of what the linear layers do for one token.
+    """Costs of rows of these lengths, in float64, in units of what the linear layers do for one token.
 
-    A layer of hidden size h costs about 24 h² operations per token and 4 h for each of the L²/2 pairs that attention
-    looks at: L + L² / (12 h).
+    A layer of hidden size h costs about 24 h² operations per token and 4 h for each of the L²/2 pairs of attention:
+    L + L² / (12 h).
     """
     tokens = lengths.double()
     return tokens + tokens * tokens / (12 * hidden_size) if hidden_size else tokens

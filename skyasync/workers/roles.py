@@ -15,8 +15,7 @@ from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError, unknown
-from skyasync.models import SCORE, VALUE, VOCABULARY
-from skyasync.models.axes import Axes
+from skyasync.models import SCORE, VALUE, VOCABULARY, MeshShape
 from skyasync.registry import absolute_reference, resolve_reference
 
 POLICY, REFERENCE, CRITIC_ROLE, REWARD_ROLE, TEACHER_ROLE = "policy", "reference", "critic", "reward", "teacher"
@@ -33,7 +32,7 @@ def never(cfg: Config) -> bool:
     return False
 
 
-def _has_critic(cfg: Config) -> bool:
+def estimator_needs_values(cfg: Config) -> bool:
     from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
 
     return "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs
@@ -46,7 +45,7 @@ class Role:
     Args:
         worker: the class of its ranks, a ``Worker``, or ``module:Class`` (``file.py:Class``), which is imported in
             their processes alone.
-        section: its part of the configuration; ``model`` in it is what it loads (the policy's model where that has no
+        section: its part of the configuration; ``model`` in it is what it loads (the policy's model if that has no
             path), ``optimizer_config`` and ``gradient_checkpointing`` how it is trained, ``threads`` of its ranks.
         trains: its weights change: it has an optimizer, and a folder of its own name in every checkpoint.
         enabled_if: whether a run has the role.
@@ -56,8 +55,8 @@ class Role:
             memory while engines have those (``trainer.placement.colocate_all``).
         columns: what it needs of a batch besides tokens, masks and groups; more is not sent by ``ask``.
         gpu: devices of its own are GPUs, if there are any.
-        base: its model, where it names none of its own, is what the policy began as: a policy that trains adapters
-            beside frozen weights answers for it (``base_logprobs``), and it has no ranks.
+        base: its model, unless it names one of its own, is what the policy began as: a policy that trains adapters
+            on frozen weights answers for it (``base_logprobs``), and it has no ranks.
         shared_backbone_if: if this holds, it is a head on the policy's layers, and has no ranks.
         head: what its model, if it has one, says of a token (``skyasync.models.heads``): ``vocabulary`` (a causal
             language model's logits), ``value`` (one number; a head that the files lack is new), ``score`` (one number).
@@ -77,52 +76,43 @@ class Role:
     base: bool = False
     shared_backbone_if: Condition = never
 
-    def asked(self, cfg: Config) -> bool:
-        """Whether a run of this configuration has it, on ranks of its own or the policy's."""
-        return self.enabled_if(cfg)
-
-    def wanted(self, cfg: Config) -> bool:
-        """Whether a run of this configuration has ranks of it."""
-        return self.asked(cfg) and not self.hosted_by_policy(cfg)
+    def has_ranks(self, cfg: Config) -> bool:
+        """Whether a run of this configuration has the role, on ranks of its own."""
+        return self.enabled_if(cfg) and not self.hosted_by_policy(cfg)
 
     def hosted_by_policy(self, cfg: Config) -> bool:
         """Whether the policy's ranks compute it: as the policy's model without its adapters, or as a head on the
         policy's layers."""
         if self.shared_backbone_if(cfg):
-            return self.asked(cfg)
-        if not (self.base and self.shares(cfg) and cfg.trainer.policy.lora.rank):
+            return self.enabled_if(cfg)
+        if not (self.base and self.colocated_if(cfg) and cfg.trainer.policy.lora.rank):
             return False
         own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
-        alike = own.path in ("", policy.path) and own.dtype in ("auto", policy.dtype)
-        return alike and self.config_kwargs(cfg) == policy.config_kwargs
-
-    def shares(self, cfg: Config) -> bool:
-        """Whether it is on the policy's devices."""
-        return self.colocated_if(cfg)
+        same_model = own.path in ("", policy.path) and own.dtype in ("auto", policy.dtype)
+        return same_model and self.config_kwargs(cfg) == policy.config_kwargs
 
     def on_policys_devices(self, cfg: Config) -> bool:
         """Whether it is the policy, or is on its devices."""
-        return self.name == POLICY or self.shares(cfg)
+        return self.name == POLICY or self.colocated_if(cfg)
 
     def size(self, cfg: Config) -> int:
         """How many ranks it has."""
-        entry = ROLES[POLICY] if self.shares(cfg) else self
+        entry = ROLES[POLICY] if self.colocated_if(cfg) else self
         return prod(attrgetter(key)(cfg) for key in entry.ranks)
 
-    def axes(self, cfg: Config, ranks: int) -> Axes:
-        """How its ranks divide the work: as the policy's where they share devices, else each has rows of its own."""
+    def mesh_shape(self, cfg: Config, ranks: int) -> MeshShape:
+        """How its ranks divide the work: as the policy's if they share devices, else each has rows of its own."""
         if not self.on_policys_devices(cfg):
-            return Axes(ranks)
-        parallel = cfg.trainer.parallel
-        return Axes.dividing(ranks, parallel.context, parallel.tensor)
+            return MeshShape(ranks)
+        return MeshShape.of(ranks, cfg.trainer.parallel.context, cfg.trainer.parallel.tensor)
 
     def settings(self, cfg: Config) -> Any:
-        """Its section; None where it has none."""
+        """Its section; None without one."""
         return attrgetter(self.section)(cfg) if self.section else None
 
     def own_model(self, cfg: Config) -> Any:
-        """The ``ModelConfig`` of its section, which may lack a path; None where it has none."""
-        return getattr(self.settings(cfg), "model", None)
+        """The ``ModelConfig`` of its section, which may lack a path; None if the section has none."""
+        return vars(self.settings(cfg)).get("model") if self.section else None
 
     def model(self, cfg: Config) -> Any:
         """The ``ModelConfig`` of what it loads."""
@@ -130,15 +120,16 @@ class Role:
         return own if own is not None and own.path else ROLES[POLICY].own_model(cfg)
 
     def config_kwargs(self, cfg: Config) -> dict[str, Any]:
-        """What its model's configuration is changed by: its own, or the policy's where the model is the policy's."""
+        """What its model's configuration is changed by: its own, or the policy's if the model is the policy's."""
         own, policy = self.own_model(cfg), ROLES[POLICY].own_model(cfg)
         if own is not None and (own.config_kwargs or own.path not in ("", policy.path)):
             return dict(own.config_kwargs)
         return dict(policy.config_kwargs)
 
     def threads(self, cfg: Config) -> int:
-        """CPU threads of each of its ranks; 0 where nothing says."""
-        return getattr(self.settings(cfg), "threads", 0) or ROLES[POLICY].settings(cfg).threads
+        """CPU threads of each of its ranks; by default those of the policy's; 0 if neither section says."""
+        own = vars(self.settings(cfg)).get("threads", 0) if self.section else 0
+        return own or ROLES[POLICY].settings(cfg).threads
 
     def worker_class(self) -> Any:
         return resolve_reference(self.worker, kind="worker") if isinstance(self.worker, str) else self.worker
@@ -183,7 +174,7 @@ _OURS = {
             "skyasync.workers.critic:CriticWorker",
             section="trainer.critic",
             trains=True,
-            enabled_if=_has_critic,
+            enabled_if=estimator_needs_values,
             enabled_by=("trainer.algorithm.advantage_estimator",),
             ranks=("trainer.placement.critic_num_nodes", "trainer.placement.critic_num_gpus_per_node"),
             colocated_if=lambda cfg: cfg.trainer.placement.colocate_policy_critic or cfg.trainer.placement.colocate_all,
@@ -219,6 +210,6 @@ def register_role(role: Role) -> None:
     ROLES[role.name] = replace(role, worker=worker)
 
 
-def wanted_roles(cfg: Config) -> list[Role]:
-    """The roles that a run of this configuration has, the policy first."""
-    return [role for role in ROLES.values() if role.wanted(cfg)]
+def roles_with_ranks(cfg: Config) -> list[Role]:
+    """The roles that have ranks in a run of this configuration, the policy first."""
+    return [role for role in ROLES.values() if role.has_ranks(cfg)]

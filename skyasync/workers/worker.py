@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from skyasync.config.schema import Config
-from skyasync.models.backend import SaveResult
+from skyasync.models.backend import ModelBackend, SaveResult
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.workers.roles import ROLES
@@ -25,17 +25,20 @@ _PROFILE_ROWS = 40  # of the table
 class Worker:
     """Plain Python: the dispatch makes it an actor, a test may call it directly.
 
-    By itself it holds nothing, so a role that computes without a model adds its methods and no more. What they return
-    for a batch is a tensor, ``[batch, length]`` or ``[batch]``, on the CPU: of this rank's rows, which may be none.
+    A role without a model adds its methods to this class. What they return for a batch is a tensor,
+    ``[batch, length]`` or ``[batch]``, on the CPU: of this rank's rows, which may be none.
 
     Args:
         device: "cpu" or "cuda".
         threads: CPU threads of this rank; 0 leaves the library's default.
-        role: the name of its entry in the table, where several entries have this class.
+        role: the name of its entry in the table, if several entries have this class.
         total_steps: optimizer steps of the run, for decaying learning rates; 0 if that is not known.
+
+    Attributes:
+        role_name: the name of its entry in the table.
+        backends: the models that it holds, if any.
     """
 
-    #: The name of its entry in the table.
     role_name: ClassVar[str] = ""
 
     def __init__(
@@ -56,6 +59,7 @@ class Worker:
         self.role = ROLES[role or self.role_name]
         self.settings = self.role.settings(cfg)
         self.total_steps = total_steps
+        self.backends: list[ModelBackend] = []
         if threads:
             torch.set_num_threads(threads)
 
@@ -73,8 +77,8 @@ class Worker:
         """Load what it holds. On all ranks at once."""
 
     def hidden_size(self) -> int:
-        """Of the model that it holds, by which rows are divided among the ranks; 0: by their tokens."""
-        return 0
+        """Of its model: the cost of a row depends on it; 0 without a model: rows are divided by their tokens."""
+        return self.backends[0].hidden_size if self.backends else 0
 
     def begin_profile(self) -> None:
         """From here on what this rank computes is recorded."""
@@ -97,20 +101,24 @@ class Worker:
         return os.getpid()
 
     def offload(self) -> None:
-        """Move what is on the device to host memory, for others that need the device."""
+        """Move what is on the device to host memory, for other processes that need the device."""
+        for backend in self.backends:
+            backend.offload()
 
     def onload(self) -> None:
         """Undo ``offload``."""
+        for backend in self.backends:
+            backend.onload()
 
     def save(self, folder: str) -> SaveResult | None:
-        """Write what training changes into an empty folder. Asked of a role that trains.
+        """Write what training changes into an empty folder. Called if the role trains.
 
-        What the disk does not take may be an answer (``SaveResult.problem``): an error ends all ranks.
+        A full disk may be reported as ``SaveResult.problem``: an error ends all ranks.
         """
         raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learnt")
 
     def begin_save(self, folder: str) -> None:
-        """As ``save``, while other calls go on, if the worker can do that; ``saved`` tells when it is done."""
+        """As ``save``, while other calls go on, if the worker can do that; ``saved`` reports the end."""
         self._saved = self.save(folder) or SaveResult()
 
     def saved(self) -> SaveResult | None:

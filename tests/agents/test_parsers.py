@@ -111,8 +111,8 @@ def test_a_model_that_repeats_a_mark_for_ever_holds_nobody_up(name: str, text: s
 @pytest.mark.parametrize("name", REASONING_PARSERS.names())
 def test_thinking_is_split_off_where_the_reply_or_the_template_opens_it(name: str) -> None:
     parser = reasoning_parser(name, tokenizer())
-    assert parser is not None and parser.marks is not None
-    start, end = parser.marks
+    assert parser is not None and parser.delimiters is not None
+    start, end = parser.delimiters
     for opened, text in ((False, f"{start}\nso\n{end}\n\nyes"), (True, f"so\n{end}\n\nyes")):
         assert parser.split(text, opened=opened, done=True) == ("so", "yes")
     assert parser.split("yes", opened=False, done=True) == ("", "yes")
@@ -209,7 +209,7 @@ def _vocabulary() -> Any:
     from examples.tiny.model import Recipe
 
     marked: Any = Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
-    marked.add_tokens([*(tool_parser("deepseek_v31", marked).marks or ()), "<think>", "</think>"])
+    marked.add_tokens([*(tool_parser("deepseek_v31", marked).delimiters or ()), "<think>", "</think>"])
     return marked
 
 

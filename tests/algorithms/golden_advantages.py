@@ -13,7 +13,7 @@ from skyasync.algorithms.filters import has_variance, mean_inside
 from skyasync.algorithms.kl import penalize_rewards
 from skyasync.algorithms.masked import whiten
 from skyasync.algorithms.normalization import normalize
-from skyasync.algorithms.returns import discounted_returns, gae, turn_gae
+from skyasync.algorithms.values import discounted_returns, gae, turn_gae
 from tests.algorithms.golden_case import Case, Results, adapter
 
 EPS = {"openrlhf": 1e-9, "skyrl": 1e-6, "verl": 1e-6, "roll": 1e-6, "areal": 1e-5, "trl": 1e-4}

@@ -12,8 +12,7 @@ from skyasync.algorithms import corrections as c
 from skyasync.algorithms.kl import bernoulli_kl
 from skyasync.algorithms.losses.selective import small_second_moment
 from skyasync.algorithms.masked import masked_mean
-from skyasync.algorithms.off_policy import effective_sample_size
-from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.algorithms.off_policy import approximate_proximal, effective_sample_size
 from tests.algorithms.golden_case import Case, Results, adapter
 
 INF = float("inf")

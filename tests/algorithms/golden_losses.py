@@ -11,7 +11,7 @@ from skyasync.algorithms.corrections import kl_mask
 from skyasync.algorithms.kl import kl_estimate
 from skyasync.algorithms.losses import clipped, gradient, selective, sequence
 from skyasync.algorithms.masked import log_ratio, masked_mean
-from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.algorithms.off_policy import approximate_proximal
 from skyasync.algorithms.shaping import high_entropy_mask
 from tests.algorithms.golden_case import Case, Results, adapter
 from tests.algorithms.golden_corrections import areal_weights, correction_weights

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from skyasync.algorithms import LOSS_REDUCTIONS
 from skyasync.algorithms.kl import kl_estimate
-from skyasync.algorithms.losses.value import clipped_value_loss
 from skyasync.algorithms.masked import masked_mean, segment_mean
+from skyasync.algorithms.values import clipped_value_loss
 from tests.algorithms.golden_case import Case, Results, adapter
 
 REDUCTIONS = {

@@ -12,7 +12,7 @@ from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.advantages import compute_advantages
 from skyasync.algorithms.masked import whiten
 from skyasync.algorithms.normalization import normalize
-from skyasync.algorithms.returns import discounted_returns, gae
+from skyasync.algorithms.values import discounted_returns, gae
 from tests.algorithms.batches import config, random_batch
 
 SCORES = torch.tensor([1.0, 3.0, 2.0, 0.0, 4.0, 8.0], dtype=torch.float64)

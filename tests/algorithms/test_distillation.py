@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from skyasync.algorithms.distillation import teacher_advantages, top_k_reverse_kl
+from skyasync.algorithms.kl import teacher_advantages, top_k_reverse_kl
 
 
 def test_in_expectation_the_gradient_is_that_of_the_reverse_kl() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from skyasync.algorithms import KL_ESTIMATORS, POLICY_LOSSES
 from skyasync.algorithms.binding import bind
 from skyasync.algorithms.kl import kl_estimate
-from skyasync.algorithms.losses.value import clipped_value_loss
+from skyasync.algorithms.values import clipped_value_loss
 from tests.algorithms.batches import config, prepared, random_batch
 
 LOSSES = POLICY_LOSSES.names()

@@ -12,8 +12,13 @@ from skyasync.algorithms import CORRECTIONS
 from skyasync.algorithms.binding import bind
 from skyasync.algorithms.corrections import normalize_weights, summarize
 from skyasync.algorithms.masked import segment_mean
-from skyasync.algorithms.off_policy import effective_sample_size, gap_metrics, off_policy_metrics, stuck_ratio
-from skyasync.algorithms.proximal import approximate_proximal
+from skyasync.algorithms.off_policy import (
+    approximate_proximal,
+    effective_sample_size,
+    gap_metrics,
+    off_policy_metrics,
+    stuck_ratio,
+)
 from skyasync.errors import UserError
 from tests.algorithms.batches import config, random_batch
 

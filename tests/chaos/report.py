@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from tests.chaos.audit import (
     Seen,
     costs,

@@ -17,9 +17,9 @@ from skyasync.envs.episodes import EnvSettings
 from skyasync.envs.pool import EnvPool
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.supervisor import EngineSupervisor
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import JsonlTracker, TrackerContext
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import JsonlTracker, TrackerContext
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt
 from skyasync.simulate.parts import VirtualBatch

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from skyasync.config.schema import Config
 from skyasync.errors import headline
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer

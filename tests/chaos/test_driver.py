@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from tests.chaos.audit import wrong_steps
 from tests.chaos.channel import VARIABLE, Order, Orders
 from tests.chaos.driver import Command, FaultDriver

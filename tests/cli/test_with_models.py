@@ -17,7 +17,7 @@ from skyasync.__main__ import command
 from skyasync.cli.export import write
 from skyasync.errors import UserError
 from skyasync.examples.tiny.model import build
-from skyasync.observe.metric_names import entry_of
+from skyasync.observability.metric_names import entry_of
 from tests.end_to_end.runs import Trained, arguments, read_lines, train_in
 
 pytestmark = pytest.mark.slow  # they share a run that is really trained

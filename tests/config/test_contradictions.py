@@ -8,7 +8,7 @@ import yaml
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyasync.algorithms.presets import PRESETS
 from skyasync.config import ConfigError, dump_config, load_config
-from skyasync.workers.roles import wanted_roles
+from skyasync.workers.roles import roles_with_ranks
 
 UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correction=none"]
 
@@ -253,7 +253,7 @@ def test_an_estimator_of_ones_own_that_takes_values_has_a_critic(monkeypatch: py
 
     monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "mine", mine)
     cfg = load_config(["trainer.algorithm.advantage_estimator=mine", "trainer.critic.value_clip=0.5"])
-    assert [role.name for role in wanted_roles(cfg)] == ["policy", "critic"]
+    assert [role.name for role in roles_with_ranks(cfg)] == ["policy", "critic"]
 
 
 def test_gae_streams_without_whitening_and_without_groups() -> None:

@@ -321,3 +321,8 @@ def test_a_file_of_an_earlier_version_with_settings_that_did_nothing_loads(tmp_p
     gone += "generator: {run_engines_locally: true, async_engine: true, batched: false}"
     cfg = load_config([f"--config={write(tmp_path, gone)}"])
     assert cfg == load_config(["trainer.seed=7"])
+
+
+def test_a_file_of_an_earlier_version_with_a_setting_s_former_name_loads(tmp_path: Path) -> None:
+    cfg = load_config([f"--config={write(tmp_path, 'generator: {spare_samples_per_prompt: 3}')}"])
+    assert cfg == load_config(["generator.oversample_per_prompt=3"])

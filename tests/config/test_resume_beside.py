@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.config.resume import Resume, go_on_beside, settle_resume_mode
+from skyasync.config.resume import Resume, settle_resume_mode, settle_run_name
 from skyasync.config.schema import TrainerConfig
 
 
@@ -29,8 +29,8 @@ def test_it_goes_on_in_the_folder_beside_it_that_has_checkpoints(tmp_path: Path)
     checkpoint(tmp_path, "mine-3", 40.0)
     checkpoint(tmp_path, "mine-other", 99.0)
     cfg = trainer(tmp_path)
-    go_on_beside(cfg)
-    assert cfg.run_name == "mine-2" and Resume.of(cfg).wanted
+    settle_run_name(cfg)
+    assert cfg.run_name == "mine-2" and Resume.of(cfg).requested
     assert "going on with the run mine-2" in settle_resume_mode(cfg)
 
 
@@ -40,7 +40,7 @@ def test_it_goes_on_in_the_folder_beside_it_that_has_checkpoints(tmp_path: Path)
 def test_only_where_the_command_leaves_it_open(settings: dict[str, str], tmp_path: Path) -> None:
     checkpoint(tmp_path, "mine-2", 50.0)
     cfg = trainer(tmp_path, **settings)
-    go_on_beside(cfg)
+    settle_run_name(cfg)
     assert cfg.run_name == settings.get("run_name", "mine")
 
 
@@ -48,5 +48,5 @@ def test_a_run_with_checkpoints_of_its_own_stays_where_it_is(tmp_path: Path) -> 
     checkpoint(tmp_path, "mine", 10.0)
     checkpoint(tmp_path, "mine-2", 50.0)
     cfg = trainer(tmp_path)
-    go_on_beside(cfg)
+    settle_run_name(cfg)
     assert cfg.run_name == "mine"

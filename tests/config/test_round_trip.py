@@ -83,7 +83,7 @@ def consistent(config: Config) -> Config:
         for name in UNMIRRORED:
             setattr(sampling, name, getattr(plain.generator.sampling_params, name))
     generator.eval_n_samples_per_prompt = 1
-    generator.spare_samples_per_prompt = 0
+    generator.oversample_per_prompt = 0
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
     trainer.algorithm.dynamic_sampling.mode = plain.trainer.algorithm.dynamic_sampling.mode
     trainer.algorithm.dynamic_sampling.early_end = False

@@ -12,7 +12,7 @@ import pytest
 from skyasync.config import dump_config, load_config
 from skyasync.config.secrets import Secrets, hidden, is_secret
 from skyasync.errors import UserError
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.run.logs import ProcessLogs
 from skyasync.trainer.checkpoint.settings_check import CONFIG, check_recorded, record
 

@@ -40,9 +40,9 @@ def fails():
     raise KeyError("inside the user's function")
 
 
-def load(function, *settings, held_out=False):
+def load(function, *settings, is_eval=False):
     cfg = load_config(["trainer.policy.model.path=a/b", *settings])
-    return load_prompts([f"{HERE}:{function}"], cfg, tokenizer(), held_out=held_out)
+    return load_prompts([f"{HERE}:{function}"], cfg, tokenizer(), is_eval=is_eval)
 
 
 GSM8K = "environment.env_class=gsm8k"
@@ -136,7 +136,7 @@ def test_a_domain_with_settings_must_be_some_rows_domain():
     settings = [GSM8K, "environment.domains.evn.scale=2"]
     with pytest.raises(UserError, match=r"environment.domains.evn is no training row's domain.*did you mean 'even'"):
         load("two_domains", *settings)
-    assert load("two_domains", *settings, held_out=True)  # a held-out set need not have them all
+    assert load("two_domains", *settings, is_eval=True)  # a held-out set need not have them all
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(caplog):
@@ -171,9 +171,9 @@ def test_a_row_that_nothing_could_judge_is_told_before_the_run(row, more, line):
     funcs = "judge:j" if more else "exact_match"
     cfg = load_config(["trainer.policy.model.path=a/b", f"environment.reward_funcs=[{funcs}]", *more])
     rows = [{"prompt": "a", "label": "b", "rubric": "be kind"}, {"prompt": "c", "label": "d", **row}]
-    for held_out in (False, True):
+    for is_eval in (False, True):
         with pytest.raises(UserError, match=line):
-            load_prompts(["mine"], cfg, tokenizer(), held_out=held_out, known={"mine": rows})
+            load_prompts(["mine"], cfg, tokenizer(), is_eval=is_eval, known={"mine": rows})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_metric_that_no_reward_function_reports_is_told_before_the_run(metric,
     cfg = load_config(["trainer.policy.model.path=a/b", REWARD, f"trainer.algorithm.dynamic_sampling.metric={metric}",
                        "trainer.algorithm.dynamic_sampling.type=variance"])  # fmt: skip
     rows = {"mine": [{"prompt": "a", "label": "b", **row}]}
-    assert load_prompts(["mine"], cfg, tokenizer(), held_out=True, known=rows)
+    assert load_prompts(["mine"], cfg, tokenizer(), is_eval=True, known=rows)
     if known:
         assert load_prompts(["mine"], cfg, tokenizer(), known=rows)
     else:

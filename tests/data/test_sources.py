@@ -22,9 +22,9 @@ def rows_of_a_function():
     return ROWS
 
 
-def found(source, *settings, held_out=False):
+def found(source, *settings, is_eval=False):
     cfg = load_config(["trainer.policy.model.path=a/b", f"data.train_data={json.dumps([str(source)])}", *settings])
-    return [dict(row) for row in rows(str(source), cfg, held_out=held_out)]
+    return [dict(row) for row in rows(str(source), cfg, is_eval=is_eval)]
 
 
 def write(path, texts):
@@ -57,7 +57,7 @@ def test_a_folder_of_files_has_splits_by_their_names(tmp_path):
     write(tmp_path / "set" / "train.jsonl", ["a", "b"])
     write(tmp_path / "set" / "test.jsonl", ["c"])
     assert [row["prompt"] for row in found(tmp_path / "set")] == ["a", "b"]
-    assert [row["prompt"] for row in found(tmp_path / "set", held_out=True)] == ["c"]
+    assert [row["prompt"] for row in found(tmp_path / "set", is_eval=True)] == ["c"]
     assert [row["prompt"] for row in found(f"{tmp_path}/set:test")] == ["c"]
     assert [row["prompt"] for row in found(f"{tmp_path}/set:train[1:]")] == ["b"]
 
@@ -66,7 +66,7 @@ def test_a_saved_data_set(tmp_path, splits):
     splits.save_to_disk(str(tmp_path / "all"))
     splits["test"].save_to_disk(str(tmp_path / "one"))
     assert found(tmp_path / "all") == [{"prompt": "train"}]
-    assert found(tmp_path / "all", held_out=True) == [{"prompt": "validation"}]
+    assert found(tmp_path / "all", is_eval=True) == [{"prompt": "validation"}]
     assert found(f"{tmp_path}/all:test") == [{"prompt": "test"}]
     assert found(tmp_path / "one") == [{"prompt": "test"}]
 
@@ -129,7 +129,7 @@ def test_a_hub_out_of_reach_is_one_line():
     program = (
         "from skyasync import load_config, UserError\n"
         "from skyasync.data.sources import rows\n"
-        "try: rows('owner/no-such-name', load_config(['trainer.policy.model.path=a/b']), held_out=False)\n"
+        "try: rows('owner/no-such-name', load_config(['trainer.policy.model.path=a/b']), is_eval=False)\n"
         "except UserError as error: print(error)"
     )
     settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -167,9 +167,9 @@ def test_a_procedural_tasks_questions_are_its_own():
 
 def test_held_out_questions_have_a_seed_far_from_the_training_questions():
     sizes = ["data.reasoning_gym.chain_sum.size=40", "data.reasoning_gym.chain_sum.val_size=40", "trainer.seed=5"]
-    train, held_out = (found("reasoning_gym:chain_sum", *sizes, held_out=held_out) for held_out in (False, True))
-    assert len(train) == len(held_out) == 40
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    train, evaluated = (found("reasoning_gym:chain_sum", *sizes, is_eval=is_eval) for is_eval in (False, True))
+    assert len(train) == len(evaluated) == 40
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in evaluated}
 
 
 @pytest.mark.parametrize(

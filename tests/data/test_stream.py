@@ -77,7 +77,7 @@ def test_a_line_that_is_no_row_is_one_line_that_names_it(kind: str, streaming: b
         if streaming:
             stream_prompts(cfg.data.train_data, cfg, tokenizer())
         else:
-            list(*check_data(cfg, {}, train=True, held_out=False))
+            list(*check_data(cfg, {}, train=True, evaluate=False))
     assert "\n" not in str(raised.value)
 
 
@@ -86,7 +86,7 @@ def test_text_with_line_separators_of_unicode_is_one_row(tmp_path: Path) -> None
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     assert list(reader(str(file), configured(str(file)))(0)) == rows
-    assert [dict(row) for row in sources.rows(str(file), configured(str(file)), held_out=False)] == rows
+    assert [dict(row) for row in sources.rows(str(file), configured(str(file)), is_eval=False)] == rows
 
 
 # ---------------------------------------------------------------- reading on from any row

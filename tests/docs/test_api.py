@@ -14,7 +14,7 @@ LIST = {
     module: re.findall(r"`(\w+)`", names)
     for module, names in re.findall(r"^\| `(skyasync[\w.]*)` \| (.*) \|$", PAGE, flags=re.MULTILINE)
 }
-PACKAGES = ("skyasync", "skyasync.algorithms", "skyasync.config", "skyasync.envs", "skyasync.observe",
+PACKAGES = ("skyasync", "skyasync.algorithms", "skyasync.config", "skyasync.envs", "skyasync.observability",
             "skyasync.rewards")  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def test_metrics_in_the_text_of_pages_exist() -> None:
-    from skyasync.observe.metric_names import METRICS
+    from skyasync.observability.metric_names import METRICS
 
     known = ("reward", "response", "dynamic_sampling", "policy", "critic", "off_policy", "staleness", "sync", "rollout",
              "throughput", "idle", "time", "eval", "warnings", "env", "engines", "checkpoint")  # fmt: skip

@@ -10,9 +10,9 @@ import pytest
 
 from skyasync import load_config
 from skyasync.config.load import dump_config
-from skyasync.observe.status import read_status
+from skyasync.observability.status import read_status
 from tests.end_to_end.runs import Train, Trained
-from tests.observe import chrome_trace, perfetto
+from tests.observability import chrome_trace, perfetto
 
 pytestmark = pytest.mark.slow
 

@@ -275,7 +275,7 @@ async def test_a_worker_that_gives_no_sign_of_life_is_lost_with_its_episodes_and
     await asyncio.gather(begin(pool, "a", turns=9), begin(pool, "b", turns=9), begin(pool, "c", turns=9))
     workers[0].seconds = 1e9
     failed = await asyncio.gather(pool.step("a", "x"), pool.step("b", "x"), return_exceptions=True)
-    assert "the process that runs the environment of a is lost: it gave no sign of life for 35 s" in str(failed[0])
+    assert "the process that runs the environment of a is lost: it sent no heartbeat for 35 s" in str(failed[0])
     assert failed[1]["reward"] == 1.0
     with pytest.raises(RuntimeError, match="environment of c is lost"):
         await pool.step("c", "x")

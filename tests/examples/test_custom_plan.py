@@ -45,7 +45,7 @@ def test_it_syncs_every_other_step_and_at_the_end_and_keeps_its_bound() -> None:
 
     trainer, versions = run_virtual(run())
     assert versions == [0, *range(2, 21, 2), 21]
-    assert 2 <= max(trainer.ages) <= 4
+    assert 2 <= max(trainer.staleness) <= 4
 
 
 async def test_it_trains_with_real_parts(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from skyasync import BasePPOExp, TrainerCallback
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
-from skyasync.observe.jsonl import append_rows, read_rows
+from skyasync.observability.jsonl import append_rows, read_rows
 from skyasync.trainer.checkpoint.checkpoints import Unfinished
 from skyasync.trainer.extensions.prompt_ledger import PromptLedger
 from skyasync.workers.dispatch import RayWorkerDispatch

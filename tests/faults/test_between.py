@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from skyasync.callbacks import TrainerCallback
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.trackers import MultiTracker
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.trackers import MultiTracker
 from skyasync.trainer import RayPPOTrainer
 from tests.trainer.plans.parts import PLANS, Run, make_run
 

@@ -32,7 +32,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, t
         else:
             before = int(damaged.name.removeprefix("step_")) - 1
             assert len(named) == 1 and damaged.name in named[0] and words in named[0]
-            assert f"step_{before:06d}, behind step {before}\n" in said
+            assert f"step_{before:06d}, after step {before}\n" in said
         return run
 
     checkpoints = goes_on(5).folder / "checkpoints"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from tests.chaos.channel import VARIABLE, Order, Orders
 from tests.end_to_end.runs import outside_environment
 

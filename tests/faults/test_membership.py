@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from skyasync.inference.elastic import FILE
-from skyasync.observe.jsonl import read_rows
+from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
@@ -31,7 +31,7 @@ def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: 
     assert (rows[STEPS]["living"], rows[STEPS]["processes"]) == (1, 1), "the first has left, and its process ended"
     assert rows[5]["listening"] >= 4 and rows[5]["beyond_loopback"] == [], "no other machine can reach any process"
     last = run.metrics[-1]
-    assert (last["engines/joined"], last["engines/left"], last["engines/living"]) == (1, 1, 1)
+    assert (last["engines/joined"], last["engines/left"], last["engines/alive"]) == (1, 1, 1)
     assert "engines/deaths" not in last
     assert run.series("step") == list(range(1, STEPS + 1))
     assert max(run.series("sync/logprob_gap")) < 1e-4, "who has joined computes with the trainer's weights"

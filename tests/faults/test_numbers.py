@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.cli.replaying import ReplayTrainer
+from skyasync.cli.replay_experiment import ReplayTrainer
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.envs.base import BaseTextEnvStepOutput
 from skyasync.errors import NonFiniteError, NonFiniteRewardError, UserError
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
@@ -115,7 +115,7 @@ async def test_without_a_word_it_ends_the_run_and_the_batch_is_kept(
     assert recorded.read(file).step == 2
     if plan is PLANS[0]:  # and can be trained on by itself
         again = LocalRun(ReplayTrainer, config(model, steps=0, eval_interval=0))
-        again.trainer.files, again.trainer.alone = [file], True  # type: ignore[attr-defined]
+        again.trainer.files, again.trainer.independent = [file], True  # type: ignore[attr-defined]
         await again.train()
         assert list(again.tracker.rows) == [1] and again.tracker.rows[1]["policy/grad_norm"] > 0
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.status import FAILED, FINISHED, read_status
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.status import FAILED, FINISHED, read_status
 from tests.chaos.audit import wrong_prompts, wrong_steps
 from tests.chaos.leaks import leftovers
 from tests.chaos.process_tree import Process, family
@@ -31,8 +31,8 @@ SETTINGS = (
 RAYS = {
     "raylet": ("raylet/raylet", "Ray's raylet (process NUMBER) has ended with signal 9", False),
     "gcs": ("gcs/gcs_server", "Ray's GCS server (process NUMBER) has ended with signal 9", False),
-    "dashboard agent": ("ray::DashboardAgent", "behind its dashboard_agent", False),
-    "runtime environments' agent": ("ray::RuntimeEnvAgent", "behind its runtime_env_agent", False),
+    "dashboard agent": ("ray::DashboardAgent", "after its dashboard_agent", False),
+    "runtime environments' agent": ("ray::RuntimeEnvAgent", "after its runtime_env_agent", False),
     "log monitor": ("log_monitor.py", "", True),
 }
 

@@ -76,7 +76,7 @@ async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(tmp
         assert joined.version == 2
         metrics: dict[str, float] = {}
         run.membership.on_step_end(None, metrics)  # type: ignore[arg-type]
-        assert metrics == {"engines/joined": 1.0, "engines/left": 0.0, "engines/living": 3.0}
+        assert metrics == {"engines/joined": 1.0, "engines/left": 0.0, "engines/alive": 3.0}
     assert not run.file.exists()
 
 
@@ -152,7 +152,7 @@ async def test_the_last_one_stays_until_another_is_there(tmp_path: Path, caplog:
         run.want("1")
         await asyncio.sleep(10)
         assert run.living == [0]
-        assert "engine 0 stays: it is the last one that lives" in told(caplog)
+        assert "engine 0 stays: it is the last healthy one" in told(caplog)
         assert "engine 1 could not join and is left out until engines.txt changes: no room" in told(caplog)
         run.want("1", "1", "# a word")
         await asyncio.sleep(10)

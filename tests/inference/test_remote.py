@@ -18,13 +18,12 @@ from skyasync.inference.backends.vllm.server import (
     EXTENSION,
     VLLMServerEngine,
     cache_share,
-    receive,
 )
 from skyasync.inference.backends.vllm.setup import sampling_fields
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.inference.remote import RemoteRequest, check_servers, versions_of
 from skyasync.run.placement import plan_slots, share_threads
-from skyasync.workers.roles import wanted_roles
+from skyasync.workers.roles import roles_with_ranks
 
 CONFIG = EngineConfig("model", dtype="float32", max_model_len=512)
 URL = "http://127.0.0.1:1"
@@ -79,7 +78,7 @@ def test_a_run_with_servers_starts_no_engine_of_its_own() -> None:
     cfg = with_engines()
     assert not check_config(cfg)
     assert backend(cfg) == "vllm_server"
-    slots = plan_slots(cfg, gpus=False, roles=wanted_roles(cfg))
+    slots = plan_slots(cfg, gpus=False, roles=roles_with_ranks(cfg))
     assert slots.of["engines"] == () and len(slots.bundles) == 1
     assert share_threads(cfg, 2, overlap=True)[0] == 2, "the policy has the cores"
 
@@ -120,13 +119,12 @@ def test_versions_are_of_this_run_or_none() -> None:
 
 def test_news_are_of_one_version_also_behind_an_update() -> None:
     begun = RemoteRequest(GenerationRequest("r", [1], SamplingParams()), 7)
-    token = {"token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}}
-    receive(begun, token)
-    receive(begun, token)
+    begun.receive([5], [-1.0])
+    begun.receive([5], [-1.0])
     news = begun.progress()
     assert news is not None and news.token_ids.tolist() == [5, 5] and news.versions.tolist() == [7, 7]
     begun.certain = 2
-    receive(begun, token)
+    begun.receive([5], [-1.0])
     assert begun.progress() is None
 
 

@@ -20,7 +20,7 @@ from skyasync.inference.settings import (
     weight_sync_backend,
 )
 from skyasync.run.placement import plan_slots
-from skyasync.workers.roles import wanted_roles
+from skyasync.workers.roles import roles_with_ranks
 
 SERVER = "generator.engines=[http://127.0.0.1:8000]"
 ADAPTER = ["trainer.policy.lora.rank=4", "trainer.policy.lora.sync=adapter"]
@@ -110,7 +110,7 @@ def test_weights_that_something_is_put_into_are_not_lent(
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())
 def test_engines_that_share_a_device_divide_the_memory_they_may_take(engines: int, ranks: int, shared: bool) -> None:
     cfg = config(shared=shared, engines=engines, ranks=ranks)
-    slots = plan_slots(cfg, gpus=True, roles=wanted_roles(cfg))
+    slots = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
     crowded = max(Counter(slots.of["engines"]).values())
     assert engines_per_device(cfg) == crowded
     each = engine_config(cfg, gpus=True).gpu_memory_utilization

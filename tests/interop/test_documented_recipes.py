@@ -323,7 +323,7 @@ train quick "${@:2}"
 
 
 def test_conditions_functions_and_word_splitting_are_those_of_a_shell() -> None:
-    [command] = [words for words in shell.commands(SHELL, {"MODEL": "acme/small"}) if words[0] == "python3"]
+    [command] = [words for words in shell.read(SHELL, {"MODEL": "acme/small"}).commands if words[0] == "python3"]
     assert flags(command) == {
         "a.lr": 1e-6, "a.big": "yes", "b.name": "small", "b.text": "x y", "b.n": 7, "c.kind": "quick",
         "c.out": "$(pwd)/out",

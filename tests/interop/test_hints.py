@@ -64,7 +64,7 @@ def test_every_value_of_ours_in_a_table_loads() -> None:
     wrong = []
     for name, row in ROWS:
         pairs = [(target, text) for target in row.free for text in row.aliases.values() if text not in "~-"]
-        pairs += [(target, target.fixed or "") for target in row.fixed]
+        pairs += [(target, target.fixed or "") for target in row.targets if target.fixed is not None]
         wrong += [(name, str(t), text) for t, text in pairs if t.path in KEYS and not accepts(KEYS[t.path], text)]
     assert wrong == []
 
@@ -294,4 +294,8 @@ def test_a_row_reads_its_parts() -> None:
     row = TableRow.read("a b\t1\tx.y[1] z.w=on\tnull=~ @list\tsaid")
     assert (row.names, row.default, row.function, row.note) == (("a", "b"), "1", "list", "said")
     assert [str(target) for target in row.free] == ["x.y[1]"]
-    assert [(target.path, target.fixed) for target in row.fixed] == [("z.w", "on")]
+    assert [(target.path, target.fixed) for target in row.targets if target.fixed is not None] == [("z.w", "on")]
+
+
+def test_a_value_of_the_wrong_form_is_answered_too() -> None:
+    assert "the range is symmetric here" in key_hint("reward_clip_range", 3)

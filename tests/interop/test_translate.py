@@ -175,7 +175,7 @@ def test_a_shell_script_is_read_as_a_shell_would() -> None:
     run "${LIST[@]}" $B "$F" ${D} $G $H ${NOT_SET} $@ | tee log
     """
     words = ["run", "--x", "1", "--y", "#z", "--w", "6", "$A", "a b", "3", "yes", "h/i", "${NOT_SET}"]
-    assert words in shell.commands(text, environment={})
+    assert words in shell.read(text, environment={}).commands
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_shell_script_is_read_as_a_shell_would() -> None:
     ],
 )  # fmt: skip
 def test_a_command_of_a_shell_script(text: str, words: list[str]) -> None:
-    assert words in shell.commands(text, environment={"A": "1"})
+    assert words in shell.read(text, environment={"A": "1"}).commands
 
 
 def test_flags_are_read_as_argparse_and_hydra_would() -> None:

@@ -106,7 +106,7 @@ class ReferenceBackend(ModelBackend):
         return {name: torch.cat(rows) for name, rows in found.items()}
 
     def examine(self, scale: float = 1.0) -> str:
-        self._metrics = {part: totals.reduce(lambda values: values) for part, totals in self._totals.items()}
+        self._metrics = {part: totals.reduce() for part, totals in self._totals.items()}
         for part, metrics in self._metrics.items():
             metrics["loss"] *= scale
             gradients = [p.grad.mul_(scale) for p in self._parts[part].parameters() if p.grad is not None]

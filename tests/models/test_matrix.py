@@ -130,8 +130,8 @@ def step(rank: Rank, way: Way) -> Any:
         with patch.object(offload, "moved", lambda tensor, device: tensor.to(device).clone()):
             worker.offload()
             worker.onload()
-    axes = worker.backend.spec.axes
-    rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
+    axes = worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
     worker.forward_backward(batch.select(rows).trim())
     return gradient(worker).numpy()
 

@@ -48,8 +48,8 @@ WAYS = {
 def step(rank: Rank, backwards: bool = False) -> Any:
     worker, batch = rank.worker, ragged()
     begun(rank)
-    axes = worker.backend.spec.axes
-    rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
+    axes = worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
     if backwards:
         rows = rows.flip(0)
     worker.forward_backward(batch.select(rows).trim())

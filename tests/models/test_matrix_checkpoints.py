@@ -130,7 +130,9 @@ def config(path: str, kind: str, way: str) -> Config:
 
 def update(worker: ModelWorker) -> None:
     batch = learning() if VALUE_HEAD in worker.backend.trained or isinstance(worker, CriticWorker) else ragged()
-    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(worker.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.mesh_shape.data)[
+        worker.backend.spec.mesh_shape.data_rank(worker.rank)
+    ]
     worker.forward_backward(batch.select(rows).trim())
     worker.optimizer_step()
 

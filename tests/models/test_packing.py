@@ -23,7 +23,7 @@ def pack(
     ends: bool = False,
 ) -> list:
     settings = {"max_tokens": max_tokens, "max_rows": max_rows, "share_prefixes": share, "hidden_size": hidden}
-    return list(MicroBatches(batch, **settings, end_to_end=ends))
+    return list(MicroBatches(batch, **settings, packs=ends))
 
 
 @settings(max_examples=60, deadline=None)

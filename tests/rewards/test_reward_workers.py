@@ -88,10 +88,12 @@ def soon(condition, patience_s=20.0):
 
 
 def lives(process_id):
+    """Whether one of its threads does: the first one is a zombie as soon as another ends the process."""
     try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        threads = [stat.read_text() for stat in Path(f"/proc/{process_id}/task").glob("*/stat")]
     except OSError:
         return False
+    return any(thread.rpartition(")")[2].split()[0] != "Z" for thread in threads)
 
 
 def computes(process_id):

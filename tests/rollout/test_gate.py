@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from skyasync.rollout.gate import RolloutGate
+from skyasync.rollout.generator_api import RolloutGate
 
 
 class Visits:

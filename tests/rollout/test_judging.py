@@ -14,8 +14,7 @@ from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.rewards import llm_judge
 from skyasync.rewards.settings import env_settings
-from skyasync.rollout.generator import EpisodeGenerator
-from skyasync.rollout.judging import Judges
+from skyasync.rollout.generator import EpisodeGenerator, Judges
 from tests.rewards.openai_server import serving
 from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
 
@@ -125,7 +124,7 @@ async def test_a_response_without_a_verdict_is_zero_and_counted_or_ends_the_run(
         judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", f"reward_on_timeout={unjudged}"]
         generator, _ = playing(*judge, "reward_funcs=[judge:far, exact_match]")
         if unjudged == "raise":
-            with pytest.raises(TimeoutError, match=r"judge:far gave no verdict; environment.reward_on_timeout=zero"):
+            with pytest.raises(TimeoutError, match=r"judge:far gave no grade; environment.reward_on_timeout=zero"):
                 await played(generator, {"label": "7"})
             return
         (trajectory,) = await played(generator, {"label": "7"})

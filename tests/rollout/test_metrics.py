@@ -40,7 +40,7 @@ async def test_staleness_is_read_from_the_stamps_of_every_token():
     assert (found["staleness/min"], found["staleness/max"]) == (0, 2)
     assert found["staleness/mean"] == pytest.approx((2 + 2 + 0 + 0 + 1 + 1) / 6)
     assert found["staleness/head_mean"] == 1.5
-    assert found["staleness/tail_mean"] == 0.5
+    assert found["staleness/last_token_mean"] == 0.5
     assert [found[f"staleness/tokens_{age}"] for age in (0, 1, 2)] == [2, 2, 2]
 
 

@@ -118,13 +118,13 @@ def test_an_error_is_raised_and_nothing_is_left_running() -> None:
 def test_what_cannot_take_the_first_is_refused_by_its_key(key: str, value: object) -> None:
     cfg = Config()
     cfg.trainer.policy.model.path = "model"
-    cfg.generator.spare_samples_per_prompt = 2
+    cfg.generator.oversample_per_prompt = 2
     section, _, name = key.rpartition(".")
     group: object = cfg
     for part in section.split("."):
         group = getattr(group, part)
     setattr(group, name, value)
-    assert any("generator.spare_samples_per_prompt=2" in line and key in line for line in check_config(cfg))
+    assert any("generator.oversample_per_prompt=2" in line and key in line for line in check_config(cfg))
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
@@ -135,7 +135,7 @@ async def test_every_plan_trains_whole_groups_of_the_size_asked_for(plan: str, t
 
     model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=False)
     cfg = config(model, steps=2, train_length=24)
-    cfg.generator.spare_samples_per_prompt = 2
+    cfg.generator.oversample_per_prompt = 2
     run = LocalRun(Remembering, cfg)
     await run.train()
     groups = [group for step in run.trainer.trained for group in step]

@@ -69,7 +69,7 @@ async def run_for(seconds, asked, **settings):
     plays = generator(engine, max_turns=TURNS, **settings)
     task = asyncio.create_task(run_generator(plays, requests(asked), 0))
     await asyncio.sleep(seconds)
-    begun = await plays.begun()
+    begun = await plays.partial_rollouts()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     return begun
@@ -78,9 +78,9 @@ async def run_for(seconds, asked, **settings):
 async def go_on(begun, asked, **sampling):
     engine = Slow()
     plays = generator(engine, max_turns=TURNS)
-    plays.go_on_from(begun)
+    plays.resume_from(begun)
     groups, _ = await run_generator(plays, requests(asked, **sampling), 0)
-    assert not await plays.begun()
+    assert not await plays.partial_rollouts()
     return engine, groups[0].trajectories[0]
 
 
@@ -124,7 +124,7 @@ async def test_with_a_seed_half_a_response_is_made_again_and_comes_out_the_same(
     asking = [replace(each, sampling=replace(each.sampling, seed=5)) for each in requests(asked)]
     engine = Slow()
     plays = generator(engine, max_turns=TURNS)
-    plays.go_on_from(begun)
+    plays.resume_from(begun)
     await run_generator(plays, asking, 0)
     assert [r.request_id.split("-")[-1] for r in engine.requests] == ["t1", "t2"]
 
@@ -136,10 +136,10 @@ async def test_the_progress_of_a_request_that_went_on_has_all_its_pieces():
     begun = await run_for(3.5, asked)
     engine = Slow()
     plays = generator(engine, max_turns=TURNS)
-    plays.go_on_from(begun)
+    plays.resume_from(begun)
     task = asyncio.create_task(run_generator(plays, requests(asked), 0))
     await asyncio.sleep(2.5)
-    (copy,) = await plays.begun()
+    (copy,) = await plays.partial_rollouts()
     assert copy.actions[0].tokens.tolist() == tokens_of(SAID)[:5]
     await task
 

@@ -46,7 +46,7 @@ def test_what_is_expected_is_what_is_found_on_average(
 ) -> None:
     """Over many groups; the difference is a martingale whose steps are at most 1."""
     many = count_repeats(drawn(100 * groups, size, seed, answers=answers, sharpness=sharpness))
-    assert abs(many.found - many.expected) <= 8 * math.sqrt(many.samples)
+    assert abs(many.repeated - many.expected) <= 8 * math.sqrt(many.samples)
 
 
 def test_the_bound_holds_as_often_as_it_says() -> None:
@@ -62,14 +62,14 @@ def test_the_bound_holds_as_often_as_it_says() -> None:
 def test_one_long_response_given_twice_is_an_alarm(size: int, logprob: float) -> None:
     group = [(bytes([i]), logprob) for i in range(size - 1)]
     once_more = count_repeats([[*group, group[0]]])
-    assert (once_more.found, once_more.impossible) == (1, True)
+    assert (once_more.repeated, once_more.impossible) == (1, True)
 
 
 @given(copies=st.integers(2, 64))
 def test_a_policy_that_knows_one_answer_alone_repeats_it_without_alarm(copies: int) -> None:
     sure = count_repeats([[(b"42", math.log(0.999))] * copies])
     assert not sure.impossible
-    assert sure.found == copies - 1
+    assert sure.repeated == copies - 1
     assert sure.expected == pytest.approx(0.999 * (copies - 1))
 
 
@@ -78,7 +78,7 @@ def test_two_engines_with_one_random_stream_are_an_alarm_within_a_step() -> None
     halves = [[(bytes([g, i]), math.log(1e-3)) for i in range(4)] for g in range(8)]
     repeats = count_repeats([half + half for half in halves])
     assert repeats.impossible
-    assert repeats.found == 32
+    assert repeats.repeated == 32
     assert "32 of 64 samples repeat another of their group" in repeat_warning(repeats)
     assert repeat_metrics(repeats)["warnings/repeated_samples"] == 1.0
 

@@ -16,15 +16,15 @@ def group(*pairs):
 
 
 def test_without_a_metric_it_is_the_rewards():
-    assert group((1.0, {"score": 0.25}), (0.0, {})).judged_by("") == [1.0, 0.0]
+    assert group((1.0, {"score": 0.25}), (0.0, {})).metric_values("") == [1.0, 0.0]
 
 
 def test_a_metric_takes_the_rewards_place_except_where_an_episode_was_given_up():
-    assert group((1.0, {"score": 0.25}), (-1.0, {"given_up": 1.0})).judged_by("score") == [0.25, -1.0]
-    assert group((-1.0, {"given_up": 1.0})).judged_by("score") == [-1.0]
+    assert group((1.0, {"score": 0.25}), (-1.0, {"given_up": 1.0})).metric_values("score") == [0.25, -1.0]
+    assert group((-1.0, {"given_up": 1.0})).metric_values("score") == [-1.0]
 
 
 def test_a_metric_that_nobody_gives_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"unknown metric in trainer\.algorithm\.dynamic_sampling\.metric 'scores': "
                                         r"did you mean 'score'\? allowed: score"):  # fmt: skip
-        group((1.0, {"score": 0.25})).judged_by("scores")
+        group((1.0, {"score": 0.25})).metric_values("scores")

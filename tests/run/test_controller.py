@@ -31,6 +31,8 @@ class Trainer:
 class Experiment:
     """``errors`` are raised by the methods they name."""
 
+    restarting = None
+
     def __init__(self, trainer=None, **errors):
         self.trainer, self.errors, self.closed = trainer or Trainer(), errors, 0
 

@@ -9,10 +9,10 @@ from skyasync.cli.runs import runs
 from skyasync.config.model_files import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.observe.run_dir import unlock_run
+from skyasync.observability.run_dir import unlock_run
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.run.experiment import BasePPOExp
-from tests.observe.test_run_lock import holder
+from tests.observability.test_run_lock import holder
 
 HERE = __name__
 ONE_PROMPT = [Prompt(PromptId(0, 0), [{"role": "user", "content": "x"}], "none")]

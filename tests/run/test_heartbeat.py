@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ray
 
-from skyasync.observe.progress import ProgressReport
+from skyasync.observability.progress import ProgressReport
 from skyasync.run.controller import Heartbeat
 
 LIMIT_S = 6.0
@@ -53,7 +53,7 @@ def test_it_is_ended_when_it_has_been_asked_in_vain_for_so_long(capsys: pytest.C
     assert asked.ask(0) is None and not controller.ended
     assert asked.ask(0) is None and controller.ended
     assert controller.waited_s == LIMIT_S
-    assert "no sign of life for 6 s (trainer.heartbeat_timeout_s): it is ended" in capsys.readouterr().err
+    assert "has not answered for 6 s (trainer.heartbeat_timeout_s): it is ended" in capsys.readouterr().err
 
 
 def test_an_answer_forgives_the_silence_before_it() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import skyasync.run.ray_cluster
 from skyasync.config.schema import Config
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.run import launch as program
 from skyasync.run.experiment import BasePPOExp
 

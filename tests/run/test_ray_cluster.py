@@ -40,9 +40,9 @@ def test_processes_that_a_run_on_one_machine_has_no_use_for_are_not_started(ray_
 def test_an_address_without_a_cluster_is_refused_at_once(address: str, problem: str) -> None:
     program = (
         "import sys; from skyasync.config import Config\n"
-        "from skyasync.workers.roles import wanted_roles; from skyasync.run.ray_cluster import cluster\n"
+        "from skyasync.workers.roles import roles_with_ranks; from skyasync.run.ray_cluster import cluster\n"
         "cfg = Config(); cfg.ray.address = sys.argv[1]\n"
-        "with cluster(cfg, roles=wanted_roles(Config())): pass\n"
+        "with cluster(cfg, roles=roles_with_ranks(Config())): pass\n"
     )
     ended = subprocess.run([sys.executable, "-c", program, address], capture_output=True, text=True, timeout=30)
     assert f"UserError: ray.address='{address}'" in ended.stderr
@@ -53,10 +53,10 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, problem: 
 def test_a_machine_with_too_few_gpus_says_so_before_anything_loads() -> None:
     program = (
         "import ray; from skyasync.config import Config\n"
-        "from skyasync.workers.roles import wanted_roles; from skyasync.run import ray_cluster as cluster\n"
+        "from skyasync.workers.roles import roles_with_ranks; from skyasync.run import ray_cluster as cluster\n"
         "really = cluster.start_on_loopback\n"
         "cluster.start_on_loopback = lambda **options: really(**options, num_gpus=1)\n"
-        "with cluster.cluster(Config(), roles=wanted_roles(Config())): pass\n"
+        "with cluster.cluster(Config(), roles=roles_with_ranks(Config())): pass\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert "UserError: Ray did not grant {'CPU': 2.0, 'GPU': 2.0} on this machine; there are" in ended.stderr
@@ -102,7 +102,7 @@ def test_a_process_of_rays_that_has_ended_is_named(monkeypatch: pytest.MonkeyPat
     (tmp_path / "raylet.out").write_text(
         "The raylet exited immediately because one Ray agent failed, agent_name = dashboard_agent."
     )
-    assert ray_cluster.ended() == f"{found}, behind its dashboard_agent"
+    assert ray_cluster.ended() == f"{found}, after its dashboard_agent"
     parts["gcs_server"].kill()
     parts["gcs_server"].wait()
     monkeypatch.setattr(worker, "_global_node", None)

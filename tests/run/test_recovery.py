@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from skyasync.config.schema import Config
-from skyasync.observe.jsonl import read_rows
-from skyasync.run.recovery import Recovery
-from skyasync.trainer.restarts import NAME
+from skyasync.observability.jsonl import read_rows
+from skyasync.run.recovery import NAME, Recovery
 from skyasync.utils.process_identity import born
 
 DEATH = RuntimeError("gone")

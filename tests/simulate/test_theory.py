@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.run import simulate, work
-from skyasync.simulate.theory import FORMULAS, Batches, ends_of, expected_step_s
+from skyasync.simulate.theory import FORMULAS, DrawnBatches, completion_times, expected_step_s
 from tests.simulate.test_engines import client
 from tests.simulate.test_plans import config
 
@@ -47,7 +47,7 @@ def test_the_streamed_formula_is_the_recursion_and_within_its_bounds(groups: lis
     end = 0.0
     for ready, seconds in zip(complete, training, strict=True):
         end = max(end, ready) + seconds
-    batches = Batches(complete[None], training[None])
+    batches = DrawnBatches(complete[None], training[None])
     (streamed,), (sync,) = FORMULAS["streamed"](batches), FORMULAS["sync"](batches)
     assert streamed == pytest.approx(end)
     assert max(complete[-1] + training[-1], complete[0] + training.sum()) <= streamed * (1 + 1e-9)
@@ -65,7 +65,7 @@ def test_sequences_end_when_the_virtual_engines_end_them(lengths: list[int], eng
         await asyncio.sleep(1)
         return ends
 
-    assert run_virtual(run()) == pytest.approx(ends_of(np.array([lengths], float), engines, slots)[0])
+    assert run_virtual(run()) == pytest.approx(completion_times(np.array([lengths], float), engines, slots)[0])
 
 
 def test_there_is_no_formula_where_none_was_derived() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout.trajectory_files import files_of, read
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer

@@ -10,7 +10,7 @@ import pytest
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.errors import UserError
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.checkpoint.checkpoints import read_best
 from tests.trainer.plans.parts import Run, make_run

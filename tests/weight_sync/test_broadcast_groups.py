@@ -233,7 +233,7 @@ async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_r
         await run.trainer.optimizer_step()
         first = list(run.engines)
         run.engines[1].dies_in_sync = True
-        with pytest.raises(EngineFailedError, match="engine 1 has died in a call in which the others wait for it"):
+        with pytest.raises(EngineFailedError, match="engine 1 has failed in a call in which the others wait"):
             await run.sync.sync(2)
         assert "in which they wait for it" in str(run.trainer.ranks.lost)
         run.trainer = Trainer(run.client)  # as the controller does; from the checkpoint of the first step, say

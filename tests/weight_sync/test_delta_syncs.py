@@ -91,7 +91,7 @@ async def hand_over(pair):
 async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_that_comes_late(pair):
     first, second = await hand_over(pair), await hand_over(pair)
     assert second["sync/bytes"] < first["sync/bytes"] / 2
-    pair.engine._has.content = "other"
+    pair.engine._content.content = "other"
     third = await hand_over(pair)
     assert (third["sync/fallbacks"], third["sync/bytes"]) == (1, first["sync/bytes"])
     assert (await hand_over(pair))["sync/bytes"] < first["sync/bytes"] / 2

@@ -96,7 +96,7 @@ async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
     for wrong in (False, False, True, False):
         pair.step()
         if wrong:
-            pair.engine._held.content = "other"
+            pair.engine._content.content = "other"
         await pair.hand_over()
         fallbacks.append((await pair.verify())["sync/fallbacks"])
     by_changes = await pair.client.score(PROBE)

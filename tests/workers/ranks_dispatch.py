@@ -39,7 +39,7 @@ class DoubleWorker(PolicyWorker):
 
 
 class RanksDispatch(WeightTransfer):
-    """What a run with one policy asks of ``WorkerDispatch``.
+    """What a run with one policy asks of ``Dispatch``.
 
     Attributes:
         rows: of every ``forward_backward``, how many each rank had.

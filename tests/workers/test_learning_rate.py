@@ -16,7 +16,7 @@ from skyasync.config.check import check_config
 from skyasync.config.schema import Config, OptimizerConfig
 from skyasync.config.schema.models import SCHEDULES
 from skyasync.errors import UserError
-from skyasync.workers.learning_rate import learning_rate
+from skyasync.workers.model_worker import learning_rate
 
 
 def config(**settings: Any) -> OptimizerConfig:

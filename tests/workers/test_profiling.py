@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.run_dir import RunDirectory
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, config
 

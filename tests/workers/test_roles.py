@@ -20,11 +20,11 @@ from skyasync.run.placement import plan_slots
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.local import LocalDispatch
 from skyasync.workers.ranks import WorkerPlacement
-from skyasync.workers.roles import ROLES, Role, register_role, wanted_roles
+from skyasync.workers.roles import ROLES, Role, register_role, roles_with_ranks
 from skyasync.workers.worker import Worker
 from tests.workers.conftest import config_for, make_batch
 
-KL = When(lambda cfg: cfg.trainer.algorithm.use_kl_loss, "trainer.algorithm.use_kl_loss")
+KL = When("trainer.algorithm.use_kl_loss")
 
 
 class LengthWorker(Worker):
@@ -81,8 +81,8 @@ def config(path: str, *, shared: bool = True) -> Config:
 
 
 def test_the_policy_is_first_and_the_others_come_where_something_asks_for_them(lengths: Role) -> None:
-    assert [role.name for role in wanted_roles(config("", shared=False))] == ["policy", "lengths"]
-    assert [role.name for role in wanted_roles(config(""))] == ["policy", "reference", "lengths"]
+    assert [role.name for role in roles_with_ranks(config("", shared=False))] == ["policy", "lengths"]
+    assert [role.name for role in roles_with_ranks(config(""))] == ["policy", "reference", "lengths"]
 
 
 def test_a_users_role_travels_and_the_librarys_do_not(lengths: Role) -> None:
@@ -97,11 +97,11 @@ def test_a_role_that_nobody_has_added_is_refused_with_the_nearest() -> None:
 def test_a_third_role_is_placed_beside_the_policy_or_on_devices_of_its_own(lengths: Role) -> None:
     cfg = config("")
     cfg.trainer.placement.policy_num_gpus_per_node = 2
-    beside = plan_slots(cfg, gpus=True, roles=wanted_roles(cfg))
+    beside = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
     assert beside.of == {"policy": (0, 1), "reference": (0, 1), "lengths": (0, 1), "engines": (2,)}
     assert {beside.share[role] for role in ("policy", "reference", "lengths")} == {0.3333}
     register_role(Role("lengths", LengthWorker, gpu=False))
-    apart = plan_slots(cfg, gpus=True, roles=wanted_roles(cfg))
+    apart = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
     assert apart.of["lengths"] == (2,) and apart.bundles[2] == {"CPU": 1.0}
     assert apart.share["lengths"] == 1.0
 

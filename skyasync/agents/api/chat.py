@@ -1,22 +1,15 @@
-"""OpenAI's chat completions: ``/v1/chat/completions``. A stream adds up to the whole answer."""
+"""OpenAI's chat completions (``/v1/chat/completions``) and text completions (``/v1/completions``).
+
+A stream adds up to the whole answer.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from skyasync.agents.api.types import (
-    AnswerHead,
-    Body,
-    EpisodeContext,
-    Message,
-    ModelReply,
-    ModelRequest,
-    RequestError,
-    SentReply,
-    ServerSentEvent,
-)
+from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply, ModelRequest, RequestError, event
 from skyasync.agents.api.validation import (
     ROLES,
     check_fields,
@@ -29,11 +22,13 @@ from skyasync.agents.api.validation import (
     tool_call,
 )
 from skyasync.config.keys import Key
-from skyasync.inference.interface import LIMITS, SamplingParams
+
+if TYPE_CHECKING:
+    from skyasync.agents.session import Session
 
 _CHOICES = Key("", int, low=1, high=128)
 
-#: Bookkeeping of OpenAI's own service.
+#: Fields for OpenAI's own service, which change no answer.
 IGNORED = frozenset(
     ["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"]
 )
@@ -58,176 +53,164 @@ COMMON = frozenset(
      "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "repetition_penalty", "seed",
      "stop", "max_tokens"]
 )  # fmt: skip
-_FIELDS = COMMON | {
+CHAT_FIELDS = COMMON | {
     "messages", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "max_completion_tokens",
 }  # fmt: skip
+COMPLETION_FIELDS = COMMON | {"prompt", "logprobs"}
 
 
-def common(body: Body, defaults: SamplingParams) -> dict[str, Any]:
-    """The arguments of ``ModelRequest`` that chat and text completions share."""
-    options = given(body, "stream_options", dict, "an object", {})
-    return {
-        "model": given(body, "model", str, "a name", "policy"),
-        "sampling": sampling(body, defaults),
-        "choices": int(number(body, "n", _CHOICES) or 1),
-        "stream": flag(body, "stream", default=False),
-        "include_usage": bool(options.get("include_usage")),
-        "token_ids": flag(body, "return_token_ids", default=False),
-    }
-
-
-class ChatApi:
-    """See ``Api``."""
-
+class ChatApi(Api):
     prefix = "chatcmpl"
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
 
-    def read(self, body: Body, episode: EpisodeContext) -> ModelRequest:
-        check_fields(body, _FIELDS, IGNORED, NEUTRAL)
+    def read(self, body: Body, session: Session) -> ModelRequest:
+        check_fields(body, CHAT_FIELDS, IGNORED, NEUTRAL)
         messages = given(body, "messages", list, "a list of messages")
         if not messages:
             raise RequestError("messages is empty", "messages")
-        tools = given(body, "tools", list, "a list of tools", None) or None
-        for index, tool in enumerate(tools or ()):
+        tools = given(body, "tools", list, "a list of tools", [])
+        for index, tool in enumerate(tools):
             function = tool.get("function") if isinstance(tool, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise RequestError(f"tools[{index}] must be of type function, with a name", f"tools[{index}]")
-        shown = shows_tools(body.get("tool_choice"))
-        if most := number(body, "max_completion_tokens", LIMITS["max_tokens"]):
-            body = {**body, "max_tokens": most}
         return ModelRequest(
-            **common(body, episode.sampling),
+            **self.common(body, session),
             logprobs=flag(body, "logprobs", default=False),
             messages=[_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
-            tools=tools if shown else None,
+            tools=(tools or None) if shows_tools(body.get("tool_choice")) else None,
             parallel_tool_calls=flag(body, "parallel_tool_calls", default=True),
         )
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
-        return completion(head, "chat.completion", [_choice(reply) for reply in replies])
+    def common(self, body: Body, session: Session) -> dict[str, Any]:
+        """The arguments of ``ModelRequest`` that chat and text completions share."""
+        options = given(body, "stream_options", dict, "an object", {})
+        return {
+            "model": given(body, "model", str, "a name", "policy"),
+            "sampling": sampling(body, session.sampling),
+            "choices": int(number(body, "n", _CHOICES) or 1),
+            "stream": flag(body, "stream", default=False),
+            "include_usage": bool(options.get("include_usage")),
+            "token_ids": flag(body, "return_token_ids", default=False),
+        }
 
-    def stream(self, request: ModelRequest) -> ChatStream:
-        return ChatStream(request)
+    def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
+        about = {"id": head.id, "object": self.kind, "created": head.created, "model": head.model}
+        body = {**about, "choices": [self.choice(reply) for reply in replies], "usage": _usage(head)}
+        return body if head.prompt_token_ids is None else {**body, "prompt_token_ids": head.prompt_token_ids}
 
-    def error(self, error: RequestError) -> Body:
-        return openai_error(error)
-
-
-class CompletionStream:
-    """What the streams of chat and text completions share; see ``ApiStream``."""
-
-    kind: str
-
-    def __init__(self, request: ModelRequest) -> None:
-        self._usage, self.sent = request.include_usage, dict[int, SentReply]()
-        self._head: Body = {}
-
-    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]:
-        self._head = completion_head(head, self.kind)
-        yield from ()
-
-    def chunk(self, *choices: Body, **more: object) -> ServerSentEvent:
-        return ServerSentEvent("", {**self._head, "choices": choices, **more})
-
-    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]:
-        if self._usage:
-            yield self.chunk(usage=usage(head))
-        yield ServerSentEvent("", "[DONE]")
-
-    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]:
-        yield ServerSentEvent("", openai_error(error))
-
-
-class ChatStream(CompletionStream):
-    kind = "chat.completion.chunk"
-
-    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]:
-        if reply.index not in self.sent:
-            self.sent[reply.index] = SentReply()
-            yield self._delta(reply, {"role": "assistant", "content": ""})
-        new = self.sent[reply.index].delta(reply)
+    def update(self, reply: ModelReply) -> str:
+        first = reply.index not in self.sent
+        new = self.unsent(reply)
+        deltas: list[tuple[Body, Body]] = []  # each with what is sent next to it
+        if first:
+            deltas.append(({"role": "assistant", "content": ""}, {}))
         if new.reasoning:
-            yield self._delta(reply, {"reasoning_content": new.reasoning})
-        more: Body = {} if new.token_ids is None else {"token_ids": new.token_ids}
-        if new.logprobs:
-            more["logprobs"] = _logprobs(new.logprobs)
+            deltas.append(({"reasoning_content": new.reasoning}, {}))
         if new.text or new.logprobs or new.token_ids:
-            yield self._delta(reply, {"content": new.text} if new.text else {}, **more)
+            more: Body = {} if new.token_ids is None else {"token_ids": new.token_ids}
+            if new.logprobs:
+                more["logprobs"] = _logprobs(new.logprobs)
+            deltas.append(({"content": new.text} if new.text else {}, more))
         if reply.tool_calls:
-            calls = [{"index": i, **_with_json(call)} for i, call in enumerate(reply.tool_calls)]
-            yield self._delta(reply, {"tool_calls": calls})
+            deltas.append(({"tool_calls": [{"index": i, **c} for i, c in enumerate(_tool_calls(reply))]}, {}))
         if reply.finish_reason:
-            yield self._delta(reply, {}, finish_reason=reply.finish_reason)
+            deltas.append(({}, {"finish_reason": reply.finish_reason}))
+        empty = {"index": reply.index, "finish_reason": None, "logprobs": None}
+        return "".join(self.chunk([{**empty, "delta": delta, **more}]) for delta, more in deltas)
 
-    def _delta(self, reply: ModelReply, delta: Body, **more: object) -> ServerSentEvent:
-        return self.chunk({"index": reply.index, "delta": delta, "finish_reason": None, "logprobs": None, **more})
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
+        usage = self.chunk([], usage=_usage(head)) if self.request.include_usage else ""
+        return usage + event("[DONE]")
+
+    def chunk(self, choices: list[Body], **more: object) -> str:
+        about = {"id": self.head.id, "object": self.chunk_kind, "created": self.head.created, "model": self.head.model}
+        return event({**about, "choices": choices, **more})
+
+    def choice(self, reply: ModelReply) -> Body:
+        message: Body = {"role": "assistant", "content": reply.text, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message |= {"content": reply.text or None, "tool_calls": _tool_calls(reply)}
+        body = {"index": reply.index, "message": message, "finish_reason": reply.finish_reason}
+        body["logprobs"] = None if reply.logprobs is None else _logprobs(reply.logprobs)
+        return body if reply.token_ids is None else {**body, "token_ids": reply.token_ids}
 
 
-def openai_error(error: RequestError) -> Body:
-    kinds = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
-    kind = kinds.get(error.status, "invalid_request_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+class CompletionsApi(ChatApi):
+    """Text completions, of text or of token ids."""
+
+    prefix = "cmpl"
+    kind = chunk_kind = "text_completion"
+
+    def read(self, body: Body, session: Session) -> ModelRequest:
+        check_fields(body, COMPLETION_FIELDS, IGNORED, NEUTRAL)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            prompt = prompt[0]
+        tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+        if not prompt or not (tokens or isinstance(prompt, str)):
+            raise RequestError("prompt must be one text or one list of token ids, not empty", "prompt")
+        if (body.get("logprobs") or 0) not in (0, 1):
+            problem = f"logprobs={body['logprobs']!r:.100} is not supported here"
+            problem = f"{problem}: 0 or 1 gives those of the sampled tokens"
+            raise RequestError(problem, "logprobs", "unsupported_parameter")
+        return ModelRequest(**self.common(body, session), logprobs=body.get("logprobs") is not None, prompt=prompt)
+
+    def update(self, reply: ModelReply) -> str:
+        new = self.unsent(reply)
+        sends = new.text or new.logprobs or new.token_ids or reply.finish_reason
+        return self.chunk([self.choice(new)]) if sends else ""
+
+    def choice(self, reply: ModelReply) -> Body:
+        body: Body = {"index": reply.index, "text": reply.text, "finish_reason": reply.finish_reason or None}
+        body["logprobs"] = None
+        if reply.logprobs is not None:
+            tokens, values = [token for token, _ in reply.logprobs], [value for _, value in reply.logprobs]
+            body["logprobs"] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+        return body if reply.token_ids is None else {**body, "token_ids": reply.token_ids}
 
 
-def usage(head: AnswerHead) -> dict[str, int]:
+def _usage(head: AnswerHead) -> dict[str, int]:
     read, wrote = head.prompt_tokens, head.completion_tokens
     return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
 
 
-def completion_head(head: AnswerHead, kind: str) -> Body:
-    return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
-
-
-def completion(head: AnswerHead, kind: str, choices: list[Body]) -> Body:
-    """A whole answer."""
-    body = {**completion_head(head, kind), "choices": choices, "usage": usage(head)}
-    return body if head.prompt_token_ids is None else {**body, "prompt_token_ids": head.prompt_token_ids}
-
-
-def _choice(reply: ModelReply) -> Body:
-    message: Body = {"role": "assistant", "content": reply.text, "refusal": None}
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
-    if reply.tool_calls:
-        message |= {"content": reply.text or None, "tool_calls": [_with_json(call) for call in reply.tool_calls]}
-    body = {"index": reply.index, "message": message, "finish_reason": reply.finish_reason}
-    body["logprobs"] = None if reply.logprobs is None else _logprobs(reply.logprobs)
-    return body if reply.token_ids is None else {**body, "token_ids": reply.token_ids}
-
-
-def _logprobs(found: Sequence[tuple[str, float]]) -> Body:
+def _logprobs(pairs: Sequence[tuple[str, float]]) -> Body:
     content = [
-        {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []} for token, value in found
+        {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []} for token, value in pairs
     ]
     return {"content": content, "refusal": None}
 
 
-def _with_json(call: Mapping[str, Any]) -> Body:
+def _tool_calls(reply: ModelReply) -> list[Body]:
     """The arguments travel as JSON text."""
-    function = call["function"]
-    return {**call, "function": {"name": function["name"], "arguments": json.dumps(function["arguments"])}}
+    return [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in reply.tool_calls
+    ]
 
 
 def _message(message: object, where: str) -> Message:
     """As chat templates read it."""
     if not isinstance(message, dict) or message.get("role") not in list(ROLES):
         raise RequestError(f"{where} must be an object with a role of {', '.join(ROLES)}", where)
-    found: Message = {"role": ROLES[message["role"]], "content": text_of(message.get("content"), f"{where}.content")}
+    read: Message = {"role": ROLES[message["role"]], "content": text_of(message.get("content"), f"{where}.content")}
     if message["role"] == "tool":
-        found["tool_call_id"] = str(message.get("tool_call_id", ""))
+        read["tool_call_id"] = str(message.get("tool_call_id", ""))
     if isinstance(message.get("name"), str):
-        found["name"] = message["name"]
+        read["name"] = message["name"]
     thought = message.get("reasoning_content") or message.get("reasoning")
     if message["role"] == "assistant" and isinstance(thought, str):
-        found["reasoning_content"] = thought
+        read["reasoning_content"] = thought
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list", where)
-        found["tool_calls"] = [_tool_call(call, f"{where}.tool_calls") for call in calls]
-    return found
-
-
-def _tool_call(call: object, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise RequestError(f"{where} must be objects with a function that has a name and arguments", where)
-    return tool_call(function.get("name"), function.get("arguments"), call.get("id"), where)
+        where, read["tool_calls"] = f"{where}.tool_calls", []
+        for call in calls:
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict):
+                raise RequestError(f"{where} must be objects with a function that has a name and arguments", where)
+            read["tool_calls"].append(tool_call(function.get("name"), function.get("arguments"), call.get("id"), where))
+    return read

@@ -8,35 +8,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skyasync.agents.api.types import (
-    AnswerHead,
-    Body,
-    EpisodeContext,
-    Message,
-    ModelReply,
-    ModelRequest,
-    RequestError,
-    SentReply,
-    ServerSentEvent,
-)
+from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply, ModelRequest, RequestError, event
 from skyasync.agents.api.validation import (
     check_fields,
     check_no_image,
     flag,
-    function_tool,
+    function_tools,
     given,
     number,
     sampling,
     shows_tools,
     text_of,
     tool_call,
-    tool_result,
 )
 from skyasync.inference.interface import LIMITS
 
-#: Bookkeeping of Anthropic's own service; it caches and routes, and changes no answer.
+if TYPE_CHECKING:
+    from skyasync.agents.session import Session
+
+#: Fields for Anthropic's own service, which caches and routes; they change no answer.
 IGNORED = frozenset(["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"])
 #: Fields whose default value requests nothing, and that value; any other is rejected.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -57,19 +49,21 @@ _ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
 
-class MessagesApi:
-    """See ``Api``."""
+class MessagesApi(Api):
+    """In a stream one block is open at a time: the thinking, the text, then each call of a tool."""
 
     prefix = "msg"
 
-    def read(self, body: Body, episode: EpisodeContext) -> ModelRequest:
-        check_fields(body, _FIELDS, IGNORED, NEUTRAL)
-        if number(body, "max_tokens", LIMITS["max_tokens"]) is None:
-            raise RequestError("max_tokens must be given", "max_tokens")
-        return self.read_prompt(body, episode)
+    def __init__(self, body: Body, session: Session) -> None:
+        super().__init__(body, session)
+        self._open_block = ""
+        self._blocks = 0
 
-    def read_prompt(self, body: Body, episode: EpisodeContext) -> ModelRequest:
-        """For counting tokens: ``max_tokens`` may be missing."""
+    def read(self, body: Body, session: Session) -> ModelRequest:
+        if not self.counts_tokens:
+            check_fields(body, _FIELDS, IGNORED, NEUTRAL)
+            if number(body, "max_tokens", LIMITS["max_tokens"]) is None:
+                raise RequestError("max_tokens must be given", "max_tokens")
         given_messages = given(body, "messages", list, "a list of messages")
         messages = [m for i, message in enumerate(given_messages) for m in _messages(message, f"messages[{i}]")]
         if not messages:
@@ -79,20 +73,18 @@ class MessagesApi:
             raise RequestError(problem, "messages")
         if system := text_of(body.get("system"), "system"):
             messages.insert(0, {"role": "system", "content": system})
-        tools = given(body, "tools", list, "a list of tools", None) or []
         choice = given(body, "tool_choice", dict, "an object", {})
         shown = shows_tools(choice.get("type", "auto"), "tool_choice.type")
-        tools = [function_tool(tool, f"tools[{i}]", "custom", "input_schema") for i, tool in enumerate(tools) if shown]
         return ModelRequest(
             model=given(body, "model", str, "a name", "policy"),
-            sampling=sampling(body, episode.sampling),
+            sampling=sampling(body, session.sampling),
             stream=flag(body, "stream", default=False),
             messages=messages,
-            tools=tools or None,
+            tools=function_tools(body, shown, "custom", "input_schema"),
             parallel_tool_calls=not flag(choice, "disable_parallel_tool_use", default=False),
         )
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
+    def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         (reply,) = replies
         blocks: list[Body] = []
         if reply.reasoning:
@@ -100,80 +92,62 @@ class MessagesApi:
         if reply.text:
             blocks.append({"type": "text", "text": reply.text})
         blocks += [_tool_use(call) for call in reply.tool_calls]
-        return {**_head(head), "content": blocks, **_stop(reply), "usage": _usage(head)}
+        return {**_message_head(head), "content": blocks, **_stop(reply)}
 
-    def stream(self, request: ModelRequest) -> MessagesStream:
-        return MessagesStream()
+    def begin(self, head: AnswerHead) -> str:
+        return _event("message_start", message={**_message_head(head), "stop_reason": None, "stop_sequence": None})
 
-    def error(self, error: RequestError) -> Body:
+    def update(self, reply: ModelReply) -> str:
+        new, sent = self.unsent(reply), ""
+        for kind, text, empty in (("thinking", new.reasoning, {"signature": ""}), ("text", new.text, {})):
+            if text:
+                if self._open_block != kind:
+                    sent += self._next_block({"type": kind, kind: "", **empty})
+                sent += _event("content_block_delta", index=self._blocks, delta={"type": f"{kind}_delta", kind: text})
+        for call in reply.tool_calls:
+            block = _tool_use(call)
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            sent += self._next_block({**block, "input": {}})
+            sent += _event("content_block_delta", index=self._blocks, delta=delta)
+        return sent + self._next_block(None) if reply.finish_reason else sent
+
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
+        (reply,) = replies
+        delta = _event("message_delta", delta=_stop(reply), usage={"output_tokens": head.completion_tokens})
+        return delta + _event("message_stop")
+
+    def fail(self, error: RequestError) -> str:
+        return event(self.error(error), "error")
+
+    @staticmethod
+    def error(error: RequestError) -> Body:
         kind = _ERRORS.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
-
-class MessagesStream:
-    """See ``ApiStream``. One block is open at a time: the thinking, the text, then each call of a tool."""
-
-    def __init__(self) -> None:
-        self._sent = SentReply()
-        self._open = ""
-        self._blocks = 0
-
-    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]:
-        message = {**_head(head), "stop_reason": None, "stop_sequence": None, "usage": _usage(head)}
-        yield _event("message_start", message=message)
-
-    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]:
-        new = self._sent.delta(reply)
-        if new.reasoning:
-            yield from self._extend("thinking", {"thinking": "", "signature": ""}, thinking=new.reasoning)
-        if new.text:
-            yield from self._extend("text", {"text": ""}, text=new.text)
-        for call in reply.tool_calls:
-            block = _tool_use(call)
-            yield from self._close()
-            arguments = json.dumps(block.pop("input"))
-            yield self._start({**block, "input": {}})
-            yield self._delta(type="input_json_delta", partial_json=arguments)
-        if reply.finish_reason:
-            yield from self._close()
-
-    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]:
-        (reply,) = replies
-        yield _event("message_delta", delta=_stop(reply), usage={"output_tokens": head.completion_tokens})
-        yield _event("message_stop")
-
-    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]:
-        yield ServerSentEvent("error", MessagesApi().error(error))
-
-    def _extend(self, kind: str, empty: Body, **new: str) -> Iterator[ServerSentEvent]:
-        if self._open != kind:
-            yield from self._close()
-            yield self._start({"type": kind, **empty})
-        yield self._delta(type=f"{kind}_delta", **new)
-
-    def _start(self, block: Body) -> ServerSentEvent:
-        self._open = block["type"]
-        return _event("content_block_start", index=self._blocks, content_block=block)
-
-    def _delta(self, **delta: str) -> ServerSentEvent:
-        return _event("content_block_delta", index=self._blocks, delta=delta)
-
-    def _close(self) -> Iterator[ServerSentEvent]:
-        if self._open:
-            yield _event("content_block_stop", index=self._blocks)
-            self._open, self._blocks = "", self._blocks + 1
+    def _next_block(self, block: Body | None) -> str:
+        """End the open block, and begin this one."""
+        sent = ""
+        if self._open_block:
+            sent = _event("content_block_stop", index=self._blocks)
+            self._blocks += 1
+        self._open_block = block["type"] if block else ""
+        return sent + _event("content_block_start", index=self._blocks, content_block=block) if block else sent
 
 
-def _event(name: str, **data: object) -> ServerSentEvent:
-    return ServerSentEvent(name, {"type": name, **data})
+class CountTokensApi(MessagesApi):
+    """For counting tokens, the fields that do not belong to the prompt are not looked at."""
+
+    counts_tokens = True
 
 
-def _head(head: AnswerHead) -> Body:
-    return {"id": head.id, "type": "message", "role": "assistant", "model": head.model, "content": []}
+def _event(name: str, **data: object) -> str:
+    return event({"type": name, **data}, name)
 
 
-def _usage(head: AnswerHead) -> dict[str, int]:
-    return {"input_tokens": head.prompt_tokens, "output_tokens": head.completion_tokens}
+def _message_head(head: AnswerHead) -> Body:
+    usage = {"input_tokens": head.prompt_tokens, "output_tokens": head.completion_tokens}
+    about = {"id": head.id, "type": "message", "role": "assistant", "model": head.model}
+    return {**about, "content": [], "usage": usage}
 
 
 def _stop(reply: ModelReply) -> Body:
@@ -204,7 +178,8 @@ def _messages(message: object, where: str) -> Iterator[Message]:
         check_no_image(block, place)
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
-            yield tool_result(block.get("content"), block.get("tool_use_id", ""), f"{place}.content")
+            result = text_of(block.get("content"), f"{place}.content")
+            yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
             continue
         only_results = False
         if kind == "text":
@@ -217,9 +192,9 @@ def _messages(message: object, where: str) -> Iterator[Message]:
             problem = f"{place} has the type {kind}, which is not read here in a message of {role}"
             raise RequestError(problem, place, "unsupported_content")
     if not only_results:
-        found: Message = {"role": role, "content": "".join(texts)}
+        rest: Message = {"role": role, "content": "".join(texts)}
         if thoughts:
-            found["reasoning_content"] = "".join(thoughts)
+            rest["reasoning_content"] = "".join(thoughts)
         if calls:
-            found["tool_calls"] = calls
-        yield found
+            rest["tool_calls"] = calls
+        yield rest

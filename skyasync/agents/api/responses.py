@@ -9,35 +9,25 @@ own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import count
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from skyasync.agents.api.chat import openai_error
-from skyasync.agents.api.types import (
-    AnswerHead,
-    Body,
-    EpisodeContext,
-    Message,
-    ModelReply,
-    ModelRequest,
-    RequestError,
-    SentReply,
-    ServerSentEvent,
-)
+from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply, ModelRequest, RequestError, event
 from skyasync.agents.api.validation import (
     ROLES,
     check_fields,
     check_no_image,
     flag,
-    function_tool,
+    function_tools,
     given,
     sampling,
     shows_tools,
     text_of,
     tool_call,
-    tool_result,
 )
+
+if TYPE_CHECKING:
+    from skyasync.agents.session import Session
 
 IGNORED = frozenset(
     ["metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
@@ -63,40 +53,48 @@ _FIELDS = frozenset(
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
-class ResponsesApi:
-    """See ``Api``."""
+class ResponsesApi(Api):
+    """In a stream one item is open at a time: the reasoning, the message, then each call of a tool."""
 
     prefix = "resp"
 
-    def read(self, body: Body, episode: EpisodeContext) -> ModelRequest:
+    def __init__(self, body: Body, session: Session) -> None:
+        super().__init__(body, session)
+        self._events = 0
+        self._open: Body = {}  # the item that is open
+        self._added = 0  # items that are complete
+
+    def read(self, body: Body, session: Session) -> ModelRequest:
         check_fields(body, _FIELDS, IGNORED, NEUTRAL)
         items = body.get("input")
         if not isinstance(items, str | list) or not items:
             raise RequestError("input must be a text or a list of items, not empty", "input")
-        items = [{"role": "user", "content": items}] if isinstance(items, str) else items
-        messages = [*_continued(body, episode), *_messages(items)]
+        messages: list[Message] = []
+        if body.get("previous_response_id") is not None:
+            previous = given(body, "previous_response_id", str, "the id of an answer")
+            if previous not in session.conversations:
+                problem = f"previous_response_id={previous:.100} is no answer of this episode that is stored"
+                raise RequestError(problem, "previous_response_id", "previous_response_not_found", 404)
+            messages += session.conversations[previous]
+        messages += _messages([{"role": "user", "content": items}] if isinstance(items, str) else items)
         instructions = given(body, "instructions", str, "a text", "")
-        tools = given(body, "tools", list, "a list of tools", None) or []
-        shown = shows_tools(body.get("tool_choice"))
-        tools = [function_tool(tool, f"tools[{i}]", "function", "parameters") for i, tool in enumerate(tools) if shown]
         return ModelRequest(
             model=given(body, "model", str, "a name", "policy"),
-            sampling=sampling(body, episode.sampling, {"max_output_tokens": "max_tokens"}),
+            sampling=sampling(body, session.sampling),
             stream=flag(body, "stream", default=False),
             messages=[{"role": "system", "content": instructions}, *messages] if instructions else messages,
-            tools=tools or None,
+            tools=function_tools(body, shows_tools(body.get("tool_choice")), "function", "parameters"),
             parallel_tool_calls=flag(body, "parallel_tool_calls", default=True),
             stored=messages if flag(body, "store", default=True) else None,
         )
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
+    def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         (reply,) = replies
         status = _status(reply)
-        cut = status == "incomplete"
         return {
-            **_head(request, head),
+            **self._response(head),
             "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": _items(head, reply),
             "usage": {
                 "input_tokens": head.prompt_tokens,
@@ -107,46 +105,120 @@ class ResponsesApi:
             },
         }
 
-    def stream(self, request: ModelRequest) -> ResponsesStream:
-        return ResponsesStream(request)
+    def begin(self, head: AnswerHead) -> str:
+        self.head = head
+        opened = {**self._response(head), "status": "in_progress", "output": []}
+        return self._event("response.created", response=opened) + self._event("response.in_progress", response=opened)
 
-    def error(self, error: RequestError) -> Body:
-        return openai_error(error)
+    def update(self, reply: ModelReply) -> str:
+        new, sent = self.unsent(reply), ""
+        if new.reasoning:
+            sent += self._open_item(_text_item(self.head, "reasoning", "", "in_progress"))
+            sent += self._in_part("response.reasoning_text.delta", delta=new.reasoning)
+        if new.text:
+            if self._open.get("type") == "reasoning":
+                sent += self._finish(_text_item(self.head, "reasoning", reply.reasoning, _status(reply)))
+            sent += self._open_item(_text_item(self.head, "message", "", "in_progress"))
+            sent += self._in_part("response.output_text.delta", delta=new.text, logprobs=[])
+        if reply.finish_reason:
+            for item in _items(self.head, reply)[self._added :]:
+                sent += self._open_item({**item, "status": "in_progress"}) + self._finish(item)
+        return sent
 
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
+        whole = self.answer(head, replies)
+        return self._event(f"response.{whole['status']}", response=whole)
 
-# ---------------------------------------------------------------- items to messages
+    def fail(self, error: RequestError) -> str:
+        about = {"code": "server_error", "message": str(error)}
+        failed = {**self._response(self.head), "status": "failed", "output": [], "error": about}
+        return self._event("response.failed", response=failed)
 
+    def _event(self, kind: str, **data: object) -> str:
+        number, self._events = self._events, self._events + 1
+        return event({"type": kind, "sequence_number": number, **data}, kind)
 
-def _continued(body: Body, episode: EpisodeContext) -> list[Message]:
-    before = given(body, "previous_response_id", str, "the id of an answer", None)
-    if before is None:
-        return []
-    if before not in episode.conversations:
-        problem = f"previous_response_id={before:.100} is no answer of this episode that is stored"
-        raise RequestError(problem, "previous_response_id", "previous_response_not_found", 404)
-    return episode.conversations[before]
+    def _in_part(self, kind: str, **data: object) -> str:
+        return self._event(kind, item_id=self._open["id"], output_index=self._added, content_index=0, **data)
+
+    def _open_item(self, item: Body) -> str:
+        """Unless it is open already."""
+        if self._open.get("type") == item["type"]:
+            return ""
+        is_call = item["type"] == "function_call"
+        self._open = {**item, **({"arguments": ""} if is_call else {"content": []})}
+        added = self._event("response.output_item.added", output_index=self._added, item=self._open)
+        return added if is_call else added + self._in_part("response.content_part.added", part=item["content"][0])
+
+    def _finish(self, item: Body) -> str:
+        """End the open item, which is complete now."""
+        if item["type"] == "function_call":
+            place = {"item_id": item["id"], "output_index": self._added}
+            arguments = item["arguments"]
+            sent = self._event("response.function_call_arguments.delta", **place, delta=arguments)
+            sent += self._event(
+                "response.function_call_arguments.done", **place, name=item["name"], arguments=arguments
+            )
+        else:
+            (part,) = item["content"]
+            logprobs: Body = {"logprobs": []} if item["type"] == "message" else {}
+            sent = self._in_part(f"response.{part['type']}.done", text=part["text"], **logprobs)
+            sent += self._in_part("response.content_part.done", part=part)
+        sent += self._event("response.output_item.done", output_index=self._added, item=item)
+        self._open, self._added = {}, self._added + 1
+        return sent
+
+    def _response(self, head: AnswerHead) -> Body:
+        """What an answer has from its beginning."""
+        request = self.request
+        return {
+            "id": head.id,
+            "object": "response",
+            "created_at": head.created,
+            "model": head.model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "temperature": request.sampling.temperature,
+            "top_p": request.sampling.top_p,
+            "max_output_tokens": request.sampling.max_tokens,
+            "tool_choice": "auto" if request.tools else "none",
+            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in request.tools or ()],
+            "text": {"format": {"type": "text"}},
+            "truncation": "disabled",
+            "store": request.stored is not None,
+            "usage": None,
+        }
 
 
 def _messages(items: Sequence[object]) -> list[Message]:
     """The conversation that the items are."""
-    found: list[Message] = []
+    messages: list[Message] = []
     turn: Message | None = None  # of the model, to which further items may belong
     has_text = False  # the turn has: another text or reasoning begins the next
     for index, item in enumerate(items):
         where = f"input[{index}]"
         check_no_image(item, where)
-        kind = _kind(item, where)
-        assert isinstance(item, dict)
+        kind = item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
+        if not isinstance(item, dict) or kind not in _ITEMS:
+            problem = f"{where} has the type {kind}: {', '.join(_ITEMS[:-1])} and {_ITEMS[-1]} are read here"
+            raise RequestError(problem, where, "unsupported_content")
+        role = item.get("role")
         if kind == "function_call_output":
             turn = None
-            found.append(tool_result(item.get("output"), item.get("call_id", ""), f"{where}.output"))
-        elif kind == "message" and item.get("role") != "assistant":
+            result = text_of(item.get("output"), f"{where}.output")
+            messages.append({"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))})
+        elif kind == "message" and role != "assistant":
+            if not isinstance(role, str) or role not in ROLES or role == "tool":
+                raise RequestError(f"{where} must have a role of user, assistant, system or developer", where)
             turn = None
-            found.append(_message(item, where))
+            messages.append({"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content")})
         else:
             if turn is None or (kind != "function_call" and (has_text or "tool_calls" in turn)):
                 turn, has_text = {"role": "assistant", "content": ""}, False
-                found.append(turn)
+                messages.append(turn)
             if kind == "reasoning":
                 parts = item.get("content") or item.get("summary") or []
                 turn.setdefault("reasoning_content", []).append(text_of(parts, f"{where}.content"))
@@ -155,135 +227,18 @@ def _messages(items: Sequence[object]) -> list[Message]:
                 turn.setdefault("tool_calls", []).append(call)
             else:
                 turn["content"], has_text = text_of(item.get("content"), f"{where}.content"), True
-    for message in found:
+    for message in messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
-    return found
-
-
-def _kind(item: object, where: str) -> str:
-    kind = item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
-    if kind not in _ITEMS:
-        problem = f"{where} has the type {kind}: {', '.join(_ITEMS[:-1])} and {_ITEMS[-1]} are read here"
-        raise RequestError(problem, where, "unsupported_content")
-    return str(kind)
-
-
-def _message(item: Body, where: str) -> Message:
-    role = item.get("role")
-    if not isinstance(role, str) or role not in ROLES or role == "tool":
-        raise RequestError(f"{where} must have a role of user, assistant, system or developer", where)
-    return {"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content")}
-
-
-# ---------------------------------------------------------------- replies to items
-
-
-class ResponsesStream:
-    """See ``ApiStream``. One item is open at a time: the reasoning, the message, then each call of a tool."""
-
-    def __init__(self, request: ModelRequest) -> None:
-        self._request = request
-        self._numbers = count()
-        self._sent = SentReply()
-        self._head = AnswerHead("", "", 0, 0)
-        self._open: Body = {}  # the item that is open
-        self._added = 0
-
-    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]:
-        self._head = head
-        opened = {**_head(self._request, head), "status": "in_progress", "output": []}
-        yield self._event("response.created", response=opened)
-        yield self._event("response.in_progress", response=opened)
-
-    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]:
-        new = self._sent.delta(reply)
-        if new.reasoning:
-            yield from self._open_item(_reasoning_item(self._head, "", "in_progress"))
-            yield self._in_part("response.reasoning_text.delta", delta=new.reasoning)
-        if new.text:
-            if self._open.get("type") == "reasoning":
-                yield from self._finish(_reasoning_item(self._head, reply.reasoning, _status(reply)))
-            yield from self._open_item(_message_item(self._head, "", "in_progress"))
-            yield self._in_part("response.output_text.delta", delta=new.text, logprobs=[])
-        if reply.finish_reason:
-            for item in _items(self._head, reply)[self._added :]:
-                yield from self._open_item({**item, "status": "in_progress"})
-                yield from self._finish(item)
-
-    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]:
-        whole = ResponsesApi().answer(self._request, head, replies)
-        yield self._event(f"response.{whole['status']}", response=whole)
-
-    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]:
-        about = {"code": "server_error", "message": str(error)}
-        failed = {**_head(self._request, self._head), "status": "failed", "output": [], "error": about}
-        yield self._event("response.failed", response=failed)
-
-    def _event(self, kind: str, **data: object) -> ServerSentEvent:
-        return ServerSentEvent(kind, {"type": kind, "sequence_number": next(self._numbers), **data})
-
-    def _in_part(self, kind: str, **data: object) -> ServerSentEvent:
-        return self._event(kind, item_id=self._open["id"], output_index=self._added, content_index=0, **data)
-
-    def _open_item(self, item: Body) -> Iterator[ServerSentEvent]:
-        """Unless it is open already."""
-        if self._open.get("type") == item["type"]:
-            return
-        if item["type"] == "function_call":
-            self._open = {**item, "arguments": ""}
-            yield self._event("response.output_item.added", output_index=self._added, item=self._open)
-            return
-        self._open = {**item, "content": []}
-        yield self._event("response.output_item.added", output_index=self._added, item=self._open)
-        yield self._in_part("response.content_part.added", part=item["content"][0])
-
-    def _finish(self, item: Body) -> Iterator[ServerSentEvent]:
-        """End the open item, which is complete now."""
-        if item["type"] == "function_call":
-            place = {"item_id": item["id"], "output_index": self._added}
-            arguments = item["arguments"]
-            yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
-            yield self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=arguments)
-        else:
-            (part,) = item["content"]
-            logprobs: Body = {"logprobs": []} if item["type"] == "message" else {}
-            yield self._in_part(f"response.{part['type']}.done", text=part["text"], **logprobs)
-            yield self._in_part("response.content_part.done", part=part)
-        yield self._event("response.output_item.done", output_index=self._added, item=item)
-        self._open, self._added = {}, self._added + 1
-
-
-def _head(request: ModelRequest, head: AnswerHead) -> Body:
-    """What an answer has from its beginning."""
-    return {
-        "id": head.id,
-        "object": "response",
-        "created_at": head.created,
-        "model": head.model,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": None,
-        "metadata": {},
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "temperature": request.sampling.temperature,
-        "top_p": request.sampling.top_p,
-        "max_output_tokens": request.sampling.max_tokens,
-        "tool_choice": "auto" if request.tools else "none",
-        "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in request.tools or ()],
-        "text": {"format": {"type": "text"}},
-        "truncation": "disabled",
-        "store": request.stored is not None,
-        "usage": None,
-    }
+    return messages
 
 
 def _items(head: AnswerHead, reply: ModelReply) -> list[Body]:
     items: list[Body] = []
     if reply.reasoning:
-        items.append(_reasoning_item(head, reply.reasoning, _status(reply)))
+        items.append(_text_item(head, "reasoning", reply.reasoning, _status(reply)))
     if reply.text or not (reply.reasoning or reply.tool_calls):
-        items.append(_message_item(head, reply.text, _status(reply)))
+        items.append(_text_item(head, "message", reply.text, _status(reply)))
     for call in reply.tool_calls:
         function = call["function"]
         about = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "name": function["name"]}
@@ -295,11 +250,10 @@ def _status(reply: ModelReply) -> str:
     return "incomplete" if reply.finish_reason in ("length", "abort") else "completed"
 
 
-def _reasoning_item(head: AnswerHead, text: str, status: str) -> Body:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"type": "reasoning", "id": f"rs_{head.id}", "summary": [], "content": content, "status": status}
-
-
-def _message_item(head: AnswerHead, text: str, status: str) -> Body:
+def _text_item(head: AnswerHead, kind: str, text: str, status: str) -> Body:
+    """An item of type "reasoning" or "message"."""
+    if kind == "reasoning":
+        content: list[Body] = [{"type": "reasoning_text", "text": text}]
+        return {"type": kind, "id": f"rs_{head.id}", "summary": [], "content": content, "status": status}
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"type": "message", "id": f"msg_{head.id}", "role": "assistant", "content": content, "status": status}
+    return {"type": kind, "id": f"msg_{head.id}", "role": "assistant", "content": content, "status": status}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.chat import Tools
+
+if TYPE_CHECKING:
+    from skyasync.agents.session import Session
 
 Message = dict[str, Any]  # as chat templates read it: content is text, the arguments of tool calls are values
 Body = dict[str, Any]  # JSON
@@ -91,76 +94,73 @@ class AnswerHead:
     prompt_token_ids: list[int] | None = None
 
 
-class ServerSentEvent(NamedTuple):
-    """A server-sent event; ``data`` is JSON, or text as it is."""
+class Api:
+    """One request of an API, and its answer in the schema of that API: whole, or as server-sent events.
 
-    name: str
-    data: Mapping[str, object] | str
+    A stream is ``begin``, then ``update`` for every reply whenever it has grown and once with its ``finish_reason``,
+    then ``end``; or ``fail``, at any point after ``begin``. Nothing that was sent is taken back.
 
-    @property
-    def text(self) -> str:
-        data = self.data if isinstance(self.data, str) else json.dumps(self.data)
-        return f"event: {self.name}\ndata: {data}\n\n" if self.name else f"data: {data}\n\n"
+    Attributes:
+        prefix: begins the ids of answers.
+        counts_tokens: the answer is the length of the prompt; the model is not called.
+    """
 
+    prefix: ClassVar[str]
+    counts_tokens: ClassVar[bool] = False
 
-class Delta(NamedTuple):
-    """What is new of a reply."""
+    def __init__(self, body: Body, session: Session) -> None:
+        self.request = self.read(body, session)
+        self.head = AnswerHead("", "", 0, 0)  # until the stream begins
+        self.sent: dict[int, tuple[int, int, int]] = {}  # of each reply: characters of reasoning and text, tokens
 
-    reasoning: str
-    text: str
-    logprobs: list[tuple[str, float]] | None
-    token_ids: list[int] | None
-
-
-class SentReply:
-    """How much of one reply has been sent. Nothing that was sent is taken back."""
-
-    def __init__(self) -> None:
-        self._reasoning = self._text = self._tokens = 0
-
-    def delta(self, reply: ModelReply) -> Delta:
-        """What has not been sent yet; it counts as sent from now on."""
-        logprobs, tokens = reply.logprobs, reply.token_ids
-        found = Delta(
-            reply.reasoning[self._reasoning :],
-            reply.text[self._text :],
-            None if logprobs is None else logprobs[self._tokens :],
-            None if tokens is None else tokens[self._tokens :],
-        )
-        self._reasoning = max(self._reasoning, len(reply.reasoning))
-        self._text = max(self._text, len(reply.text))
-        self._tokens = max(self._tokens, len(logprobs or tokens or ()))
-        return found
-
-
-class ApiStream(Protocol):
-    """One answer as events: ``begin``, then ``update`` for every reply whenever it has grown and once with its
-    ``finish_reason``, then ``end``; or ``fail``, at any point."""
-
-    def begin(self, head: AnswerHead) -> Iterator[ServerSentEvent]: ...
-    def update(self, reply: ModelReply) -> Iterator[ServerSentEvent]: ...
-    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Iterator[ServerSentEvent]: ...
-    def fail(self, error: RequestError) -> Iterator[ServerSentEvent]: ...
-
-
-class EpisodeContext(Protocol):
-    """What the episode of a request knows: its sampling, and the conversations that its answers ended."""
-
-    sampling: SamplingParams
-    conversations: dict[str, list[Message]]
-
-
-class Api(Protocol):
-    """One API; ``prefix`` begins the ids of its answers."""
-
-    prefix: str
-
-    def read(self, body: Body, episode: EpisodeContext) -> ModelRequest:
+    def read(self, body: Body, session: Session) -> ModelRequest:
         """Raises ``RequestError``, naming the field that is wrong or not supported."""
+        raise NotImplementedError
 
-    def answer(self, request: ModelRequest, head: AnswerHead, replies: Sequence[ModelReply]) -> Body: ...
-    def stream(self, request: ModelRequest) -> ApiStream: ...
-    def error(self, error: RequestError) -> Body: ...
+    def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
+        raise NotImplementedError
+
+    def begin(self, head: AnswerHead) -> str:
+        self.head = head
+        return ""
+
+    def update(self, reply: ModelReply) -> str:
+        raise NotImplementedError
+
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
+        raise NotImplementedError
+
+    def fail(self, error: RequestError) -> str:
+        return event(self.error(error))
+
+    @staticmethod
+    def error(error: RequestError) -> Body:
+        """The body of an error, as OpenAI sends it."""
+        types = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
+        kind = types.get(error.status, "invalid_request_error")
+        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+    def unsent(self, reply: ModelReply) -> ModelReply:
+        """The reply without what has been sent of it; the rest counts as sent from now on."""
+        reasoning, text, tokens = self.sent.get(reply.index, (0, 0, 0))
+        self.sent[reply.index] = (
+            max(reasoning, len(reply.reasoning)),
+            max(text, len(reply.text)),
+            max(tokens, len(reply.logprobs or reply.token_ids or ())),
+        )
+        return replace(
+            reply,
+            reasoning=reply.reasoning[reasoning:],
+            text=reply.text[text:],
+            logprobs=None if reply.logprobs is None else reply.logprobs[tokens:],
+            token_ids=None if reply.token_ids is None else reply.token_ids[tokens:],
+        )
+
+
+def event(data: Body | str, name: str = "") -> str:
+    """A server-sent event; text is sent as it is."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
 
 
 def from_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)

@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
-from skyasync.agents.api.types import Body, Message, RequestError, from_json
+from skyasync.agents.api.types import Body, RequestError, from_json
 from skyasync.config.keys import Key
 from skyasync.envs.images import NO_IMAGES, image_part
 from skyasync.errors import nearest
 from skyasync.inference.interface import LARGEST_BIAS, LIMITS, SamplingParams
+from skyasync.rollout.chat import Tools
 
 T = TypeVar("T")
-D = TypeVar("D")
 
 #: The numbers by which a request may sample, by the names of ``SamplingParams``.
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty",
            "repetition_penalty", "seed", "max_tokens")  # fmt: skip
+LENGTHS = (("max_completion_tokens", "max_tokens"), ("max_output_tokens", "max_tokens"))
 MOST_STOPS, LONGEST_STOP = 64, 256
 MOST_BIASES = 4096
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -45,14 +46,10 @@ def check_fields(
             raise RequestError(f"{name}={value!r:.200} is not supported here: remove it", name, "unsupported_parameter")
 
 
-@overload
-def given(body: Mapping[str, Any], name: str, kind: type[T], form: str) -> T: ...
-@overload
-def given(body: Mapping[str, Any], name: str, kind: type[T], form: str, default: D) -> T | D: ...
-def given(body: Mapping[str, Any], name: str, kind: type, form: str, default: object = ...) -> object:
+def given(body: Mapping[str, Any], name: str, kind: type[T], form: str, default: T | None = None) -> T:
     """The value of a field, which must be of this type; ``default`` if it is null or missing."""
     value = body.get(name)
-    if value is None and default is not ...:
+    if value is None and default is not None:
         return default
     if not isinstance(value, kind):
         raise RequestError(f"{name} must be {form}", name)
@@ -75,15 +72,13 @@ def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
     return value
 
 
-def sampling(body: Body, defaults: SamplingParams, renamed: Mapping[str, str] | None = None) -> SamplingParams:
-    """How to sample; ``defaults`` hold for what the request leaves out.
-
-    Args:
-        renamed: a field of this API -> its name in ``NUMBERS``.
-    """
-    names = {name: name for name in NUMBERS} | {ours: theirs for theirs, ours in (renamed or {}).items()}
-    found = {ours: number(body, theirs, LIMITS[ours]) for ours, theirs in names.items()}
-    chosen: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
+    """How to sample; ``defaults`` hold for what the request leaves out. Fields are by the names of all APIs."""
+    chosen: dict[str, Any] = {}
+    for field, name in (*zip(NUMBERS, NUMBERS, strict=True), *LENGTHS):
+        value = number(body, field, LIMITS[name])
+        if value is not None:
+            chosen[name] = value
     if bias := given(body, "logit_bias", dict, "an object", {}):
         if len(bias) > MOST_BIASES:
             raise RequestError(f"logit_bias has {len(bias)} tokens; it may have {MOST_BIASES}", "logit_bias")
@@ -91,22 +86,20 @@ def sampling(body: Body, defaults: SamplingParams, renamed: Mapping[str, str] | 
             raise RequestError("logit_bias must have token ids as its names", "logit_bias")
         chosen["logit_bias"] = {int(token): number(bias, token, _BIAS) or 0.0 for token in bias}
     for name in ("stop", "stop_sequences"):
-        if body.get(name) is not None:
-            chosen["stop"] = _stop_strings(name, body[name])
+        value = body.get(name)
+        if value is None:
+            continue
+        stop = [value] if isinstance(value, str) else value
+        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
+        if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
+            most = f"{MOST_STOPS} texts of {LONGEST_STOP} characters"
+            raise RequestError(f"{name} may have {most}; it has {len(stop)}, or a longer one", name)
+        chosen["stop"] = tuple(stop)
     try:
         return replace(defaults, **chosen)
     except ValueError as error:  # of half a surrogate pair
         raise RequestError(str(error)) from error
-
-
-def _stop_strings(name: str, value: object) -> tuple[str, ...]:
-    stop = [value] if isinstance(value, str) else value
-    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
-    if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
-        most = f"{MOST_STOPS} texts of {LONGEST_STOP} characters"
-        raise RequestError(f"{name} may have {most}; it has {len(stop)}, or a longer one", name)
-    return tuple(stop)
 
 
 def text_of(content: object, where: str) -> str:
@@ -142,27 +135,30 @@ def tool_call(name: object, arguments: object, identity: object, where: str) -> 
     return {"id": str(identity or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool_result(content: object, identity: object, where: str) -> Message:
-    return {"role": "tool", "content": text_of(content, where), "tool_call_id": str(identity)}
-
-
-def function_tool(tool: object, where: str, kind: str, schema: str) -> dict[str, Any]:
-    """A tool of type ``kind`` in the form of chat completions, which templates read.
+def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
+    """The tools of a request in the form of chat completions, which templates read; None if the model is shown none.
 
     Args:
-        schema: the field with the schema of its parameters.
+        shown: the result of ``shows_tools``.
+        kind: the type that a tool must have.
+        schema: the field of a tool with the schema of its parameters.
     """
-    found = tool.get("type", "custom" if kind == "custom" else None) if isinstance(tool, dict) else tool
-    if not isinstance(tool, dict) or found != kind:
-        raise RequestError(f"{where} has the type {found}: only tools of type {kind} are known here", where)
-    name, description, parameters = tool.get("name"), tool.get("description"), tool.get(schema)
-    if not isinstance(name, str) or not name:
-        raise RequestError(f"{where} must have a name", where)
-    function: dict[str, Any] = {"name": name}
-    if isinstance(description, str):
-        function["description"] = description
-    function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+    requested = given(body, "tools", list, "a list of tools", [])
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(requested if shown else ()):
+        where = f"tools[{index}]"
+        tool_type = tool.get("type", "custom" if kind == "custom" else None) if isinstance(tool, dict) else tool
+        if not isinstance(tool, dict) or tool_type != kind:
+            raise RequestError(f"{where} has the type {tool_type}: only tools of type {kind} are known here", where)
+        name, description, parameters = tool.get("name"), tool.get("description"), tool.get(schema)
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"{where} must have a name", where)
+        function: dict[str, Any] = {"name": name}
+        if isinstance(description, str):
+            function["description"] = description
+        function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": function})
+    return tools or None
 
 
 def shows_tools(choice: object, name: str = "tool_choice") -> bool:

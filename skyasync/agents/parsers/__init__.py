@@ -11,6 +11,7 @@ vLLM's parser of this name, if vLLM is installed. Functions and vLLM's parsers r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isclass
@@ -26,9 +27,9 @@ VLLM = "vllm:"
 
 
 class ToolParser:
-    """``marks``: texts that begin or end a call, which may be special tokens; None keeps all special tokens."""
+    """``delimiters``: texts that begin or end a call, which may be special tokens; None keeps all special tokens."""
 
-    marks: ClassVar[tuple[str, ...] | None] = None
+    delimiters: ClassVar[tuple[str, ...] | None] = None
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
         """The text before the calls, and the calls; the text as it is if one of them is not well-formed."""
@@ -44,9 +45,9 @@ class ToolParser:
 
 
 class ReasoningParser:
-    """``marks``: as those of ``ToolParser``."""
+    """``delimiters``: as those of ``ToolParser``."""
 
-    marks: ClassVar[tuple[str, ...] | None] = None
+    delimiters: ClassVar[tuple[str, ...] | None] = None
 
     def opens(self, prompt: str) -> bool:
         """Whether the model goes on thinking after a prompt with this end."""
@@ -68,24 +69,28 @@ REASONING_PARSERS = Registry(
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
     """Raises ``UserError`` if there is none of this name."""
-    from skyasync.agents.parsers.tools import FunctionTools, VLLMTools
+    from skyasync.agents.parsers.tools import FunctionTools, read_with_vllm
 
-    found = find_parser(TOOL_PARSERS, name)
+    parser = find_parser(TOOL_PARSERS, name)
     if name.startswith(VLLM):
-        return VLLMTools(found, tokenizer)
-    return cast(ToolParser, found()) if isclass(found) else FunctionTools(found)
+        return FunctionTools(partial(read_with_vllm, parser, tokenizer))
+    return cast(ToolParser, parser()) if isclass(parser) else FunctionTools(lambda text, tools: parser(text))
 
 
 def reasoning_parser(name: str, tokenizer: Tokenizer) -> ReasoningParser | None:
-    """None for "". Raises ``UserError`` if there is none of this name."""
-    from skyasync.agents.parsers.reasoning import FunctionReasoning, VLLMReasoning
+    """None for "". Raises ``UserError`` if there is none of this name, or it cannot be made for this tokenizer."""
+    from skyasync.agents.parsers.reasoning import FunctionReasoning, split_with_vllm
 
     if not name:
         return None
-    found = find_parser(REASONING_PARSERS, name)
-    if name.startswith(VLLM):
-        return VLLMReasoning(found, tokenizer, name)
-    return cast(ReasoningParser, found()) if isclass(found) else FunctionReasoning(found)
+    parser = find_parser(REASONING_PARSERS, name)
+    if not name.startswith(VLLM):
+        return cast(ReasoningParser, parser()) if isclass(parser) else FunctionReasoning(parser)
+    try:
+        parser(tokenizer)
+    except Exception as error:  # its delimiters are no tokens
+        raise UserError(f"generator.reasoning_parser={name}: not with this model's tokenizer: {error}") from error
+    return FunctionReasoning(partial(split_with_vllm, parser, tokenizer))
 
 
 def check_parsers(tools: str, reasoning: str) -> None:
@@ -98,10 +103,10 @@ def check_parsers(tools: str, reasoning: str) -> None:
 def find_parser(registry: Registry, name: str) -> Callable[..., Any]:
     """The class or function of this name. Importing one of vLLM's takes seconds."""
     if not name.startswith(VLLM):
-        found = registry.find(name)
-        if not callable(found):
+        part = registry.find(name)
+        if not callable(part):
             raise UserError(f"parser {name} is neither a function nor a class")
-        return cast(Callable[..., Any], found)
+        return cast(Callable[..., Any], part)
     if find_spec("vllm") is None:
         raise MissingVLLMError(f"parser {name}: vLLM")
     find: Callable[[str], Callable[..., Any]]

@@ -1,43 +1,43 @@
 """Parsers of thinking before the text, in the formats of the families that write it.
 
-Invariant: a reply is thinking from its beginning or not at all: it begins with the mark, or the template has opened it.
-Thinking that never ends is all there is of the reply.
+Invariant: a reply is thinking from its beginning or not at all: it begins with the first delimiter, or the template has
+opened it. Thinking that never ends is all there is of the reply.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from skyasync.agents.parsers import REASONING_PARSERS, ReasoningParser
 from skyasync.agents.parsers.tools import before
-from skyasync.errors import UserError
 from skyasync.rollout.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 
 class _Between(ReasoningParser):
-    """Thinking between two marks."""
+    """Thinking between two delimiters."""
 
-    marks: ClassVar[tuple[str, str]]
+    delimiters: ClassVar[tuple[str, str]]
 
     def opens(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.marks[0])
+        return prompt.rstrip().endswith(self.delimiters[0])
 
     def split(self, text: str, *, opened: bool, done: bool) -> tuple[str, str]:
-        start, end = self.marks
+        start, end = self.delimiters
         bare = text.lstrip()
         if not bare.startswith(start):
-            if not done and start.startswith(bare):  # it may become the mark
+            if not done and start.startswith(bare):  # it may become the delimiter
                 return "", ""
             if not opened:
                 return "", text
-        thought, ended, said = bare.removeprefix(start).partition(end)
+        thought, ended, rest = bare.removeprefix(start).partition(end)
         if ended:
-            return thought.strip(), said.lstrip()
-        return (thought.strip() if done else before(thought, (end,)).lstrip()), ""
+            return thought.strip(), rest.lstrip()
+        return (thought.strip() if done else before(thought, end).lstrip()), ""
 
 
 @REASONING_PARSERS.register("think")
@@ -46,58 +46,44 @@ class _Between(ReasoningParser):
 class Think(_Between):
     """``<think>...</think>``: Qwen 3, DeepSeek R1, and many others."""
 
-    marks: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    delimiters: ClassVar[tuple[str, str]] = ("<think>", "</think>")
 
 
 @REASONING_PARSERS.register("mistral")
 class MistralThink(_Between):
     """``[THINK]...[/THINK]``: Magistral."""
 
-    marks: ClassVar[tuple[str, str]] = ("[THINK]", "[/THINK]")
+    delimiters: ClassVar[tuple[str, str]] = ("[THINK]", "[/THINK]")
 
 
 @REASONING_PARSERS.register("seed_oss")
 class SeedThink(_Between):
     """``<seed:think>...</seed:think>``: Seed-OSS."""
 
-    marks: ClassVar[tuple[str, str]] = ("<seed:think>", "</seed:think>")
+    delimiters: ClassVar[tuple[str, str]] = ("<seed:think>", "</seed:think>")
 
 
+@dataclass
 class FunctionReasoning(ReasoningParser):
-    """A user's ``text -> (reasoning, text)``; an error leaves the reply as text."""
+    """A function ``text -> (reasoning, text)``; an error leaves the reply as text."""
 
-    def __init__(self, function: Callable[[str], tuple[str | None, str | None]]) -> None:
-        self._function = function
+    function: Callable[[str], tuple[str | None, str | None]]
 
     def split(self, text: str, *, opened: bool, done: bool) -> tuple[str, str]:
         if not done:
             return "", ""
         try:
-            reasoning, said = self._function(text)
+            reasoning, rest = self.function(text)
         except Exception as error:
             log.warning("the reasoning parser has failed, and the reply is left as text: %r", error)
             return "", text
-        return reasoning or "", said or ""
+        return reasoning or "", rest or ""
 
 
-class VLLMReasoning(FunctionReasoning):
-    """One of vLLM's.
+def split_with_vllm(parser: Callable[..., Any], tokenizer: Tokenizer, text: str) -> tuple[str | None, str | None]:
+    """The reasoning and the text by one of vLLM's parsers."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-    Raises:
-        UserError: if it cannot be made for this tokenizer (its marks are no tokens).
-    """
-
-    def __init__(self, parser: Callable[..., Any], tokenizer: Tokenizer, name: str) -> None:
-        self._parser, self._tokenizer = parser, tokenizer
-        try:
-            parser(tokenizer)
-        except Exception as error:
-            raise UserError(f"generator.reasoning_parser={name}: not with this model's tokenizer: {error}") from error
-        super().__init__(self._extracted)
-
-    def _extracted(self, text: str) -> tuple[str | None, str | None]:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        request = ChatCompletionRequest.model_validate({"messages": [], "model": "policy"})
-        found: tuple[str | None, str | None] = self._parser(self._tokenizer).extract_reasoning(text, request)
-        return found
+    request = ChatCompletionRequest.model_validate({"messages": [], "model": "policy"})
+    split: tuple[str | None, str | None] = parser(tokenizer).extract_reasoning(text, request)
+    return split

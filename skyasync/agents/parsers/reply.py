@@ -1,14 +1,12 @@
 """The tokens of a reply to its reasoning, its text and its calls of tools.
 
 Invariant: of an incomplete reply only what will not change is read: each part is the beginning of the same part of any
-longer reply. Left out are incomplete characters, and what may become a stop string, a mark or the blanks before a mark.
+longer reply. Left out are incomplete characters, and what may become a stop string, a delimiter or blanks before one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from skyasync.agents.parsers import ReasoningParser, ToolParser
@@ -18,7 +16,7 @@ from skyasync.rollout.chat import Tools
 from skyasync.rollout.tokenizer import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_PROMPT_END = 32  # tokens of a prompt that are looked at for an open mark
+_PROMPT_END = 32  # tokens of a prompt that are looked at for an open delimiter
 
 
 class ParsedReply(NamedTuple):
@@ -31,14 +29,24 @@ class ParsedReply(NamedTuple):
     reasoning_tokens: int = 0
 
 
-@dataclass
 class ReplyParser:
     """Args: reasoning: None leaves thinking in the text."""
 
-    tokenizer: Tokenizer
-    tools: ToolParser
-    reasoning: ReasoningParser | None = None
-    _kept: dict[bool, frozenset[int]] = field(default_factory=dict)
+    def __init__(self, tokenizer: Tokenizer, tools: ToolParser, reasoning: ReasoningParser | None = None) -> None:
+        self.tokenizer, self.tools, self.reasoning = tokenizer, tools, reasoning
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = set(getattr(tokenizer, "all_special_ids", ())) | {t for t, a in added.items() if a.special}
+        last = {tokenizer.eos_token_id, getattr(tokenizer, "pad_token_id", None)}
+        #: The special tokens that the parsers read, without and with tools.
+        self._delimiters: dict[bool, set[int]] = {False: set(), True: set()}
+        for parser, cases in ((reasoning, (False, True)), (tools, (True,))):
+            if parser is None:
+                continue
+            tokens = self._special - last
+            if parser.delimiters is not None:
+                tokens = {t for t in self._special if tokenizer.decode([t]).strip() in parser.delimiters}
+            for with_tools in cases:
+                self._delimiters[with_tools] |= tokens
 
     def opens(self, prompt: Ints) -> bool:
         """Whether the template has begun the model's thinking."""
@@ -68,51 +76,28 @@ class ReplyParser:
             text = before_partial(text.rstrip(_INCOMPLETE), stop)
         if not framed:
             return ParsedReply("", text, [], stopped_by)
-        reasoning, said, functions = "", text, list[dict[str, Any]]()
+        reasoning, functions = "", list[dict[str, Any]]()
         if self.reasoning is not None:
-            reasoning, said = self.reasoning.split(text, opened=opened, done=done)
+            reasoning, text = self.reasoning.split(text, opened=opened, done=done)
         if tools and done:
-            said, functions = self.tools.read(said, tools)
+            text, functions = self.tools.read(text, tools)
         elif tools:
-            said = self.tools.sure(said)
-        count = self._reasoning_tokens(whole, reasoning, said, functions) if done and reasoning else 0
-        return ParsedReply(reasoning, said, functions if several else functions[:1], stopped_by, count)
+            text = self.tools.sure(text)
+        reasoning_tokens = 0
+        if self.reasoning is not None and done and reasoning:  # with its delimiters
+            low, high = 0, len(whole)
+            while low < high and (text or functions):  # a binary search: text only grows with tokens
+                middle = (low + high) // 2
+                part = self._decoded(whole[:middle], True, None)
+                ended = bool(self.reasoning.split(part, opened=True, done=True)[1])
+                low, high = (low, middle) if ended else (middle + 1, high)
+            reasoning_tokens = max(low - 1, 0) if text or functions else len(whole)
+        return ParsedReply(reasoning, text, functions if several else functions[:1], stopped_by, reasoning_tokens)
 
     def _decoded(self, tokens: list[int], framed: bool, tools: Tools) -> str:
-        """The text, with those special tokens that are marks."""
-        kept = self._marks(bool(tools)) if framed else frozenset[int]()
-        if not kept:
+        """The text, with those special tokens that are delimiters."""
+        delimiters = self._delimiters[bool(tools)] if framed else set[int]()
+        if not delimiters:
             return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        shown = [token for token in tokens if token in kept or token not in self._special]
+        shown = [token for token in tokens if token in delimiters or token not in self._special]
         return self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    @cached_property
-    def _special(self) -> frozenset[int]:
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return frozenset(getattr(self.tokenizer, "all_special_ids", ())) | {t for t, a in added.items() if a.special}
-
-    def _marks(self, tools: bool) -> frozenset[int]:
-        """The special tokens that the parsers read."""
-        if tools not in self._kept:
-            found = set[int]()
-            ends = {self.tokenizer.eos_token_id, getattr(self.tokenizer, "pad_token_id", None)}
-            for parser in (self.tools if tools else None, self.reasoning):
-                if parser is not None and parser.marks is None:
-                    found |= self._special - ends
-                elif parser is not None:
-                    marks = parser.marks or ()
-                    found |= {t for t in self._special if self.tokenizer.decode([t]).strip() in marks}
-            self._kept[tools] = frozenset(found)
-        return self._kept[tools]
-
-    def _reasoning_tokens(self, tokens: list[int], reasoning: str, said: str, functions: list[dict[str, Any]]) -> int:
-        """The tokens of the reasoning with its marks, by binary search: text only grows with tokens."""
-        if not said and not functions:
-            return len(tokens)
-        low, high = 0, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            text = self._decoded(tokens[:middle], True, None)
-            ended = self.reasoning is not None and bool(self.reasoning.split(text, opened=True, done=True)[1])
-            low, high = (low, middle) if ended else (middle + 1, high)
-        return max(low - 1, 0)

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -23,49 +24,46 @@ log = logging.getLogger(__name__)
 _DECODER = json.JSONDecoder()
 
 
-def before(text: str, marks: Sequence[str]) -> str:
-    """What stands before the first mark, or before what may become one; without the blanks before it."""
-    end = min((place for mark in marks if (place := text.find(mark)) >= 0), default=-1)
-    return text[:end].rstrip() if end >= 0 else before_partial(text, marks).rstrip()
+def before(text: str, delimiter: str) -> str:
+    """What stands before the delimiter, or before what may become it; without the blanks before it."""
+    front, present, _ = text.partition(delimiter)
+    return (front if present else before_partial(text, [delimiter])).rstrip()
 
 
-def before_partial(text: str, marks: Sequence[str]) -> str:
-    """The text without an end that is the beginning of one of the marks."""
-    overlaps = [n for mark in marks for n in range(1, len(mark) + 1) if text.endswith(mark[:n])]
+def before_partial(text: str, strings: Sequence[str]) -> str:
+    """The text without an end that is the beginning of one of the strings."""
+    overlaps = [n for string in strings for n in range(1, len(string) + 1) if text.endswith(string[:n])]
     return text[: len(text) - max(overlaps, default=0)]
 
 
-class _Marked(ToolParser):
-    """Calls that begin with a mark."""
+class _Delimited(ToolParser):
+    """Calls that begin with a delimiter, the first of ``delimiters``."""
 
-    marks: ClassVar[tuple[str, ...]] = ()
+    delimiters: ClassVar[tuple[str, ...]] = ()
 
     def sure(self, text: str) -> str:
-        return before(text, self.marks)
+        return before(text, self.delimiters[0])
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        front, found, rest = text.partition(self.marks[0])
+        front, present, rest = text.partition(self.delimiters[0])
         try:
-            calls = list(self._calls(rest)) if found else []
+            calls = list(self._calls(rest)) if present else []
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError, MemoryError):
             calls = []
         whole = all(isinstance(c["name"], str) and c["name"] and isinstance(c["arguments"], dict) for c in calls)
         return (front.rstrip(), calls) if calls and whole else (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
-        """The calls after the first mark; raises an error for what is none."""
+        """The calls after the first delimiter; raises an error for what is none."""
         raise NotImplementedError
 
 
 @TOOL_PARSERS.register("hermes")
 @TOOL_PARSERS.register("qwen")
-class Hermes(_Marked):
+class Hermes(_Delimited):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many others."""
 
-    marks = ("<tool_call>", "</tool_call>")
-
-    def sure(self, text: str) -> str:
-        return before(text, ("<tool_call>",))
+    delimiters = ("<tool_call>", "</tool_call>")
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
         front, calls = read_tool_calls(text)
@@ -73,37 +71,34 @@ class Hermes(_Marked):
 
 
 @TOOL_PARSERS.register("llama3_json")
-class Llama(_Marked):
+class Llama(_Delimited):
     """The whole reply is ``{"name": ..., "parameters": {...}}``; several have a semicolon in between: Llama 3."""
 
-    marks = ("<|python_tag|>",)
+    delimiters = ("<|python_tag|>",)
     _CALL = re.compile(r"[^ \n;]")
 
     def sure(self, text: str) -> str:
         return "" if text.lstrip()[:1] in ("{", "") else super().sure(text)
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        marked = text if self.marks[0] in text or text.lstrip()[:1] != "{" else self.marks[0] + text
+        marked = text if self.delimiters[0] in text or text.lstrip()[:1] != "{" else self.delimiters[0] + text
         front, calls = super().read(marked, tools)
         return (front, calls) if calls else (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
         place = 0
-        while begun := self._CALL.search(rest, place):
-            place = begun.start()
+        while start := self._CALL.search(rest, place):
+            place = start.start()
             call, place = _DECODER.raw_decode(rest, place)
             yield {"name": call["name"], "arguments": call.get("parameters", call.get("arguments", {}))}
 
 
 @TOOL_PARSERS.register("mistral")
-class Mistral(_Marked):
+class Mistral(_Delimited):
     """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``; newer ones ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
 
-    marks = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+    delimiters = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     _NAME = re.compile(r"[\w.-]+")
-
-    def sure(self, text: str) -> str:
-        return before(text, self.marks[:1])
 
     def identity(self, request: str, index: int) -> str:
         """Nine letters and digits, or the template refuses the conversation."""
@@ -114,7 +109,7 @@ class Mistral(_Marked):
             for call in json.loads(rest):
                 yield {"name": call["name"], "arguments": call.get("arguments", {})}
             return
-        for piece in rest.split(self.marks[0]):
+        for piece in rest.split(self.delimiters[0]):
             head, brace, rest = piece.partition("{")
             name = head.partition("[CALL_ID]")[0].strip().removesuffix("[ARGS]").strip()
             if not self._NAME.fullmatch(name):
@@ -124,10 +119,10 @@ class Mistral(_Marked):
 
 @TOOL_PARSERS.register("deepseek_v3")
 @TOOL_PARSERS.register("deepseek_v31")
-class DeepSeek(_Marked):
+class DeepSeek(_Delimited):
     """Both of DeepSeek's: V3 and R1 write ``function<sep>name`` and a block of JSON, V3.1 ``name<sep>{...}``."""
 
-    marks = (
+    delimiters = (
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>",
@@ -135,35 +130,32 @@ class DeepSeek(_Marked):
         "<｜tool▁calls▁end｜>",
     )
 
-    def sure(self, text: str) -> str:
-        return before(text, self.marks[:1])
-
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
-        _, begin, sep, end, _ = self.marks
-        found = list(between(rest, begin, end))
-        if rest.count(begin) != len(found):
+        _, begin, sep, end, _ = self.delimiters
+        blocks = list(between(rest, begin, end))
+        if rest.count(begin) != len(blocks):
             raise ValueError(rest)
-        for head, mark, body in (call.partition(sep) for call in found):
-            name, fence, block = body.partition("\n```")
+        for head, separated, body in (block.partition(sep) for block in blocks):
+            name, fence, code = body.partition("\n```")
             if fence:
-                head, body = name, block.removeprefix("json").strip().removesuffix("```")
-            if not mark or not head.strip():
+                head, body = name, code.removeprefix("json").strip().removesuffix("```")
+            if not separated or not head.strip():
                 raise ValueError(rest)
             yield {"name": head.strip(), "arguments": json.loads(body)}
 
 
 @TOOL_PARSERS.register("pythonic")
-class Pythonic(_Marked):
+class Pythonic(_Delimited):
     """The whole reply is ``[name(argument=value), ...]``, as Python writes it: Llama 3.2 and 4, ToolACE."""
 
-    marks = ("<|python_start|>", "<|python_end|>")
+    delimiters = ("<|python_start|>", "<|python_end|>")
     _LONGEST = 2**15  # characters, for which Python's parser takes a tenth of a second and blocks the event loop
 
     def sure(self, text: str) -> str:
         return "" if text.lstrip()[:1] in ("[", "<", "") else text.rstrip()
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        bare = text.strip().removeprefix(self.marks[0]).removesuffix(self.marks[1]).strip()
+        bare = text.strip().removeprefix(self.delimiters[0]).removesuffix(self.delimiters[1]).strip()
         if not (bare.startswith("[") and bare.endswith("]")) or len(bare) > self._LONGEST:
             return text, []
         try:
@@ -184,40 +176,32 @@ class Pythonic(_Marked):
             yield {"name": ast.unparse(call.func), "arguments": arguments}
 
 
+@dataclass
 class FunctionTools(ToolParser):
-    """A user's ``text -> (text, calls)``; an error, or an answer of another form, leaves the reply as text."""
+    """A function ``text, tools -> (text, calls)``; an error, or another type of result, leaves the reply as text."""
 
-    def __init__(self, function: Callable[[str], tuple[str, Functions]]) -> None:
-        self._function = function
+    function: Callable[[str, Tools], tuple[str, Functions]]
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
         try:
-            said, calls = self._parse(text, tools)
+            front, calls = self.function(text, tools)
             calls = [{"name": str(call["name"]), "arguments": dict(call["arguments"])} for call in calls]
             json.dumps(calls)
-            return str(said), calls
+            return str(front), calls
         except Exception as error:
             log.warning("the tool parser has failed, and the reply is left as text: %r", error)
             return text, []
 
-    def _parse(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        return self._function(text)
 
+def read_with_vllm(parser: Callable[..., Any], tokenizer: Tokenizer, text: str, tools: Tools) -> tuple[str, Functions]:
+    """The text and the calls by one of vLLM's parsers; a new one for each reply, since they keep state."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-class VLLMTools(FunctionTools):
-    """One of vLLM's; a new one for each reply, since they keep state."""
-
-    def __init__(self, parser: Callable[..., Any], tokenizer: Tokenizer) -> None:
-        self._parser, self._tokenizer = parser, tokenizer
-
-    def _parse(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-        body = {"messages": [], "model": "policy", "tools": list(tools or ()) or None}
-        request = ChatCompletionRequest.model_validate(body)
-        found = self._parser(self._tokenizer, request.tools).extract_tool_calls(text, request)
-        calls = [
-            {"name": call.function.name, "arguments": json.loads(call.function.arguments or "{}")}
-            for call in found.tool_calls
-        ]
-        return (found.content or "") if calls else text, calls
+    body = {"messages": [], "model": "policy", "tools": list(tools or ()) or None}
+    request = ChatCompletionRequest.model_validate(body)
+    result = parser(tokenizer, request.tools).extract_tool_calls(text, request)
+    calls = [
+        {"name": call.function.name, "arguments": json.loads(call.function.arguments or "{}")}
+        for call in result.tool_calls
+    ]
+    return (result.content or "") if calls else text, calls

@@ -1,4 +1,4 @@
-"""Policy losses and the value loss: one token loss per formula; reductions and corrections are applied outside.
+"""Policy losses: one token loss per formula; reductions and corrections are applied outside.
 
 Every loss takes ``[batch, length]`` tensors and returns the loss of each token (to be minimised), alone or with
 a dictionary of per-token statistics. ``current`` carries the gradient. ``anchor`` is the policy in the ratio's

@@ -1,7 +1,7 @@
 """Losses that choose tokens by comparing them with the whole mini-batch.
 
-Invariant: the choice is made once, on the whole mini-batch and before it is split (``Objective.prepare``), and is
-handed to the loss as ``selection`` ``[batch, length]``, so that micro-batches and ranks cannot change it.
+Invariant: the choice is made once, on the whole mini-batch and before it is split (``Objective.prepare``). The loss
+takes it as ``selection`` ``[batch, length]``: micro-batches and ranks cannot change it.
 It is made from the proximal policy: before the first optimizer step on a batch that is the current policy exactly,
 afterwards it is the policy at the batch's beginning.
 """

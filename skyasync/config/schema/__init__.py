@@ -51,9 +51,8 @@ __all__ = [
 
 @dataclass
 class RayConfig:
-    address: str = key(
-        "", "Cluster to join ('auto' or host:port); empty starts one on this machine's loopback.", open_ended=True
-    )
+    address: str = key("", open_ended=True)
+    """Cluster to join ('auto' or host:port); empty starts one on this machine's loopback."""
 
 
 @dataclass

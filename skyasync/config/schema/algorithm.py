@@ -21,314 +21,251 @@ if TYPE_CHECKING:
     from skyasync.config.schema import Config
 
 
-#: A key whose value may be infinite: no limit.
+#: A key whose value may be infinite.
 limit = partial(key, infinite=True)
 _REGISTRIES = "skyasync.algorithms:"
 #: There is a reference model.
-KL = When(
-    lambda cfg: cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward,
-    "trainer.algorithm.use_kl_loss",
-    "trainer.algorithm.use_kl_in_reward",
-)
+KL = When("trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_in_reward")
 #: There is a critic.
 CRITIC = When(
-    lambda cfg: "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs,
     "trainer.algorithm.advantage_estimator",
-    choices=lambda: f"trainer.algorithm.advantage_estimator={'|'.join(_with_critic())}",
-)
-_BUFFER = When(lambda cfg: cfg.trainer.algorithm.overlong_buffer.len, "trainer.algorithm.overlong_buffer.len")
-_BY_MEAN = When(
-    lambda cfg: cfg.trainer.algorithm.dynamic_sampling.type == "mean", "trainer.algorithm.dynamic_sampling.type=mean"
-)
-_EARLY_END = When(
-    lambda cfg: cfg.trainer.algorithm.dynamic_sampling.early_end, "trainer.algorithm.dynamic_sampling.early_end"
-)
-_ADAPTIVE = When(
-    lambda cfg: cfg.trainer.algorithm.kl_ctrl.type == "adaptive", "trainer.algorithm.kl_ctrl.type=adaptive"
+    test=lambda cfg: "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs,
+    choices=lambda: (
+        "trainer.algorithm.advantage_estimator="
+        + "|".join(name for name, about in ADVANTAGE_ESTIMATORS.builtins().items() if "values" in about.inputs)
+    ),
 )
 
 
 @dataclass
 class KLControlConfig:
-    type: str = key(
-        "fixed",
-        "Keep the KL coefficient in the reward, or steer it.",
-        choices=("fixed", "adaptive"),
-        when=When(lambda cfg: cfg.trainer.algorithm.use_kl_in_reward, "trainer.algorithm.use_kl_in_reward"),
-    )
-    kl_target: float = key(
-        0.1, "The mean KL per token that the adaptive controller steers towards.", above=0.0, when=_ADAPTIVE
-    )
-    horizon: int = key(
-        10000, "Trajectories over which the adaptive controller makes up for an error.", low=1, when=_ADAPTIVE
-    )
+    type: str = key("fixed", choices=("fixed", "adaptive"), when="trainer.algorithm.use_kl_in_reward")
+    """Keep the KL coefficient in the reward, or steer it."""
+    kl_target: float = key(0.1, above=0.0, when="trainer.algorithm.kl_ctrl.type=adaptive")
+    """The mean KL per token that the adaptive controller steers towards."""
+    horizon: int = key(10000, low=1, when="trainer.algorithm.kl_ctrl.type=adaptive")
+    """Trajectories over which the adaptive controller makes up for an error."""
 
 
 @dataclass
 class SapoConfig:
-    tau_pos: float = key(1.0, "Steepness of sapo's gate for positive advantages.", above=0.0)
-    tau_neg: float = key(1.05, "Steepness of sapo's gate for negative advantages.", above=0.0)
+    tau_pos: float = key(1.0, above=0.0)
+    """Steepness of sapo's gate for positive advantages."""
+    tau_neg: float = key(1.05, above=0.0)
+    """Steepness of sapo's gate for negative advantages."""
 
 
 @dataclass
 class CispoConfig:
-    cispo_eps_clip_low: float = key(1.0, "cispo clips the weight below 1 - this; 1 is no lower clip.", low=0.0)
-    cispo_eps_clip_high: float = limit(4.0, "cispo clips the weight above 1 + this.", low=0.0)
+    cispo_eps_clip_low: float = key(1.0, low=0.0)
+    """cispo clips the weight below 1 - this; 1 is no lower clip."""
+    cispo_eps_clip_high: float = limit(4.0, low=0.0)
+    """cispo clips the weight above 1 + this."""
 
 
 @dataclass
 class ClipCovConfig:
-    clip_ratio: float = key(2e-4, "Share of the tokens that clip_cov leaves out.", low=0.0, high=1.0)
-    clip_cov_lb: float = limit(1.0, "clip_cov draws among tokens with a covariance above this.")
-    clip_cov_ub: float = limit(5.0, "clip_cov draws among tokens with a covariance below this.")
+    clip_ratio: float = key(2e-4, low=0.0, high=1.0)
+    """Share of the tokens that clip_cov leaves out."""
+    clip_cov_lb: float = limit(1.0)
+    """clip_cov draws among tokens with a covariance above this."""
+    clip_cov_ub: float = limit(5.0)
+    """clip_cov draws among tokens with a covariance below this."""
 
 
 @dataclass
 class KLCovConfig:
-    kl_cov_frac: float = key(
-        0.2, "Share of the tokens, those of largest covariance, that kl_cov penalises.", low=0.0, high=1.0
-    )
-    ppo_kl_coef: float = key(1.0, "kl_cov's penalty on the log-ratio of those tokens.", low=0.0)
+    kl_cov_frac: float = key(0.2, low=0.0, high=1.0)
+    """Share of the tokens, those of largest covariance, that kl_cov penalises."""
+    ppo_kl_coef: float = key(1.0, low=0.0)
+    """kl_cov's penalty on the log-ratio of those tokens."""
 
 
 @dataclass
 class DppoConfig:
-    divergence: str = key(
-        "tv", "How dppo measures a token's move: total variation or Bernoulli KL.", choices=("tv", "kl")
-    )
-    delta_low: float = limit(0.15, "Largest move down that dppo allows a token with a negative advantage.", low=0.0)
-    delta_high: float = limit(0.15, "Largest move up that dppo allows a token with a positive advantage.", low=0.0)
+    divergence: str = key("tv", choices=("tv", "kl"))
+    """How dppo measures a token's move: total variation or Bernoulli KL."""
+    delta_low: float = limit(0.15, low=0.0)
+    """Largest move down that dppo allows a token with a negative advantage."""
+    delta_high: float = limit(0.15, low=0.0)
+    """Largest move up that dppo allows a token with a positive advantage."""
 
 
 @dataclass
 class ToprConfig:
-    positive_weight: float = key(1.0, "Weight of topr's positive samples.", low=0.0)
-    negative_weight: float = key(1.0, "Weight of topr's negative samples.", low=0.0)
+    positive_weight: float = key(1.0, low=0.0)
+    """Weight of topr's positive samples."""
+    negative_weight: float = key(1.0, low=0.0)
+    """Weight of topr's negative samples."""
 
 
 @dataclass
 class OverlongBufferConfig:
-    len: int = key(0, "Response tokens before max_len over which the overlong penalty grows; 0 is no penalty.", low=0)
-    max_len: int = key(
-        0,
-        "Response tokens at which the overlong penalty is complete.",
-        low=0,
-        when=_BUFFER,
-    )
-    penalty_factor: float = key(
-        1.0,
-        "The complete overlong penalty, subtracted from the reward.",
-        low=0.0,
-        when=_BUFFER,
-    )
+    len: int = key(0, low=0)
+    """Response tokens before max_len over which the overlong penalty grows; 0 is no penalty."""
+    max_len: int = key(0, low=0, when="trainer.algorithm.overlong_buffer.len")
+    """Response tokens at which the overlong penalty is complete."""
+    penalty_factor: float = key(1.0, low=0.0, when="trainer.algorithm.overlong_buffer.len")
+    """The complete overlong penalty, subtracted from the reward."""
 
 
 @dataclass
 class DynamicSamplingConfig:
-    type: str = key(
-        "none",
-        "Train only groups whose mean reward lies strictly between low and high, or whose rewards differ.",
-        choices=("none", "mean", "variance"),
-    )
-    metric: str = key(
-        "",
-        "A metric of the environments that groups are judged by in place of their rewards (score, of OpenRLHF agents).",
-        open_ended=True,
-        when=When(
-            lambda cfg: cfg.trainer.algorithm.dynamic_sampling.type != "none",
-            "trainer.algorithm.dynamic_sampling.type=mean|variance",
-        ),
-    )
-    low: float = key(0.0, "Groups with a mean reward up to this are left out.", when=_BY_MEAN)
-    high: float = key(1.0, "Groups with a mean reward from this on are left out.", when=_BY_MEAN)
-    tolerance: float = key(
-        0.0,
-        "Rewards this close count as equal.",
-        low=0.0,
-        when=When(
-            lambda cfg: cfg.trainer.algorithm.dynamic_sampling.type == "variance",
-            "trainer.algorithm.dynamic_sampling.type=variance",
-        ),
-    )
-    mode: str = key(
-        "filter",
-        "Train what is left of a batch, or refill it: each group left out is replaced by that of the next prompt.",
-        choices=("filter", "refill"),
-    )
-    early_end: bool = key(
-        False, "Abort the other samples of a group as soon as they cannot bring its mean into the range (type mean)."
-    )
-    reward_min: float = key(0.0, "The least reward that a sample can earn; early_end decides by it.", when=_EARLY_END)
-    reward_max: float = key(1.0, "The largest reward that a sample can earn; early_end decides by it.", when=_EARLY_END)
-    max_sample_batches: int = key(
-        10,
-        "Batches of prompts sampled for one step at most; 0 has no such limit.",
-        low=0,
-        when=When(
-            lambda cfg: cfg.trainer.algorithm.dynamic_sampling.mode == "refill",
-            "trainer.algorithm.dynamic_sampling.mode=refill",
-        ),
-    )
+    type: str = key("none", choices=("none", "mean", "variance"))
+    """Train only groups whose mean reward lies strictly between low and high, or whose rewards differ."""
+    metric: str = key("", open_ended=True, when="trainer.algorithm.dynamic_sampling.type=mean|variance")
+    """A metric of the environments that groups are judged by in place of their rewards (score, of OpenRLHF agents)."""
+    low: float = key(0.0, when="trainer.algorithm.dynamic_sampling.type=mean")
+    """Groups with a mean reward up to this are left out."""
+    high: float = key(1.0, when="trainer.algorithm.dynamic_sampling.type=mean")
+    """Groups with a mean reward from this on are left out."""
+    tolerance: float = key(0.0, low=0.0, when="trainer.algorithm.dynamic_sampling.type=variance")
+    """Rewards this close count as equal."""
+    mode: str = key("filter", choices=("filter", "refill"))
+    """Train what is left of a batch, or refill it: each group left out is replaced by that of the next prompt."""
+    early_end: bool = key(False)
+    """Abort the other samples of a group as soon as they cannot bring its mean into the range (type mean)."""
+    reward_min: float = key(0.0, when="trainer.algorithm.dynamic_sampling.early_end")
+    """The least reward that a sample can earn; early_end decides by it."""
+    reward_max: float = key(1.0, when="trainer.algorithm.dynamic_sampling.early_end")
+    """The largest reward that a sample can earn; early_end decides by it."""
+    max_sample_batches: int = key(10, low=0, when="trainer.algorithm.dynamic_sampling.mode=refill")
+    """Batches of prompts sampled for one step at most; 0 has no such limit."""
 
 
 @dataclass
 class AlgorithmConfig:
-    preset: str = key(
-        "",
-        "A consistent bundle of settings by name; keys that are given override it.",
-        registry="skyasync.algorithms.presets:PRESETS",
-    )
+    preset: str = key("", registry="skyasync.algorithms.presets:PRESETS")
+    """A consistent bundle of settings by name; keys that are given override it."""
     # The objective
-    policy_loss_type: str = key("ppo", "The policy objective.", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True)
-    loss_reduction: str = key(
-        "token_mean", "How token losses become one number.", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True
-    )
-    max_seq_len: int = key(
-        0, "The constant that seq_mean_token_sum_norm divides by; 0 is the batch's longest sequence.", low=0
-    )
-    ratio_anchor: str = key(
-        "proximal",
-        "The policy in the ratio's denominator; with behaviour no proximal log-probabilities are needed.",
-        choices=("proximal", "behaviour"),
-    )
-    filter_logprobs: bool = key(
-        True,
-        "The models' log-probabilities are of the distribution that was sampled from: with top_k, top_p, min_p, "
-        "logit_bias and allowed_token_ids applied as in the engine; temperature always is.",
-    )
-    proximal_logprobs: str = key(
-        "recompute",
-        "With several updates per batch: a forward pass, or an interpolation between behaviour and current policy by "
-        "each token's version.",
-        choices=("recompute", "loglinear", "linear"),
-    )
-    eps_clip_low: float = limit(0.2, "Clip ratios below 1 - this.", low=0.0)
-    eps_clip_high: float = limit(0.2, "Clip ratios above 1 + this.", low=0.0)
-    clip_ratio_c: float = limit(3.0, "dual_clip's bound on the ratio where the advantage is negative.", above=1.0)
-    behave_imp_weight_cap: float = key(
-        5.0, "decoupled_ppo drops tokens whose proximal / behaviour is above this; 0 is no cap.", low=0.0
-    )
-    tis_low: float = key(0.0, "The loss tis clamps its ratio from below to this.", low=0.0)
-    tis_high: float = limit(1.0, "The loss tis clamps its ratio from above to this.", low=0.0)
-    kimi15_tau: float = key(0.1, "Strength of kimi15's quadratic leash to the anchor.", low=0.0)
-    m2po_threshold: float = limit(
-        0.04, "m2po drops tokens until the mean squared log-ratio to the behaviour policy is below this.", above=0.0
-    )
+    policy_loss_type: str = key("ppo", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True)
+    """The policy objective."""
+    loss_reduction: str = key("token_mean", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True)
+    """How token losses become one number."""
+    max_seq_len: int = key(0, low=0)
+    """The constant that seq_mean_token_sum_norm divides by; 0 is the batch's longest sequence."""
+    ratio_anchor: str = key("proximal", choices=("proximal", "behaviour"))
+    """The policy in the ratio's denominator; with behaviour no proximal log-probabilities are needed."""
+    filter_logprobs: bool = key(True)
+    """The models' log-probabilities are of the distribution that was sampled from: with top_k, top_p, min_p, logit_bias
+    and allowed_token_ids applied as in the engine; temperature always is."""
+    proximal_logprobs: str = key("recompute", choices=("recompute", "loglinear", "linear"))
+    """With several updates per batch: a forward pass, or an interpolation between behaviour and current policy by each
+    token's version."""
+    eps_clip_low: float = limit(0.2, low=0.0)
+    """Clip ratios below 1 - this."""
+    eps_clip_high: float = limit(0.2, low=0.0)
+    """Clip ratios above 1 + this."""
+    clip_ratio_c: float = limit(3.0, above=1.0)
+    """dual_clip's bound on the ratio where the advantage is negative."""
+    behave_imp_weight_cap: float = key(5.0, low=0.0)
+    """decoupled_ppo drops tokens whose proximal / behaviour is above this; 0 is no cap."""
+    tis_low: float = key(0.0, low=0.0)
+    """The loss tis clamps its ratio from below to this."""
+    tis_high: float = limit(1.0, low=0.0)
+    """The loss tis clamps its ratio from above to this."""
+    kimi15_tau: float = key(0.1, low=0.0)
+    """Strength of kimi15's quadratic leash to the anchor."""
+    m2po_threshold: float = limit(0.04, above=0.0)
+    """m2po drops tokens until the mean squared log-ratio to the behaviour policy is below this."""
     sapo: SapoConfig = field(default_factory=SapoConfig)
     cispo: CispoConfig = field(default_factory=CispoConfig)
     clip_cov: ClipCovConfig = field(default_factory=ClipCovConfig)
     kl_cov: KLCovConfig = field(default_factory=KLCovConfig)
     dppo: DppoConfig = field(default_factory=DppoConfig)
     topr: ToprConfig = field(default_factory=ToprConfig)
-    use_entropy_loss: bool = key(False, "Reward the policy's entropy in the loss.")
-    entropy_loss_coef: float = key(
-        0.01,
-        "Weight of the entropy term.",
-        low=0.0,
-        when=When(lambda cfg: cfg.trainer.algorithm.use_entropy_loss, "trainer.algorithm.use_entropy_loss"),
-    )
+    use_entropy_loss: bool = key(False)
+    """Reward the policy's entropy in the loss."""
+    entropy_loss_coef: float = key(0.01, low=0.0, when="trainer.algorithm.use_entropy_loss")
+    """Weight of the entropy term."""
     # Corrections for stale or mismatched samples
-    off_policy_correction: str = key(
-        "auto",
-        "Weight for samples of an older policy; auto is token_tis, or none for a loss that corrects by itself.",
-        registry=_REGISTRIES + "CORRECTIONS",
-        open_ended=True,
-    )
-    off_policy_masks: list[str] = key(
-        [],
-        "Further corrections multiplied onto it, usually masks.",
-        registry=_REGISTRIES + "CORRECTIONS",
-        open_ended=True,
-    )
-    token_tis_ratio_clip_low: float = key(0.0, "token_tis clamps its weight from below to this.", low=0.0)
-    token_tis_ratio_clip_high: float = limit(2.0, "token_tis clamps its weight from above to this.", above=0.0)
-    sequence_tis_ratio_clip_high: float = limit(5.0, "sequence_tis clamps its weight from above to this.", above=0.0)
-    geometric_tis_ratio_clip_high: float = limit(
-        2.0, "geometric_tis and segment_tis clamp their weight from above to this.", above=0.0
-    )
-    icepop_low: float = key(0.5, "icepop drops tokens with a weight below this.", low=0.0)
-    icepop_high: float = limit(5.0, "icepop drops tokens with a weight above this.", above=0.0)
-    token_mask_is_threshold_low: float = key(0.5, "token_mask drops tokens with a weight below this.", low=0.0)
-    token_mask_is_threshold_high: float = limit(2.0, "token_mask drops tokens with a weight above this.", above=0.0)
-    product_mask_low: float = key(
-        0.5, "sequence_mask and sequence_icepop drop sequences with a weight below this.", low=0.0
-    )
-    product_mask_high: float = limit(
-        2.0, "sequence_mask and sequence_icepop drop sequences with a weight above this.", above=0.0
-    )
-    geo_mask_low: float = key(
-        0.99, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight below this.", low=0.0
-    )
-    geo_mask_high: float = limit(
-        1.01, "geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight above this.", above=0.0
-    )
-    outlier_token_is_threshold_low: float = key(
-        1e-4, "outlier_mask drops sequences with any token weight below this.", low=0.0
-    )
-    outlier_token_is_threshold_high: float = limit(
-        100.0, "outlier_mask drops sequences with any token weight above this.", above=0.0
-    )
-    kl_mask_high: float = limit(
-        0.1, "kl_mask drops sequences whose estimated KL from behaviour to proximal is above this."
-    )
-    negative_mask_threshold: float = limit(
-        0.1, "negative_mask drops bad sequences that the policy has left behind by more than this per token."
-    )
+    off_policy_correction: str = key("auto", registry=_REGISTRIES + "CORRECTIONS", open_ended=True)
+    """Weight for samples of an older policy; auto is token_tis, or none for a loss that corrects by itself."""
+    off_policy_masks: list[str] = key([], registry=_REGISTRIES + "CORRECTIONS", open_ended=True)
+    """Further corrections multiplied onto it, usually masks."""
+    token_tis_ratio_clip_low: float = key(0.0, low=0.0)
+    """token_tis clamps its weight from below to this."""
+    token_tis_ratio_clip_high: float = limit(2.0, above=0.0)
+    """token_tis clamps its weight from above to this."""
+    sequence_tis_ratio_clip_high: float = limit(5.0, above=0.0)
+    """sequence_tis clamps its weight from above to this."""
+    geometric_tis_ratio_clip_high: float = limit(2.0, above=0.0)
+    """geometric_tis and segment_tis clamp their weight from above to this."""
+    icepop_low: float = key(0.5, low=0.0)
+    """icepop drops tokens with a weight below this."""
+    icepop_high: float = limit(5.0, above=0.0)
+    """icepop drops tokens with a weight above this."""
+    token_mask_is_threshold_low: float = key(0.5, low=0.0)
+    """token_mask drops tokens with a weight below this."""
+    token_mask_is_threshold_high: float = limit(2.0, above=0.0)
+    """token_mask drops tokens with a weight above this."""
+    product_mask_low: float = key(0.5, low=0.0)
+    """sequence_mask and sequence_icepop drop sequences with a weight below this."""
+    product_mask_high: float = limit(2.0, above=0.0)
+    """sequence_mask and sequence_icepop drop sequences with a weight above this."""
+    geo_mask_low: float = key(0.99, low=0.0)
+    """geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight below this."""
+    geo_mask_high: float = limit(1.01, above=0.0)
+    """geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight above this."""
+    outlier_token_is_threshold_low: float = key(1e-4, low=0.0)
+    """outlier_mask drops sequences with any token weight below this."""
+    outlier_token_is_threshold_high: float = limit(100.0, above=0.0)
+    """outlier_mask drops sequences with any token weight above this."""
+    kl_mask_high: float = limit(0.1)
+    """kl_mask drops sequences whose estimated KL from behaviour to proximal is above this."""
+    negative_mask_threshold: float = limit(0.1)
+    """negative_mask drops bad sequences that the policy has left behind by more than this per token."""
     # Advantages
-    advantage_estimator: str = key(
-        "grpo", "How rewards become advantages.", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS", open_ended=True
-    )
-    grpo_norm_by_std: bool = key(True, "grpo divides by the group's standard deviation.")
-    reward_norm_mean: str = key(
-        "group", "What the estimator normalized subtracts the mean of.", choices=("group", "batch", "none")
-    )
-    reward_norm_std: str = key(
-        "group",
-        "What the estimator normalized divides by the standard deviation of.",
-        choices=("group", "batch", "none"),
-    )
-    gamma: float = key(1.0, "Discount per token (reinforce++, gae).", low=0.0, high=1.0)
-    lambd: float = key(1.0, "GAE's decay: 1 is the return, 0 the one-step error.", low=0.0, high=1.0)
-    gae_whiten: bool = key(True, "gae whitens its advantages over the tokens of the batch.")
-    advantage_batch_normalize: bool = key(False, "Whiten advantages over the tokens of the batch.")
-    advantage_clip: float = key(0.0, "Clamp advantages to plus or minus this; 0 is off.", low=0.0)
+    advantage_estimator: str = key("grpo", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS", open_ended=True)
+    """How rewards become advantages."""
+    grpo_norm_by_std: bool = key(True)
+    """grpo divides by the group's standard deviation."""
+    reward_norm_mean: str = key("group", choices=("group", "batch", "none"))
+    """What the estimator normalized subtracts the mean of."""
+    reward_norm_std: str = key("group", choices=("group", "batch", "none"))
+    """What the estimator normalized divides by the standard deviation of."""
+    gamma: float = key(1.0, low=0.0, high=1.0)
+    """Discount per token (reinforce++, gae)."""
+    lambd: float = key(1.0, low=0.0, high=1.0)
+    """GAE's decay: 1 is the return, 0 the one-step error."""
+    gae_whiten: bool = key(True)
+    """gae whitens its advantages over the tokens of the batch."""
+    advantage_batch_normalize: bool = key(False)
+    """Whiten advantages over the tokens of the batch."""
+    advantage_clip: float = key(0.0, low=0.0)
+    """Clamp advantages to plus or minus this; 0 is off."""
     # KL to the reference model
-    use_kl_loss: bool = key(False, "Add a KL term to a frozen reference model to the loss.")
-    use_kl_in_reward: bool = key(False, "Subtract a KL penalty to the reference from the rewards.")
-    kl_loss_coef: float = key(0.001, "Weight of the KL term.", low=0.0, when=KL)
-    kl_estimator_type: str = key(
-        "k3", "How the KL divergence is estimated.", registry=_REGISTRIES + "KL_ESTIMATORS", open_ended=True, when=KL
-    )
-    kl_clamp: float = key(0.0, "Clamp the estimate per token to plus or minus this; 0 is off.", low=0.0, when=KL)
-    kl_importance_weighted: bool = key(
-        False,
-        "Weigh the KL loss by the ratio of current to anchor policy: unbiased off policy.",
-        when=When(lambda cfg: cfg.trainer.algorithm.use_kl_loss, "trainer.algorithm.use_kl_loss"),
-    )
+    use_kl_loss: bool = key(False)
+    """Add a KL term to a frozen reference model to the loss."""
+    use_kl_in_reward: bool = key(False)
+    """Subtract a KL penalty to the reference from the rewards."""
+    kl_loss_coef: float = key(0.001, low=0.0, when=KL)
+    """Weight of the KL term."""
+    kl_estimator_type: str = key("k3", registry=_REGISTRIES + "KL_ESTIMATORS", open_ended=True, when=KL)
+    """How the KL divergence is estimated."""
+    kl_clamp: float = key(0.0, low=0.0, when=KL)
+    """Clamp the estimate per token to plus or minus this; 0 is off."""
+    kl_importance_weighted: bool = key(False, when="trainer.algorithm.use_kl_loss")
+    """Weigh the KL loss by the ratio of current to anchor policy: unbiased off policy."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     # Rewards and groups
-    truncated_responses: str = key(
-        "train",
-        "Responses that did not end by themselves: train as they are, mask from the loss (they stay in their group's "
-        "baseline), zero their reward, or drop from their group.",
-        choices=("train", "mask", "zero", "drop"),
-    )
-    stop_properly_penalty_coef: float = key(
-        1.0, "Multiplies the reward of such responses; a negative one takes the reward's place."
-    )
-    reward_bias: float = key(0.0, "Added to each trajectory's reward.")
-    reward_scale: float = key(1.0, "Each trajectory's reward, bias added, is multiplied by this.")
-    reward_clip: float = key(0.0, "Clamp each trajectory's scaled reward to plus or minus this; 0 is off.", low=0.0)
-    reward_normalization: str = key(
-        "none",
-        "Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation 1.",
-        choices=("none", "group", "batch"),
-    )
+    truncated_responses: str = key("train", choices=("train", "mask", "zero", "drop"))
+    """Responses that did not end by themselves: train as they are, mask from the loss (they stay in their group's
+    baseline), zero their reward, or drop from their group."""
+    stop_properly_penalty_coef: float = key(1.0)
+    """Multiplies the reward of such responses; a negative one takes the reward's place."""
+    reward_bias: float = key(0.0)
+    """Added to each trajectory's reward."""
+    reward_scale: float = key(1.0)
+    """Each trajectory's reward, bias added, is multiplied by this."""
+    reward_clip: float = key(0.0, low=0.0)
+    """Clamp each trajectory's scaled reward to plus or minus this; 0 is off."""
+    reward_normalization: str = key("none", choices=("none", "group", "batch"))
+    """Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation 1."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
-    extra: dict[str, Any] = key(
-        {}, "Rarer parameters of the chosen functions, or those of your own, by parameter name."
-    )
+    extra: dict[str, Any] = key({})
+    """Rarer parameters of the chosen functions, or those of your own, by parameter name."""
 
 
 #: Pairs of keys under ``trainer.algorithm`` that bound an interval (clip ranges are distances from 1, no such pair).
@@ -345,21 +282,17 @@ INTERVALS = (
 )
 
 
-def _with_critic() -> list[str]:
-    return [name for name, about in ADVANTAGE_ESTIMATORS.builtins().items() if "values" in about.inputs]
-
-
 def check_functions(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Their parameters, and the settings that ``trainer.algorithm.extra`` names."""
     chosen = functions(algorithm)
-    wrong = [one.problem for one in chosen if one.problem]
-    yield from wrong
-    accepted = {name for one in chosen for about in one.about for name in about.settings}
-    for name in () if wrong else algorithm.extra:
+    if wrong := [problem for function in chosen if (problem := function.problem())]:
+        yield from wrong
+        return
+    accepted = {name for function in chosen for about in function.about for name in about.settings}
+    for name in algorithm.extra:
         if name not in accepted:
-            yield f"trainer.algorithm.extra {name!r} is no setting of the chosen functions: " + unknown(
-                "setting", name, accepted
-            )
+            what = unknown("setting", name, accepted)
+            yield f"trainer.algorithm.extra {name!r} is no setting of the chosen functions: {what}"
 
 
 def check_algorithm(cfg: Config) -> Iterator[str]:
@@ -431,34 +364,32 @@ def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
     """One line for each setting that needs more of the batch than a plan that streams has at a time."""
     if plan is None or not plan.streams:
         return
-    for setting in whole_batch_settings(cfg):
-        yield f"{setting} needs the whole batch, and {plan} trains groups as they come: change it, or use another plan"
-
-
-def whole_batch_settings(cfg: Config) -> Iterator[str]:
-    """The settings, as one would write them."""
     trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
-    reduction = LOSS_REDUCTIONS.about(algorithm.loss_reduction)
+    name = "trainer.algorithm."
+    settings = []
     if trainer.update_epochs_per_batch > 1:
-        yield f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}"
+        settings.append(f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}")
     estimator = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
     if depends_on_pool(algorithm, estimator, "whole_batch", "batch"):
         depends = estimator.can["whole_batch"]
-        switches = [] if depends is True else [estimator.keys[name] for name in depends]
-        on = [f" with trainer.algorithm.{key}=true" for key in switches if getattr(algorithm, key) is True]
-        yield f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator}{''.join(on)}"
+        switches = [] if depends is True else [estimator.keys[setting] for setting in depends]
+        on = [f" with {name}{key}=true" for key in switches if attrgetter(key)(algorithm) is True]
+        settings.append(f"{name}advantage_estimator={algorithm.advantage_estimator}{''.join(on)}")
     if algorithm.advantage_batch_normalize:
-        yield "trainer.algorithm.advantage_batch_normalize=true"
+        settings.append(f"{name}advantage_batch_normalize=true")
     if algorithm.reward_normalization == "batch":
-        yield "trainer.algorithm.reward_normalization=batch"
+        settings.append(f"{name}reward_normalization=batch")
     if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
-        yield "trainer.algorithm.kl_ctrl.type=adaptive"
+        settings.append(f"{name}kl_ctrl.type=adaptive")
     for function in functions(algorithm):
         if function.about.selector is not None:
-            yield f"trainer.algorithm.{function.key}={function.name}, which chooses among all tokens,"
+            settings.append(f"{name}{function.key}={function.name}, which chooses among all tokens,")
         elif function.about.can.get("whole_batch") is True and function.key.startswith("off_policy"):
-            yield f"trainer.algorithm.{function.key}={function.name}"
+            settings.append(f"{name}{function.key}={function.name}")
+    reduction = LOSS_REDUCTIONS.about(algorithm.loss_reduction)
     if not reduction.can["by_parts"]:
-        yield f"trainer.algorithm.loss_reduction={algorithm.loss_reduction}"
+        settings.append(f"{name}loss_reduction={algorithm.loss_reduction}")
     elif "max_seq_len" in reduction.keys.values() and not algorithm.max_seq_len:
-        yield f"trainer.algorithm.loss_reduction={algorithm.loss_reduction} with trainer.algorithm.max_seq_len=0"
+        settings.append(f"{name}loss_reduction={algorithm.loss_reduction} with {name}max_seq_len=0")
+    for setting in settings:
+        yield f"{setting} needs the whole batch, and {plan} trains groups as they come: change it, or use another plan"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from skyasync.config.keys import When, key
+from skyasync.config.keys import key
 from skyasync.config.schema.environment import check_domains, proportions_of
 from skyasync.config.schema.judges import is_reference, pattern_problems
 from skyasync.config.schema.sampling import evaluation
@@ -28,60 +28,41 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 _TAKEN = ("score",)  # eval/score/<domain>
 _ENTRIES = ("data", "n_samples")
 
-_TEMPLATE = When(lambda cfg: cfg.data.apply_chat_template, "data.apply_chat_template")
-
 
 @dataclass
 class DataConfig:
-    train_data: list[str] = key(
-        [],
-        "Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names (owner/name#config:split), "
-        "reasoning_gym:task, or module:function.",
-        open_ended=True,
-    )
-    val_data: list[str] = key([], "Held-out prompts, in the same forms.", open_ended=True)
-    val_sets: dict[str, Any] = key(
-        {},
-        "Held-out prompts by name, evaluated as eval/<name>/...: a source, a list of them, or {data: ..., n_samples: "
-        "responses per prompt}.",
-    )
-    streaming: bool = key(
-        False,
-        "Read training prompts block by block instead of holding them: for data larger than memory, or without an end. "
-        "The run then ends by trainer.max_training_steps, and goes through the data as often as that takes.",
-    )
-    shuffle_buffer: int = key(
-        4096,
-        "Rows that are shuffled among each other; a stream's order is that of such blocks.",
-        low=1,
-        when=When(lambda cfg: cfg.data.streaming, "data.streaming"),
-    )
-    prompt_key: str = key("prompt", "Column with the prompt: a conversation, or a string.", open_ended=True)
-    label_key: str = key(
-        "label", "Column with the right answer, the environment's label; a.b is b in column a.", open_ended=True
-    )
-    domain_key: str = key("domain", "Column with the row's domain.", open_ended=True)
-    apply_chat_template: bool = key(True, "Frame prompts by the chat template; false takes text prompts as they are.")
-    chat_template: str = key(
-        "",
-        "Jinja template in place of the model's own: a file, or its text; for prompts, observations and the endpoint.",
-        open_ended=True,
-        when=_TEMPLATE,
-    )
-    chat_template_kwargs: dict[str, Any] = key(
-        {}, "Further variables of the template, such as {enable_thinking: false}.", when=_TEMPLATE
-    )
-    chat_history: str = key(
-        "template",
-        "What the model reads of its earlier turns: what the template shows (some drop thinking parts), a row of its "
-        "own for each turn where that differs, or its tokens as sampled, one row per episode.",
-        choices=("template", "sampled"),
-        when=_TEMPLATE,
-    )
-    system_prompt: str = key("", "Put in front of conversations that have no system message.", open_ended=True)
-    reasoning_gym: dict[str, Any] = key(
-        {}, "Per reasoning_gym task: size, seed, val_size, val_seed, and the task's own options."
-    )
+    train_data: list[str] = key([], open_ended=True)
+    """Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names (owner/name#config:split),
+    reasoning_gym:task, or module:function."""
+    val_data: list[str] = key([], open_ended=True)
+    """Held-out prompts, in the same forms."""
+    val_sets: dict[str, Any] = key({})
+    """Held-out prompts by name, evaluated as eval/<name>/...: a source, a list of them, or {data: ..., n_samples:
+    responses per prompt}."""
+    streaming: bool = key(False)
+    """Read training prompts block by block instead of holding them: for data larger than memory, or without an end. The
+    run then ends by trainer.max_training_steps, and goes through the data as often as that takes."""
+    shuffle_buffer: int = key(4096, low=1, when="data.streaming")
+    """Rows that are shuffled among each other; a stream's order is that of such blocks."""
+    prompt_key: str = key("prompt", open_ended=True)
+    """Column with the prompt: a conversation, or a string."""
+    label_key: str = key("label", open_ended=True)
+    """Column with the right answer, the environment's label; a.b is b in column a."""
+    domain_key: str = key("domain", open_ended=True)
+    """Column with the row's domain."""
+    apply_chat_template: bool = key(True)
+    """Frame prompts by the chat template; false takes text prompts as they are."""
+    chat_template: str = key("", open_ended=True, when="data.apply_chat_template")
+    """Jinja template in place of the model's own: a file, or its text; for prompts, observations and the endpoint."""
+    chat_template_kwargs: dict[str, Any] = key({}, when="data.apply_chat_template")
+    """Further variables of the template, such as {enable_thinking: false}."""
+    chat_history: str = key("template", choices=("template", "sampled"), when="data.apply_chat_template")
+    """What the model reads of its earlier turns: what the template shows (some drop thinking parts), a row of its own
+    for each turn where that differs, or its tokens as sampled, one row per episode."""
+    system_prompt: str = key("", open_ended=True)
+    """Put in front of conversations that have no system message."""
+    reasoning_gym: dict[str, Any] = key({})
+    """Per reasoning_gym task: size, seed, val_size, val_seed, and the task's own options."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +75,12 @@ class EvalSet:
 
 def eval_sets(data: DataConfig) -> dict[str, EvalSet]:
     """All that is evaluated, by name; ``data.val_data`` has none ("")."""
-    named = {str(name): _set_of(entry) for name, entry in data.val_sets.items()}
-    return {"": EvalSet(tuple(data.val_data)), **named} if data.val_data else named
+    sets = {"": EvalSet(tuple(data.val_data))} if data.val_data else {}
+    for name, entry in data.val_sets.items():
+        fields = entry if isinstance(entry, Mapping) else {"data": entry}
+        sources = [fields["data"]] if isinstance(fields["data"], str) else fields["data"]
+        sets[str(name)] = EvalSet(tuple(sources), fields.get("n_samples", 0))
+    return sets
 
 
 def eval_sources(data: DataConfig) -> list[str]:
@@ -139,13 +124,10 @@ def check_data(cfg: Config) -> Iterator[str]:
             yield f"data.reasoning_gym.{task} is for no task in data.train_data: {unknown('task', str(task), tasks)}"
         elif not isinstance(options, Mapping):
             yield f"data.reasoning_gym.{task} must be a mapping of options, found {options!r}"
-    if not wrong:
-        yield from _check_evaluation(cfg)
-
-
-def _check_evaluation(cfg: Config) -> Iterator[str]:
+    if wrong:
+        return
     if evaluation(cfg.generator).temperature == 0:
-        for name, one in eval_sets(cfg.data).items():
+        for name, one in eval_sets(data).items():
             if one.n_samples > 1:
                 yield (
                     f"{_WHERE}.{name}.n_samples={one.n_samples} draws the same response {one.n_samples} times with "
@@ -168,31 +150,19 @@ def _problems(name: str, entry: object) -> Iterator[str]:
     where = f"{_WHERE}.{name}"
     if not _NAME.fullmatch(name):
         yield f"{where}: a set's name has letters, digits, _, - and . alone"
-    elif name in _TAKEN:
+        return
+    if name in _TAKEN:
         yield f"{where}: eval/{name} is a metric's name; call the set otherwise"
-    elif not isinstance(entry, Mapping):
-        yield from _of_sources(where, entry)
-    else:
+        return
+    sources, key = entry, where
+    if isinstance(entry, Mapping):
+        sources, key = entry.get("data"), f"{where}.data"
         for given in entry:
             if given not in _ENTRIES:
                 yield f"{where}.{given}: {unknown('entry', str(given), _ENTRIES)}"
-        yield from _of_sources(f"{where}.data", entry.get("data"))
         count = entry.get("n_samples", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             yield f"{where}.n_samples: expected a whole number of at least 1, found {count!r}"
-
-
-def _of_sources(where: str, sources: object) -> Iterator[str]:
     several = sources if isinstance(sources, list | tuple) else [sources]
     if not several or not all(isinstance(source, str) and source for source in several):
-        yield f"{where}: expected a source as in data.val_data, or a list of them, found {sources!r}"
-
-
-def _set_of(entry: Any) -> EvalSet:  # noqa: ANN401  (checked)
-    if isinstance(entry, Mapping):
-        return EvalSet(_sources(entry["data"]), entry.get("n_samples", 0))
-    return EvalSet(_sources(entry))
-
-
-def _sources(given: str | list[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+        yield f"{key}: expected a source as in data.val_data, or a list of them, found {sources!r}"

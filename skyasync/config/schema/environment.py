@@ -11,99 +11,63 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from skyasync.config.keys import When, key
+from skyasync.config.keys import key
 from skyasync.errors import unknown
 
 _WHERE = "environment.domains"
 
-_ENVIRONMENTS = When(lambda cfg: not cfg.generator.agent_program, "not generator.agent_program")
-_RETRIES = When(lambda cfg: cfg.environment.max_retries, "environment.max_retries")
-_GIVES_UP = When(lambda cfg: cfg.environment.on_error != "raise", "environment.on_error=mask|keep")
-
 
 @dataclass
 class EnvironmentConfig:
-    env_class: str = key("", "Environment of rows that name none: a registered id or module:Class.", open_ended=True)
-    num_workers: int = key(1, "Processes that run environments or agent programs.", low=1)
-    max_threads: int = key(
-        512,
-        "Most threads per process for environments without async methods; quick steps use one.",
-        low=1,
-        when=_ENVIRONMENTS,
-    )
-    step_timeout_s: float = key(
-        60.0, "Seconds an environment's step may take from its beginning.", above=0.0, when=_ENVIRONMENTS
-    )
-    on_error: str = key(
-        "raise",
-        "What an environment that raises, hangs or returns invalid output does: end the run, or end its own episode, "
-        "which is then left out of the loss (mask) or trained (keep), with give_up_reward.",
-        choices=("raise", "mask", "keep"),
-    )
-    max_retries: int = key(
-        3,
-        "Times that a step, or an agent program from its beginning, is tried again after a skyasync.TransientError.",
-        low=0,
-    )
-    retry_pause_s: float = key(
-        1.0, "Seconds before the first of them, twice as long before each further one, less up to half by chance.",
-        above=0.0, when=_RETRIES,
-    )  # fmt: skip
-    transient_errors: list[str] = key(
-        [],
-        "Other kinds of errors that are transient, by their names: ConnectionError, httpx.ReadTimeout.",
-        when=_RETRIES,
-    )
-    max_given_up: float = key(
-        1.0,
-        "Share of a step's episodes that on_error may end before the run ends; 1 is no such limit.",
-        above=0.0,
-        high=1.0,
-        when=_GIVES_UP,
-    )
-    give_up_reward: float = key(0.0, "Reward of an episode that on_error has ended.", when=_GIVES_UP)
-    max_observation_chars: int = key(
-        200_000, "A longer observation is an error of its environment.", low=1, when=_ENVIRONMENTS
-    )
-    env_config: dict[str, Any] = key({}, "Free settings, handed to the environment.")
-    env_class_from_rows: bool = key(
-        True, "Rows may name their own env_class; false: environment.env_class for all.", when=_ENVIRONMENTS
-    )
-    reward_funcs: list[str] = key(
-        [],
-        "Functions that judge a response (environment.env_class=reward): registered names, module:function, "
-        "path/to/file.py:function (alone: its reward_func), the address of an OpenRLHF reward server (http://...; "
-        "several with commas), or judge:NAME (environment.judges).",
-        registry="skyasync.rewards:REWARDS",
-        pattern=r".+\.py",
-        open_ended=True,
-    )
-    reward_weights: list[float] = key([], "Factors of the functions' rewards in their sum; an empty list weighs all 1.")
-    reward_timeout_s: float = key(10.0, "Seconds a reward function may take for one response.", above=0.0)
-    reward_on_timeout: str = key(
-        "zero",
-        "What a response gets from a reward function that times out or crashes its process, or a judge without a "
-        "result: 0, and the metric no_reward counts it (zero), or the run ends (raise).",
-        choices=("zero", "raise"),
-    )
+    env_class: str = key("", open_ended=True)
+    """Environment of rows that name none: a registered id or module:Class."""
+    num_workers: int = key(1, low=1)
+    """Processes that run environments or agent programs."""
+    max_threads: int = key(512, low=1, when="not generator.agent_program")
+    """Most threads per process for environments without async methods; quick steps use one."""
+    step_timeout_s: float = key(60.0, above=0.0, when="not generator.agent_program")
+    """Seconds an environment's step may take from its beginning."""
+    on_error: str = key("raise", choices=("raise", "mask", "keep"))
+    """What an environment that raises, hangs or returns invalid output does: end the run, or end its own episode, which
+    is then left out of the loss (mask) or trained (keep), with give_up_reward."""
+    max_retries: int = key(3, low=0)
+    """Times that a step, or an agent program from its beginning, is tried again after a skyasync.TransientError."""
+    retry_pause_s: float = key(1.0, above=0.0, when="environment.max_retries")
+    """Seconds before the first of them, twice as long before each further one, less up to half by chance."""
+    transient_errors: list[str] = key([], when="environment.max_retries")
+    """Other kinds of errors that are transient, by their names: ConnectionError, httpx.ReadTimeout."""
+    max_given_up: float = key(1.0, above=0.0, high=1.0, when="environment.on_error=mask|keep")
+    """Share of a step's episodes that on_error may end before the run ends; 1 is no such limit."""
+    give_up_reward: float = key(0.0, when="environment.on_error=mask|keep")
+    """Reward of an episode that on_error has ended."""
+    max_observation_chars: int = key(200_000, low=1, when="not generator.agent_program")
+    """A longer observation is an error of its environment."""
+    env_config: dict[str, Any] = key({})
+    """Free settings, handed to the environment."""
+    env_class_from_rows: bool = key(True, when="not generator.agent_program")
+    """Rows may name their own env_class; false: environment.env_class for all."""
+    reward_funcs: list[str] = key([], registry="skyasync.rewards:REWARDS", pattern=r".+\.py", open_ended=True)
+    """Functions that judge a response (environment.env_class=reward): registered names, module:function,
+    path/to/file.py:function (alone: its reward_func), the address of an OpenRLHF reward server (http://...; several
+    with commas), or judge:NAME (environment.judges)."""
+    reward_weights: list[float] = key([])
+    """Factors of the functions' rewards in their sum; an empty list weighs all 1."""
+    reward_timeout_s: float = key(10.0, above=0.0)
+    """Seconds a reward function may take for one response."""
+    reward_on_timeout: str = key("zero", choices=("zero", "raise"))
+    """What a response gets from a reward function that times out or crashes its process, or a judge without a result:
+    0, and the metric no_reward counts it (zero), or the run ends (raise)."""
     code_sandbox: str = key(
-        "auto",
-        "Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the "
-        "address of a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md).",
-        choices=("auto", "bubblewrap", "landlock", "seccomp", "none"),
-        pattern=r"https?://[^/\s]\S*",
+        "auto", choices=("auto", "bubblewrap", "landlock", "seccomp", "none"), pattern=r"https?://[^/\s]\S*"
     )
-    judges: dict[str, Any] = key(
-        {},
-        "Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, "
-        "prompt, parser, ... (docs/rewards.md). Each is the reward function judge:NAME.",
-        when=_ENVIRONMENTS,
-    )
-    domains: dict[str, Any] = key(
-        {},
-        "Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the "
-        "training prompts), tags (rows whose column names one of these are the domain's too).",
-    )
+    """Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the address of
+    a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md)."""
+    judges: dict[str, Any] = key({}, when="not generator.agent_program")
+    """Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, prompt,
+    parser, ... (docs/rewards.md). Each is the reward function judge:NAME."""
+    domains: dict[str, Any] = key({})
+    """Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the
+    training prompts), tags (rows whose column names one of these are the domain's too)."""
 
 
 @dataclass(frozen=True)
@@ -127,10 +91,9 @@ class Domain:
 
 def domains_of(mapping: Mapping[str, Any]) -> dict[str, Domain]:
     """The checked mapping as objects."""
-    plain: dict[str, dict[str, Any]] = {
-        str(name): {key: _plain(value) for key, value in entry.items()} for name, entry in mapping.items()
+    return {
+        str(name): Domain(**{key: _plain(value) for key, value in entry.items()}) for name, entry in mapping.items()
     }
-    return {name: Domain(**entry) for name, entry in plain.items()}
 
 
 def tags_of(mapping: Mapping[str, Any]) -> dict[str, str]:
@@ -166,16 +129,14 @@ def check_domains(mapping: Mapping[str, Any]) -> Iterator[str]:
     yield from problems
     if problems:
         return
-    owners: dict[str, list[str]] = {}
-    for name, domain in domains_of(mapping).items():
-        for tag in domain.tags:
-            owners.setdefault(tag, []).append(name)
-    for tag, names in owners.items():
+    domains = domains_of(mapping)
+    for tag in dict.fromkeys(tag for domain in domains.values() for tag in domain.tags):
+        names = [name for name, domain in domains.items() if tag in domain.tags]
         if len(names) > 1:
             yield f"{_WHERE}: the tag {tag} is listed by {' and '.join(names)}: a row belongs to one domain"
-    shares = [domain.proportion for domain in domains_of(mapping).values() if domain.proportion is not None]
-    if sum(shares) > 1 + 1e-9:
-        yield f"the proportions in {_WHERE} add up to {sum(shares):g}: they are shares of the prompts, 1 in all"
+    total = sum(proportions_of(mapping).values())
+    if total > 1 + 1e-9:
+        yield f"the proportions in {_WHERE} add up to {total:g}: they are shares of the prompts, 1 in all"
 
 
 def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) -> Iterator[str]:
@@ -190,38 +151,35 @@ def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) ->
 
 
 def _problems(where: str, entry: object) -> Iterator[str]:
+    from skyasync.rewards.registry import REWARDS
+
     known = [field.name for field in dataclasses.fields(Domain)]
     if not isinstance(entry, Mapping):
         yield f"{where} must be a mapping with some of {', '.join(known)}, found {entry!r}"
         return
-    problems = {name: _problem(str(name), value, known) for name, value in entry.items()}
-    yield from (f"{where}.{name}: {problem}" for name, problem in problems.items() if problem)
-    if not any(problems.values()):
-        yield from check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
-
-
-def _problem(name: str, value: Any, known: list[str]) -> str:  # noqa: ANN401  (what the user has written)
-    """What is wrong with one entry of a domain; "" if nothing is."""
-    from skyasync.rewards.registry import REWARDS
-
-    if name not in known:
-        return unknown("entry", name, known)
-    if name in ("tags", "reward_funcs"):
-        names = _plain(value)
-        if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
-            return f"expected a list of names, found {value!r}"
-        named = [func for func in names if name == "reward_funcs" and ":" not in func and not func.endswith(".py")]
-        wrong = next((func for func in named if func not in REWARDS.names()), None)
-        return unknown("reward function", wrong, REWARDS.names()) if wrong is not None else ""
-    if name == "reward_weights":
-        right = isinstance(value, list | tuple) and all(map(_is_number, value))
-        return "" if right else f"expected a list of numbers, found {value!r}"
-    if name == "proportion" and value is None:
-        return ""
-    if not _is_number(value):
-        return f"expected a number, found {value!r}"
-    out = name == "proportion" and not 0 < value <= 1
-    return f"must be greater than 0 and at most 1, found {value:g}" if out else ""
+    problems = []
+    for name, value in entry.items():
+        problem, number = "", _is_number(value)
+        if name not in known:
+            problem = unknown("entry", str(name), known)
+        elif name in ("tags", "reward_funcs"):
+            names = _plain(value)
+            if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
+                problem = f"expected a list of names, found {value!r}"
+            elif name == "reward_funcs":
+                registered = [func for func in names if ":" not in func and not func.endswith(".py")]
+                wrong = [func for func in registered if func not in REWARDS.names()]
+                problem = unknown("reward function", wrong[0], REWARDS.names()) if wrong else ""
+        elif name == "reward_weights":
+            if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
+                problem = f"expected a list of numbers, found {value!r}"
+        elif not number and not (name == "proportion" and value is None):
+            problem = f"expected a number, found {value!r}"
+        elif name == "proportion" and number and not 0 < value <= 1:
+            problem = f"must be greater than 0 and at most 1, found {value:g}"
+        if problem:
+            problems.append(f"{where}.{name}: {problem}")
+    yield from problems or check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
 
 
 def _is_number(value: object) -> bool:

@@ -7,85 +7,48 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.keys import When, key
-from skyasync.config.resume import keeps_checkpoints, saves
+from skyasync.config.resume import keeps_checkpoints
 
 if TYPE_CHECKING:
     from skyasync.config.schema import TrainerConfig
 
 
 #: Checkpoints are saved.
-CHECKPOINTS = When(
-    lambda cfg: saves(cfg.trainer),
-    "trainer.ckpt_interval",
-    "trainer.ckpt_minutes",
-    "trainer.ckpt_best_metric",
-    "trainer.ckpt_on_exit",
-)
+CHECKPOINTS = When("trainer.ckpt_interval", "trainer.ckpt_minutes", "trainer.ckpt_best_metric", "trainer.ckpt_on_exit")
 
 
 @dataclass
 class FaultToleranceConfig:
     """The part of ``TrainerConfig`` that is about failures."""
 
-    ckpt_patience: int = key(
-        3,
-        "Checkpoints in a row that the disk does not take (it is full, or may not be written) before the run ends.",
-        low=1,
-        when=CHECKPOINTS,
-    )
-    sigterm_grace_s: float = key(
-        25.0,
-        "Seconds that a run has from SIGTERM to its end: the update under way is finished and saved.",
-        above=0.0,
-        when=CHECKPOINTS,
-    )
-    max_restarts: int = key(
-        3,
-        "Failures of workers or of the controller in an hour after which they are started again from the newest "
-        "checkpoint; at the next failure, or with 0 at the first, the run ends, as it does if it saves no checkpoints.",
-        low=0,
-    )
+    ckpt_patience: int = key(3, low=1, when=CHECKPOINTS)
+    """Checkpoints in a row that the disk does not take (it is full, or may not be written) before the run ends."""
+    sigterm_grace_s: float = key(25.0, above=0.0, when=CHECKPOINTS)
+    """Seconds that a run has from SIGTERM to its end: the update under way is finished and saved."""
+    max_restarts: int = key(3, low=0)
+    """Failures of workers or of the controller in an hour after which they are started again from the newest
+    checkpoint; at the next failure, or with 0 at the first, the run ends, as it does if it saves no checkpoints."""
     restart_from: str = key(
         "checkpoint",
-        "What workers that are started again resume from: the newest checkpoint.",
         choices=("checkpoint",),
         refused=(("engines", "removed; workers restart from the newest checkpoint: lower trainer.ckpt_interval"),),
-        when=When(lambda cfg: cfg.trainer.max_restarts, "trainer.max_restarts"),
+        when="trainer.max_restarts",
     )
-    heartbeat_timeout_s: float = key(
-        120.0,
-        "Seconds without a heartbeat after which a process of a model, while it works on a request, or the controller "
-        "counts as failed; if checkpoints are saved and trainer.max_restarts is above 0.",
-        above=0.0,
-    )
-    on_nonfinite: str = key(
-        "raise",
-        "What a loss, gradient or reward that is NaN or infinite does: end the run, or (skip) leave out the optimizer "
-        "step. The batch is written to nonfinite/, for skyasync replay.",
-        choices=("raise", "skip"),
-    )
-    spike_limits: dict[str, Any] = key(
-        {},
-        "Metric -> the largest value that is not a spike, such as {policy/approx_kl: 0.2, off_policy/ratio_max: 50}.",
-    )
-    on_spike: str = key(
-        "warn",
-        "What a spike does: a line and a count; end the run; or return to the weights and optimizer state of the "
-        "newest checkpoint, and leave out the data since then.",
-        choices=("warn", "raise", "rollback"),
-        when=When(lambda cfg: cfg.trainer.spike_limits, "trainer.spike_limits"),
-    )
-    max_bad_steps: int = key(
-        3,
-        "Optimizer steps in a row that are left out (on_nonfinite=skip), or steps undone (on_spike=rollback), at which "
-        "the run ends.",
-        low=1,
-        when=When(
-            lambda cfg: cfg.trainer.on_nonfinite == "skip" or cfg.trainer.on_spike == "rollback",
-            "trainer.on_nonfinite=skip",
-            "trainer.on_spike=rollback",
-        ),
-    )
+    """What workers that are started again resume from: the newest checkpoint."""
+    heartbeat_timeout_s: float = key(120.0, above=0.0)
+    """Seconds without a heartbeat after which a process of a model, while it works on a request, or the controller
+    counts as failed; if checkpoints are saved and trainer.max_restarts is above 0."""
+    on_nonfinite: str = key("raise", choices=("raise", "skip"))
+    """What a loss, gradient or reward that is NaN or infinite does: end the run, or (skip) leave out the optimizer
+    step. The batch is written to nonfinite/, for skyasync replay."""
+    spike_limits: dict[str, Any] = key({})
+    """Metric -> the largest value that is not a spike, such as {policy/approx_kl: 0.2, off_policy/ratio_max: 50}."""
+    on_spike: str = key("warn", choices=("warn", "raise", "rollback"), when="trainer.spike_limits")
+    """What a spike does: a line and a count; end the run; or return to the weights and optimizer state of the newest
+    checkpoint, and leave out the data since then."""
+    max_bad_steps: int = key(3, low=1, when=When("trainer.on_nonfinite=skip", "trainer.on_spike=rollback"))
+    """Optimizer steps in a row that are left out (on_nonfinite=skip), or steps undone (on_spike=rollback), at which the
+    run ends."""
 
 
 def check_fault_tolerance(trainer: TrainerConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from skyasync.config.keys import When, key
+from skyasync.config.keys import key
 from skyasync.config.parts import engines_with
 from skyasync.config.schema.agents import AgentsConfig
 from skyasync.config.schema.sampling import EvalSamplingConfig, SamplingConfig, backend
@@ -21,113 +21,70 @@ if TYPE_CHECKING:
     from skyasync.config.schema import Config
 
 
-_RESTARTS = When(lambda cfg: cfg.generator.max_engine_restarts, "generator.max_engine_restarts")
-_OWN = When(lambda cfg: not cfg.generator.engines, "not generator.engines")
-
-
 @dataclass
 class GeneratorConfig(AgentsConfig, WeightSyncConfig):
-    backend: str = key(
-        "auto",
-        "Inference engine; auto is vllm where it is installed, else transformers.",
-        choices=("auto",),
-        registry="skyasync.inference.interface:ENGINES",
-        open_ended=True,
-    )
-    num_inference_engines: int = key(1, "Engines behind the client.", low=1, when=_OWN)
-    inference_engine_tensor_parallel_size: int = key(1, "GPUs per engine.", low=1)
-    engines: list[str] = key(
-        [],
-        "Addresses of vLLM servers (skyasync serve) that generate in place of engines of the run's own, such as "
-        "http://127.0.0.1:8000.",
-        open_ended=True,
-    )
-    n_samples_per_prompt: int = key(8, "Responses per prompt: a group.", low=1)
-    is_num_return_sequences_expand: bool = key(
-        True,
-        "Ask for each sample on its own, so that a group may spread over the engines; false keeps a group on one, and "
-        "asks vLLM once per prompt for all of it, which then ends together.",
-    )
-    spare_samples_per_prompt: int = key(
-        0,
-        "Oversampling: further samples of a group that are started, so that its stragglers need not be waited for. The "
-        "first n_samples_per_prompt that are complete are trained, which favours short responses.",
-        low=0,
-    )
-    eval_n_samples_per_prompt: int = key(1, "Responses per prompt in evaluation.", low=1)
+    backend: str = key("auto", choices=("auto",), registry="skyasync.inference.interface:ENGINES", open_ended=True)
+    """Inference engine; auto is vllm where it is installed, else transformers."""
+    num_inference_engines: int = key(1, low=1, when="not generator.engines")
+    """Engines behind the client."""
+    inference_engine_tensor_parallel_size: int = key(1, low=1)
+    """GPUs per engine."""
+    engines: list[str] = key([], open_ended=True)
+    """Addresses of vLLM servers (skyasync serve) that generate in place of engines of the run's own, such as
+    http://127.0.0.1:8000."""
+    n_samples_per_prompt: int = key(8, low=1)
+    """Responses per prompt: a group."""
+    is_num_return_sequences_expand: bool = key(True)
+    """Ask for each sample on its own, so that a group may spread over the engines; false keeps a group on one, and asks
+    vLLM once per prompt for all of it, which then ends together."""
+    oversample_per_prompt: int = key(0, low=0)
+    """Oversampling: further samples of a group that are started, so that its stragglers need not be waited for. The
+    first n_samples_per_prompt that are complete are trained, which favours short responses."""
+    eval_n_samples_per_prompt: int = key(1, low=1)
+    """Responses per prompt in evaluation."""
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
-    generate_batch_size: int = key(
-        0, "Prompts submitted and not yet trained in the fully_async plan; 0 is what max_staleness allows.", low=0
-    )
-    max_concurrent_rollouts: int = key(
-        0, "Prompts generated at once in the fully_async plan; 0 has no such limit.", low=0
-    )
-    max_turns: int = key(
-        0, "Most turns per episode, which environments read as extras['max_turns']; 0 has no such limit.", low=0
-    )
-    max_concurrent_episodes: int = key(
-        0, "Episodes in flight at once, over all prompts; the others wait their turn. 0 has no such limit.", low=0
-    )
-    episode_timeout_s: float = key(
-        0.0,
-        "Seconds an episode may take, pauses of the engines included; 0 has no such limit for environments, whose "
-        "steps have one, and is 0.9 of trainer.step_timeout_s for agent programs.",
-        low=0.0,
-    )
-    max_model_len: int = key(
-        0,
-        "Most tokens per sequence in the engine, at which an episode ends; 0 is room for max_turns responses (4 where "
-        "it is 0) with prompts in front of and between them, or the model's context where that is shorter.",
-        low=0,
-    )
-    max_num_seqs: int = key(1024, "Most sequences an engine computes at once.", low=1, when=_OWN)
-    max_num_batched_tokens: int = key(
-        0,
-        "Most tokens an engine computes per step, prompts included (vllm); 0 is max_num_seqs, at least 8192.",
-        low=0,
-        when=_OWN,
-    )
-    gpu_memory_utilization: float = key(
-        0.8,
-        "Share of a GPU's memory that engines may take; those on one GPU divide it.",
-        above=0.0,
-        high=1.0,
-        when=_OWN,
-    )
-    kv_cache_gb: float = key(1.0, "KV cache of an engine on a CPU, in GB.", above=0.0, when=_OWN)
-    engine_kwargs: dict[str, Any] = key(
-        {},
-        "More of the engine's own arguments, such as {enforce_eager: true} (vllm); checked before the start.",
-    )
-    dtype: str = key(
-        "auto", "Dtype of the engine's weights; auto follows the policy's.", choices=("auto", "float32", "bfloat16")
-    )
-    threads: int = key(
-        0, "CPU threads per engine; 0 shares the machine's cores according to the plan.", low=0, when=_OWN
-    )
-    request_timeout_s: float = key(600.0, "Seconds after which an unanswered request is an error.", above=0.0)
-    engine_start_timeout_s: float = key(300.0, "Seconds an engine may take to start.", above=0.0)
-    max_engine_restarts: int = key(
-        3,
-        "Engine failures in an hour after which an engine is started again, while the run continues; at the next "
-        "failure, or with 0 at the first, the run ends.",
-        low=0,
-    )
-    heartbeat_s: float = key(
-        5.0,
-        "Seconds from one request for an engine's new tokens to the next; responses continue from these tokens if it "
-        "fails.",
-        above=0.0,
-        when=_RESTARTS,
-    )
-    heartbeat_timeout_s: float = key(
-        60.0,
-        "Seconds after which an engine that does not answer this request counts as failed; a busy one answers between "
-        "two tokens.",
-        above=0.0,
-        when=_RESTARTS,
-    )
+    generate_batch_size: int = key(0, low=0)
+    """Prompts submitted and not yet trained in the fully_async plan; 0 is what max_staleness allows."""
+    max_concurrent_rollouts: int = key(0, low=0)
+    """Prompts generated at once in the fully_async plan; 0 has no such limit."""
+    max_turns: int = key(0, low=0)
+    """Most turns per episode, which environments read as extras['max_turns']; 0 has no such limit."""
+    max_concurrent_episodes: int = key(0, low=0)
+    """Episodes in flight at once, over all prompts; the others wait their turn. 0 has no such limit."""
+    episode_timeout_s: float = key(0.0, low=0.0)
+    """Seconds an episode may take, pauses of the engines included; 0 has no such limit for environments, whose steps
+    have one, and is 0.9 of trainer.step_timeout_s for agent programs."""
+    max_model_len: int = key(0, low=0)
+    """Most tokens per sequence in the engine, at which an episode ends; 0 is room for max_turns responses (4 where it
+    is 0) with prompts in front of and between them, or the model's context where that is shorter."""
+    max_num_seqs: int = key(1024, low=1, when="not generator.engines")
+    """Most sequences an engine computes at once."""
+    max_num_batched_tokens: int = key(0, low=0, when="not generator.engines")
+    """Most tokens an engine computes per step, prompts included (vllm); 0 is max_num_seqs, at least 8192."""
+    gpu_memory_utilization: float = key(0.8, above=0.0, high=1.0, when="not generator.engines")
+    """Share of a GPU's memory that engines may take; those on one GPU divide it."""
+    kv_cache_gb: float = key(1.0, above=0.0, when="not generator.engines")
+    """KV cache of an engine on a CPU, in GB."""
+    engine_kwargs: dict[str, Any] = key({})
+    """More of the engine's own arguments, such as {enforce_eager: true} (vllm); checked before the start."""
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
+    """Dtype of the engine's weights; auto follows the policy's."""
+    threads: int = key(0, low=0, when="not generator.engines")
+    """CPU threads per engine; 0 shares the machine's cores according to the plan."""
+    request_timeout_s: float = key(600.0, above=0.0)
+    """Seconds after which an unanswered request is an error."""
+    engine_start_timeout_s: float = key(300.0, above=0.0)
+    """Seconds an engine may take to start."""
+    max_engine_restarts: int = key(3, low=0)
+    """Engine failures in an hour after which an engine is started again, while the run continues; at the next failure,
+    or with 0 at the first, the run ends."""
+    heartbeat_s: float = key(5.0, above=0.0, when="generator.max_engine_restarts")
+    """Seconds from one request for an engine's new tokens to the next; responses continue from these tokens if it
+    fails."""
+    heartbeat_timeout_s: float = key(60.0, above=0.0, when="generator.max_engine_restarts")
+    """Seconds after which an engine that does not answer this request counts as failed; a busy one answers between two
+    tokens."""
 
     @property
     def own_engines(self) -> int:
@@ -184,22 +141,15 @@ def check_generator(cfg: Config) -> Iterator[str]:
             f"generator.engine_kwargs={written(options)} has no effect: generator.backend={engine} takes no arguments "
             f"of its own, as {engines_with('options')} does"
         )
-    if generator.spare_samples_per_prompt:
-        yield from _check_spares(cfg)
-
-
-def _check_spares(cfg: Config) -> Iterator[str]:
-    """What cannot take the first samples of a group that are complete."""
-    generator = cfg.generator
-    key = f"generator.spare_samples_per_prompt={generator.spare_samples_per_prompt}"
-    if generator.agent_program:
+    key = f"generator.oversample_per_prompt={generator.oversample_per_prompt}"
+    if generator.oversample_per_prompt and generator.agent_program:
         yield f"{key} is for environments, and generator.agent_program plays programs: remove one of them"
-    if not generator.is_num_return_sequences_expand:
+    if generator.oversample_per_prompt and not generator.is_num_return_sequences_expand:
         yield (
             f"{key} takes the samples of a group that are complete first, and "
             f"generator.is_num_return_sequences_expand=false lets them end together: remove one of them"
         )
-    if cfg.trainer.algorithm.dynamic_sampling.early_end:
+    if generator.oversample_per_prompt and cfg.trainer.algorithm.dynamic_sampling.early_end:
         yield (
             f"{key} starts more samples than a group has, and trainer.algorithm.dynamic_sampling.early_end=true "
             f"decides by those that it has: remove one of them"

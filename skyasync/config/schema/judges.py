@@ -25,7 +25,7 @@ RESPONSES = ("response", "final_response")  # the placeholders, one of which sho
 _WHERE = "environment.judges"
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _REFERENCE = re.compile(r"(\S+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
-#: The default: verdicts on an answer that is known.
+#: The default: whether an answer that is known was given.
 PROMPT = """\
 Is the response to this question right? It is right if its final answer means the same as the right answer, however it \
 is written.
@@ -46,25 +46,40 @@ Answer with one word, yes or no."""
 class JudgeConfig:
     """One judge: a model behind an address, or the run's own engines."""
 
-    base_url: str = key("", "Address of a server in OpenAI's form, `http://host:8000/v1`; or else `engine`.")
-    model: str = key("", "The model's name at the server; needed with `base_url`.")
-    api_key_env: str = key("", "The environment variable that contains the server's key; empty: no key.")
-    engine: str = key(
-        "", "`policy`: the run's engines grade, with their current weights.", choices=("", "policy")
-    )
-    prompt: str = key(PROMPT, "The question, a file or text with placeholders in braces.")
-    system_prompt: str = key("", "A system message before the question.")
-    parser: str = key("yes_no", "How the answer is read: `yes_no`, `score`, a regular expression, `file.py:function`.")
-    offset: float = key(0.0, "Subtracted from the grade.")
-    scale: float = key(1.0, "Factor of the difference.")
-    clip: list[float] = key([], "Bounds of the result, `[low, high]`.")
-    temperature: float = key(0.0, "Sampling temperature of the judge.", low=0.01, high=2.0, also=(0.0,))
-    max_tokens: int = key(512, "Maximum number of tokens of its answer, thinking included.", low=1)
-    extra_body: dict[str, Any] = key({}, "Further fields of the request; `null` removes one (`max_tokens: null`).")
-    timeout_s: float = key(60.0, "Seconds for one answer.", above=0.0)
-    retries: int = key(6, "Further attempts, with pauses of 1, 2, 4, ... 30 s between them.", low=0)
-    max_concurrent: int = key(64, "Maximum number of concurrent questions.", low=1)
-    cache: bool = key(True, "Reuse the answers to questions asked before (not with `engine`, whose weights change).")
+    base_url: str = key("")
+    """Address of a server in OpenAI's form, `http://host:8000/v1`; or else `engine`."""
+    model: str = key("")
+    """The model's name at the server; needed with `base_url`."""
+    api_key_env: str = key("")
+    """The environment variable that contains the server's key; empty: no key."""
+    engine: str = key("", choices=("", "policy"))
+    """`policy`: the run's engines grade, with their current weights."""
+    prompt: str = key(PROMPT)
+    """The question, a file or text with placeholders in braces."""
+    system_prompt: str = key("")
+    """A system message before the question."""
+    parser: str = key("yes_no")
+    """How the answer is read: `yes_no`, `score`, a regular expression, `file.py:function`."""
+    offset: float = key(0.0)
+    """Subtracted from the grade."""
+    scale: float = key(1.0)
+    """Factor of the difference."""
+    clip: list[float] = key([])
+    """Bounds of the result, `[low, high]`."""
+    temperature: float = key(0.0, low=0.01, high=2.0, also=(0.0,))
+    """Sampling temperature of the judge."""
+    max_tokens: int = key(512, low=1)
+    """Maximum number of tokens of its answer, thinking included."""
+    extra_body: dict[str, Any] = key({})
+    """Further fields of the request; `null` removes one (`max_tokens: null`)."""
+    timeout_s: float = key(60.0, above=0.0)
+    """Seconds for one answer."""
+    retries: int = key(6, low=0)
+    """Further attempts, with pauses of 1, 2, 4, ... 30 s between them."""
+    max_concurrent: int = key(64, low=1)
+    """Maximum number of concurrent questions."""
+    cache: bool = key(True)
+    """Reuse the answers to questions asked before (not with `engine`, whose weights change)."""
 
 
 def judges_of(mapping: Mapping[str, Any]) -> dict[str, JudgeConfig]:
@@ -108,70 +123,57 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
     if not isinstance(entry, Mapping):
         yield f"{where} must be a mapping with base_url and model, or engine, found {entry!r}"
         return
-    problems = {given: _entry_problem(str(given), value) for given, value in entry.items()}
-    yield from (f"{where}.{given}{problem}" for given, problem in problems.items() if problem)
-    if not any(problems.values()):
-        yield from (f"{where}{problem}" for problem in _together(JudgeConfig(**entry)))
+    problems = []
+    for given, value in entry.items():
+        numbers = isinstance(value, list) and all(type(n) in (int, float) and isfinite(n) for n in value)
+        interval = isinstance(value, list) and numbers and len(value) == 2 and value[0] < value[1]
+        if given in ("api_key", "key", "token"):  # whose value is not to be repeated
+            problem = ": write no key into a configuration; name the environment variable that holds it, api_key_env"
+        elif given == "clip" and value != [] and not interval:
+            problem = f": expected [low, high], two numbers, found {value!r}"
+        elif given == "api_key_env" and isinstance(value, str) and not re.fullmatch(r"([A-Za-z_]\w*)?", value):
+            problem = " is no name of an environment variable (is it the key itself? Put that into a variable)"
+        else:
+            problem = entry_problem(JudgeConfig, str(given), value)
+        if problem:
+            problems.append(f"{where}.{given}{problem}")
+    yield from problems
+    if problems:
+        return
 
-
-def _entry_problem(name: str, value: object) -> str:
-    if name in ("api_key", "key", "token"):  # whose value is not to be repeated
-        return ": write no key into a configuration; name the environment variable that holds it, api_key_env"
-    if name == "clip" and not (value == [] or _is_interval(value)):
-        return f": expected [low, high], two numbers, found {value!r}"
-    if problem := entry_problem(JudgeConfig, name, value):
-        return problem
-    if name == "api_key_env" and value and not re.fullmatch(r"[A-Za-z_]\w*", str(value)):
-        return " is no name of an environment variable (is it the key itself? Put that into a variable)"
-    return ""
-
-
-def _is_interval(value: object) -> bool:
-    numbers = [n for n in value if isinstance(n, int | float) and isfinite(n)] if isinstance(value, list) else []
-    return len(numbers) == 2 and value == numbers and bool not in map(type, numbers) and numbers[0] < numbers[1]
-
-
-def _together(judge: JudgeConfig) -> Iterator[str]:
-    """What is wrong with the settings of one judge together, behind its path."""
-    if bool(judge.base_url) == bool(judge.engine):
-        both = " has both base_url and engine: remove one of them" if judge.engine else (
-            " needs base_url (with model) for a server in OpenAI's form, or engine=policy for the run's own engines"
-        )  # fmt: skip
-        yield both
+    judge = JudgeConfig(**entry)
+    if judge.base_url and judge.engine:
+        yield f"{where} has both base_url and engine: remove one of them"
     elif judge.base_url:
-        yield from _of_server(judge)
-    else:
+        url, key = urlsplit(judge.base_url), f"{where}.base_url"
+        if url.username or url.password or url.query:
+            yield f"{key} has a name or a key in it, which would be written down: put it into api_key_env's variable"
+        elif url.scheme not in ("http", "https") or not url.hostname:
+            yield f"{key}={judge.base_url}: expected http://HOST:PORT/v1 or https://HOST/v1"
+        elif url.path.rstrip("/").endswith("/completions"):
+            yield f"{key}={judge.base_url}: leave out /chat/completions, which is added"
+        if not judge.model:
+            yield f"{where}.model is empty: say what the server calls its model"
+    elif judge.engine:
         for name in ("model", "api_key_env", "extra_body", "timeout_s", "retries", "cache"):
-            if (value := getattr(judge, name)) != getattr(JudgeConfig(), name):
-                yield f".{name}={written(value)} has no effect with engine=policy: it is read with base_url"
-    yield from _of_text(judge)
-
-
-def _of_server(judge: JudgeConfig) -> Iterator[str]:
-    url = urlsplit(judge.base_url)
-    if url.username or url.password or url.query:
-        yield ".base_url has a name or a key in it, which would be written down: put it into api_key_env's variable"
-    elif url.scheme not in ("http", "https") or not url.hostname:
-        yield f".base_url={judge.base_url}: expected http://HOST:PORT/v1 or https://HOST/v1"
-    elif url.path.rstrip("/").endswith("/completions"):
-        yield f".base_url={judge.base_url}: leave out /chat/completions, which is added"
-    if not judge.model:
-        yield ".model is empty: say what the server calls its model"
-
-
-def _of_text(judge: JudgeConfig) -> Iterator[str]:
+            if (value := vars(judge)[name]) != vars(JudgeConfig())[name]:
+                yield f"{where}.{name}={written(value)} has no effect with engine=policy: it is read with base_url"
+    else:
+        yield (
+            f"{where} needs base_url (with model) for a server in OpenAI's form, or engine=policy for the run's own "
+            f"engines"
+        )
     if is_text(judge.prompt):
-        yield from shows_response(judge.prompt)
+        yield from (f"{where}{problem}" for problem in shows_response(judge.prompt))
     parser = judge.parser
-    if not parser:
-        yield f".parser is empty: {unknown('parser', '', [*PARSERS, 'a regular expression', 'file.py:function'])}"
-    elif parser not in PARSERS and not is_reference(parser):
-        if re.fullmatch(r"[A-Za-z_]\w*", parser):
-            yield f".parser: {unknown('parser', parser, [*PARSERS, 'a regular expression', 'file.py:function'])}"
-            return
-        yield from (f".parser{problem}" for problem in pattern_problems(parser, "verdict"))
+    if re.fullmatch(r"([A-Za-z_]\w*)?", parser) and parser not in PARSERS:
+        what = unknown("parser", parser, [*PARSERS, "a regular expression", "file.py:function"])
+        yield f"{where}.parser{'' if parser else ' is empty'}: {what}"
+        return
+    if parser not in PARSERS and not is_reference(parser):
+        yield from (f"{where}.parser{problem}" for problem in pattern_problems(parser, "result"))
     if judge.scale == 0.0:
-        yield ".scale=0 makes every verdict the same: it is a factor"
+        yield f"{where}.scale=0 makes every result the same: it is a factor"
 
 
 def pattern_problems(pattern: str, what: str) -> Iterator[str]:

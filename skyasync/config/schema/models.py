@@ -21,26 +21,20 @@ if TYPE_CHECKING:
 
 
 #: The critic is a head on the policy's layers.
-SHARED_CRITIC = When(lambda cfg: cfg.trainer.critic.backbone == "shared", "trainer.critic.backbone=shared")
+SHARED_CRITIC = When("trainer.critic.backbone=shared")
 #: There is a teacher.
-TEACHER = When(lambda cfg: cfg.trainer.teacher.model.path, "trainer.teacher.model.path")
+TEACHER = When("trainer.teacher.model.path")
 
 
 @dataclass
 class ModelConfig:
-    path: str = key(
-        "", "Hugging Face name, local folder, or module:function that makes one and returns its path.", open_ended=True
-    )
-    dtype: str = key(
-        "auto",
-        "Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU.",
-        choices=("auto", "float32", "bfloat16"),
-    )
-    config_kwargs: dict[str, Any] = key(
-        {},
-        "Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or {rope_scaling: "
-        "{rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the model's class before the start.",
-    )
+    path: str = key("", open_ended=True)
+    """Hugging Face name, local folder, or module:function that makes one and returns its path."""
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
+    """Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU."""
+    config_kwargs: dict[str, Any] = key({})
+    """Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or {rope_scaling:
+    {rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the model's class before the start."""
 
 
 #: Schedule -> what ``scheduler_kwargs`` may tell it, as transformers' ``get_scheduler`` takes it.
@@ -65,261 +59,186 @@ BY_A_METRIC = tuple(
 
 @dataclass
 class OptimizerConfig:
-    name: str = key(
-        "adamw",
-        "adamw; adamw_8bit: its state of matrices quantized to eight bits, in blocks with a scale each; or muon: the "
-        "matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW.",
-        choices=("adamw", "adamw_8bit", "muon"),
-    )
-    bf16_stochastic_round: bool = key(
-        False,
-        "Keep no float32 master weights: weights (and optimizer state, except that of adamw_8bit) are bfloat16, each "
-        "step is rounded up or down by chance, so that small steps are not lost. Needs model.dtype=bfloat16 (on a GPU "
-        "auto is that).",
-    )
-    muon_momentum: float = key(0.95, "Muon's momentum; read with name=muon.", low=0.0, below=1.0)
-    lr: float = key(1e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
-    adam_betas: list[float] = key([0.9, 0.999], "AdamW's two decay rates.", low=0.0, below=1.0)
-    eps: float = key(1e-8, "AdamW's epsilon, added to the root of the second moment.", above=0.0)
-    weight_decay: float = key(0.0, "AdamW's decoupled weight decay.", low=0.0)
-    max_grad_norm: float = key(1.0, "Clip the global gradient norm to this; 0 is off.", low=0.0)
-    num_warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", low=0)
-    warmup_ratio: float = key(0.0, "The same as a share of all optimizer steps.", low=0.0, below=1.0)
-    scheduler: str = key(
-        "constant",
-        "Learning rate after the warm-up, by transformers' names.",
-        choices=tuple(SCHEDULES),
-        refused=BY_A_METRIC,
-    )
-    scheduler_kwargs: dict[str, Any] = key({}, "Further parameters of the schedule, such as {min_lr_rate: 0.1}.")
-
-
-_ADAPTERS = When(lambda cfg: cfg.trainer.policy.lora.rank, "trainer.policy.lora.rank")
+    name: str = key("adamw", choices=("adamw", "adamw_8bit", "muon"))
+    """adamw; adamw_8bit: its state of matrices quantized to eight bits, in blocks with a scale each; or muon: the
+    matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW."""
+    bf16_stochastic_round: bool = key(False)
+    """Keep no float32 master weights: weights (and optimizer state, except that of adamw_8bit) are bfloat16, each step
+    is rounded up or down by chance, so that small steps are not lost. Needs model.dtype=bfloat16 (on a GPU auto is
+    that)."""
+    muon_momentum: float = key(0.95, low=0.0, below=1.0)
+    """Muon's momentum; read with name=muon."""
+    lr: float = key(1e-6, low=0.0)
+    """Peak learning rate of AdamW; 0 trains nothing (a control)."""
+    adam_betas: list[float] = key([0.9, 0.999], low=0.0, below=1.0)
+    """AdamW's two decay rates."""
+    eps: float = key(1e-8, above=0.0)
+    """AdamW's epsilon, added to the root of the second moment."""
+    weight_decay: float = key(0.0, low=0.0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = key(1.0, low=0.0)
+    """Clip the global gradient norm to this; 0 is off."""
+    num_warmup_steps: int = key(0, low=0)
+    """Optimizer steps of linear warm-up."""
+    warmup_ratio: float = key(0.0, low=0.0, below=1.0)
+    """The same as a share of all optimizer steps."""
+    scheduler: str = key("constant", choices=tuple(SCHEDULES), refused=BY_A_METRIC)
+    """Learning rate after the warm-up, by transformers' names."""
+    scheduler_kwargs: dict[str, Any] = key({})
+    """Further parameters of the schedule, such as {min_lr_rate: 0.1}."""
 
 
 @dataclass
 class LoraConfig:
-    rank: int = key(
-        0, "Train low-rank adapters of this rank beside frozen weights (LoRA); 0 trains the weights themselves.", low=0
-    )
-    alpha: float = key(16.0, "What an adapter adds is scaled by alpha / rank.", above=0.0, when=_ADAPTERS)
-    dropout: float = key(
-        0.0, "Share of an adapter's inputs that an update leaves out.", low=0.0, below=1.0, when=_ADAPTERS
-    )
-    target_modules: list[str] = key(
-        ["all-linear"],
-        "Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of "
-        "them but the head.",
-        when=_ADAPTERS,
-    )
-    exclude_modules: list[str] = key([], "Layers among these that get none.", when=_ADAPTERS)
-    base_dtype: str = key(
-        "",
-        "Hold the frozen weights of linear layers quantized (QLoRA): nf4, four bits with a scale per block, by "
-        "bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty "
-        "rounds nothing.",
-        choices=("", "nf4", "int8"),
-        when=_ADAPTERS,
-    )
-    sync: str = key(
-        "merged",
-        "What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to "
-        "weights of their own (transformers) or compute beside them (vllm).",
-        choices=("merged", "adapter"),
-        when=_ADAPTERS,
-    )
-    export: str = key(
-        "merged",
-        "What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the "
-        "adapters alone.",
-        choices=("merged", "adapter"),
-        when=_ADAPTERS,
-    )
-
-
-def _gradient_checkpointing() -> bool | str:
-    return key(
-        "auto",
-        "Recompute activations in the backward pass to save memory; auto does so on a GPU; selective keeps what matrix "
-        "products and attention gave, about half of it, and recomputes the rest, which is cheap.",
-        choices=("auto", True, False, "selective"),
-    )
-
-
-def _reduce_gradients() -> str:
-    return key(
-        "micro_batch",
-        "When ranks add up their gradients: after each micro-batch, or once per update (per part of it, where plans "
-        "stream), for which each rank holds the whole gradient.",
-        choices=("micro_batch", "update"),
-    )
-
-
-def _fsdp_size(when: When | None = None) -> int:
-    return key(
-        0,
-        "Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP), "
-        "among which gradients alone travel. 0 shards over all ranks.",
-        low=0,
-        when=when,
-    )
-
-
-def _cpu_offload(when: When | None = None) -> str:
-    return key(
-        "none",
-        "What lies in host memory while the model is trained: optimizer: the optimizer state, which comes to the "
-        "device for each step; parameters: weights, gradients and optimizer state (FSDP2), where the CPU makes the "
-        "step, and a layer's weights come when it computes.",
-        choices=("none", "optimizer", "parameters"),
-        when=when,
-    )
+    rank: int = key(0, low=0)
+    """Train low-rank adapters of this rank next to frozen weights (LoRA); 0 trains the weights themselves."""
+    alpha: float = key(16.0, above=0.0, when="trainer.policy.lora.rank")
+    """What an adapter adds is scaled by alpha / rank."""
+    dropout: float = key(0.0, low=0.0, below=1.0, when="trainer.policy.lora.rank")
+    """Share of an adapter's inputs that an update leaves out."""
+    target_modules: list[str] = key(["all-linear"], when="trainer.policy.lora.rank")
+    """Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of them
+    but the head."""
+    exclude_modules: list[str] = key([], when="trainer.policy.lora.rank")
+    """Layers among these that get none."""
+    base_dtype: str = key("", choices=("", "nf4", "int8"), when="trainer.policy.lora.rank")
+    """Hold the frozen weights of linear layers quantized (QLoRA): nf4, four bits with a scale per block, by
+    bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty rounds
+    nothing."""
+    sync: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
+    """What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to
+    weights of their own (transformers) or compute next to them (vllm)."""
+    export: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
+    """What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the adapters
+    alone."""
 
 
 @dataclass
-class PolicyConfig:
+class TrainedModelConfig:
+    """What policy and critic have in common."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
+    gradient_checkpointing: bool | str = key("auto", choices=("auto", True, False, "selective"))
+    """Recompute activations in the backward pass to save memory; auto does so on a GPU; selective keeps what matrix
+    products and attention gave, about half of it, and recomputes the rest, which is cheap."""
+    reduce_gradients: str = key("micro_batch", choices=("micro_batch", "update"))
+    """When ranks add up their gradients: after each micro-batch, or once per update (per part of it, where plans
+    stream), for which each rank holds the whole gradient."""
+    fsdp_size: int = key(0, low=0)
+    """Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP),
+    among which gradients alone travel. 0 shards over all ranks."""
+    cpu_offload: str = key("none", choices=("none", "optimizer", "parameters"))
+    """What lies in host memory while the model is trained: optimizer: the optimizer state, which comes to the device
+    for each step; parameters: weights, gradients and optimizer state (FSDP2), where the CPU makes the step, and a
+    layer's weights come when it computes."""
+
+
+@dataclass
+class PolicyConfig(TrainedModelConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
-    gradient_checkpointing: bool | str = _gradient_checkpointing()
-    reduce_gradients: str = _reduce_gradients()
-    torch_compile: bool = key(
-        False,
-        "Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows are "
-        "then a padded batch.",
-    )
-    fsdp_size: int = _fsdp_size()
-    cpu_offload: str = _cpu_offload()
-    router_replay: str = key(
-        "none",
-        "Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated "
-        "(rollout routing replay), weighed by the trained router; none lets it choose itself.",
-        choices=("none", "R3"),
-    )
-    threads: int = key(0, "CPU threads per policy rank; 0 shares the machine's cores according to the plan.", low=0)
+    torch_compile: bool = key(False)
+    """Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows are then a
+    padded batch."""
+    router_replay: str = key("none", choices=("none", "R3"))
+    """Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated (rollout
+    routing replay), weighed by the trained router; none lets it choose itself."""
+    threads: int = key(0, low=0)
+    """CPU threads per policy rank; 0 shares the machine's cores according to the plan."""
 
 
 @dataclass
 class RefConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    fsdp_size: int = _fsdp_size(KL)
-    cpu_offload: str = key(
-        "none",
-        "parameters: the reference's weights lie in host memory, and a layer's come to the device when it computes.",
-        choices=("none", "parameters"),
-        when=KL,
-    )
+    fsdp_size: int = key(0, low=0, when=KL)
+    """Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP).
+    0 shards over all ranks."""
+    cpu_offload: str = key("none", choices=("none", "parameters"), when=KL)
+    """parameters: the reference's weights lie in host memory, and a layer's come to the device when it computes."""
 
 
 @dataclass
 class CriticOptimizerConfig(OptimizerConfig):
-    lr: float = key(5e-6, "Peak learning rate of AdamW; 0 trains nothing (a control).", low=0.0)
+    lr: float = key(5e-6, low=0.0)
+    """Peak learning rate of AdamW; 0 trains nothing (a control)."""
 
 
 @dataclass
-class CriticConfig:
-    backbone: str = key(
-        "own",
-        "own: a model of its own, with processes of its own; shared: one linear map of the policy's last states, "
-        "computed and trained with the policy.",
-        choices=("own", "shared"),
-    )
-    value_loss_coef: float = key(
-        0.1,
-        "Share of the value loss's gradient that the policy's layers get of a critic on them; 0 detaches it. The head "
-        "itself learns by all of it.",
-        low=0.0,
-        when=SHARED_CRITIC,
-    )
-    model: ModelConfig = field(default_factory=ModelConfig)
+class CriticConfig(TrainedModelConfig):
+    backbone: str = key("own", choices=("own", "shared"))
+    """own: a model of its own, with processes of its own; shared: one linear map of the policy's last states, computed
+    and trained with the policy."""
+    value_loss_coef: float = key(0.1, low=0.0, when=SHARED_CRITIC)
+    """Share of the value loss's gradient that the policy's layers get of a critic on them; 0 detaches it. The head
+    itself learns by all of it."""
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
-    gradient_checkpointing: bool | str = _gradient_checkpointing()
-    reduce_gradients: str = _reduce_gradients()
-    fsdp_size: int = _fsdp_size(CRITIC)
-    cpu_offload: str = _cpu_offload(CRITIC)
-    value_clip: float = key(
-        0.2, "The value loss lets a value move by at most this from what it was before the update; 0 is off.", low=0.0
-    )
-    warmup_steps: int = key(0, "First training steps in which the critic alone is trained, and no policy.", low=0)
-    export_path: str = key(
-        "",
-        "Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none.",
-        open_ended=True,
-    )
-    threads: int = key(0, "CPU threads per critic rank; 0 takes as many as a policy rank has.", low=0)
+    value_clip: float = key(0.2, low=0.0)
+    """The value loss lets a value move by at most this from what it was before the update; 0 is off."""
+    warmup_steps: int = key(0, low=0)
+    """First training steps in which the critic alone is trained, and no policy."""
+    export_path: str = key("", open_ended=True)
+    """Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none."""
+    threads: int = key(0, low=0)
+    """CPU threads per critic rank; 0 takes as many as a policy rank has."""
 
 
 @dataclass
 class TeacherConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    weight: float = key(
-        1.0,
-        "Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy, which is added to what the "
-        "estimator makes of rewards.",
-        above=0.0,
-    )
-    top_k: int = key(
-        0,
-        "Compare whole distributions instead of the sampled token alone: reverse KL over so many tokens that the "
-        "teacher finds likeliest and all others as one, in each token's loss, times the weight; 0 is the advantage.",
-        low=0,
-        when=TEACHER,
-    )
-    threads: int = key(0, "CPU threads per rank of the teacher; 0 takes as many as a policy rank has.", low=0)
+    weight: float = key(1.0, above=0.0)
+    """Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy, which is added to what the
+    estimator makes of rewards."""
+    top_k: int = key(0, low=0, when=TEACHER)
+    """Compare whole distributions instead of the sampled token alone: reverse KL over so many tokens that the teacher
+    finds likeliest and all others as one, in each token's loss, times the weight; 0 is the advantage."""
+    threads: int = key(0, low=0)
+    """CPU threads per rank of the teacher; 0 takes as many as a policy rank has."""
 
 
 def check_models(cfg: Config) -> Iterator[str]:
-    """Settings of a role that do not go together, and roles that would learn nothing."""
-    policy, critic = cfg.trainer.policy, cfg.trainer.critic
-    yield from _check_role("trainer.policy", policy, cfg.trainer.parallel.tensor)
-    if CRITIC(cfg):
+    """Settings of a role that contradict each other, and roles that would learn nothing."""
+    policy, critic, tensor = cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.parallel.tensor
+    has_critic = CRITIC(cfg)
+    yield from _check_optimizer("trainer.policy", policy, tensor)
+    if has_critic:
         placement = cfg.trainer.placement
-        beside = placement.colocate_policy_critic or placement.colocate_all
-        yield from _check_role("trainer.critic", critic, cfg.trainer.parallel.tensor if beside else 1)
-    if policy.lora.rank and policy.optimizer_config.bf16_stochastic_round:
-        yield (
-            f"trainer.policy.optimizer_config.bf16_stochastic_round=true spares float32 masters of weights that "
-            f"trainer.policy.lora.rank={policy.lora.rank} freezes; adapters are float32: remove one of them"
-        )
-    if policy.lora.rank and policy.lora.base_dtype:
-        yield from _check_quantized_base(cfg)
+        colocated = placement.colocate_policy_critic or placement.colocate_all
+        yield from _check_optimizer("trainer.critic", critic, tensor if colocated else 1)
+    if policy.lora.rank:
+        yield from _check_adapters(policy, tensor)
     if policy.torch_compile and policy.gradient_checkpointing == "selective":
         yield (
             "trainer.policy.torch_compile=true decides by itself what a layer keeps for its backward pass, so "
             "trainer.policy.gradient_checkpointing=selective has no effect: set true, or false"
         )
-    if policy.torch_compile and policy.lora.rank:
-        yield (
-            f"trainer.policy.torch_compile=true and trainer.policy.lora.rank={policy.lora.rank}: adapters step aside "
-            f"for the reference and for engines, and compiled layers would not see it: remove one of them"
-        )
-    steps, warmup = cfg.trainer.max_training_steps, critic.warmup_steps
-    if CRITIC(cfg) and SHARED_CRITIC(cfg):
+    if has_critic and SHARED_CRITIC(cfg):
         yield from _check_shared_critic(cfg)
-    if CRITIC(cfg) and 0 < steps <= warmup:
+    steps, warmup = cfg.trainer.max_training_steps, critic.warmup_steps
+    if has_critic and 0 < steps <= warmup:
         yield (
             f"trainer.critic.warmup_steps={warmup} trains the critic alone to the end of "
             f"trainer.max_training_steps={steps}: lower the one, or raise the other"
         )
-    yield from _check_teacher(cfg)
-
-
-def _check_role(name: str, section: PolicyConfig | CriticConfig, tensor: int) -> Iterator[str]:
-    optimizer = section.optimizer_config
-    yield from _check_optimizer(f"{name}.optimizer_config", optimizer)
-    if optimizer.bf16_stochastic_round and section.model.dtype == "float32":
+    teacher, sampling = cfg.trainer.teacher, cfg.generator.sampling_params
+    filters = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
+    filters |= {"logit_bias": bool(sampling.logit_bias), "allowed_token_ids": bool(sampling.allowed_token_ids)}
+    filter_of = next((name for name, used in filters.items() if used), "")
+    if teacher.model.path and teacher.top_k and filter_of and cfg.trainer.algorithm.filter_logprobs:
         yield (
-            f"{name}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and {name}.model.dtype="
-            f"float32: set that to bfloat16, or remove it"
+            f"trainer.teacher.top_k={teacher.top_k} compares full distributions, and generator.sampling_params."
+            f"{filter_of}={written(vars(sampling)[filter_of])} removes tokens from them, others for the policy than "
+            f"for the teacher: remove one of the two, or set trainer.algorithm.filter_logprobs=false"
         )
-    if tensor > 1 and optimizer.name == "adamw_8bit":
+    estimator = cfg.trainer.algorithm.advantage_estimator
+    if not teacher.model.path and not ADVANTAGE_ESTIMATORS.about(estimator).can["rewarded"]:
         yield (
-            f"{name}.optimizer_config.name=adamw_8bit has blocks within whole rows of matrices, and "
-            f"trainer.parallel.tensor={tensor} splits them: choose adamw or muon, or leave tensor at 1"
+            f"trainer.algorithm.advantage_estimator={estimator} learns nothing from rewards, and there is no teacher "
+            f"(every advantage would be 0): set trainer.teacher.model.path, or choose another estimator"
         )
 
 
-def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
+def _check_optimizer(role: str, section: PolicyConfig | CriticConfig, tensor: int) -> Iterator[str]:
+    name, optimizer = f"{role}.optimizer_config", section.optimizer_config
     if len(optimizer.adam_betas) != 2:
         yield f"{name}.adam_betas has {len(optimizer.adam_betas)} entries: AdamW takes two, [0.9,0.999]"
     if optimizer.name != "muon" and optimizer.muon_momentum != OptimizerConfig().muon_momentum:
@@ -346,6 +265,43 @@ def _check_optimizer(name: str, optimizer: OptimizerConfig) -> Iterator[str]:
         )
     if optimizer.scheduler == "warmup_stable_decay" and "num_decay_steps" not in given:
         yield f"{name}.scheduler=warmup_stable_decay needs {name}.scheduler_kwargs={{num_decay_steps: 100}}"
+    if optimizer.bf16_stochastic_round and section.model.dtype == "float32":
+        yield (
+            f"{name}.bf16_stochastic_round=true is for weights in bfloat16, and {role}.model.dtype=float32: set that "
+            f"to bfloat16, or remove it"
+        )
+    if tensor > 1 and optimizer.name == "adamw_8bit":
+        yield (
+            f"{name}.name=adamw_8bit has blocks within whole rows of matrices, and trainer.parallel.tensor={tensor} "
+            f"splits them: choose adamw or muon, or leave tensor at 1"
+        )
+
+
+def _check_adapters(policy: PolicyConfig, tensor: int) -> Iterator[str]:
+    lora = policy.lora
+    if policy.optimizer_config.bf16_stochastic_round:
+        yield (
+            f"trainer.policy.optimizer_config.bf16_stochastic_round=true spares float32 masters of weights that "
+            f"trainer.policy.lora.rank={lora.rank} freezes; adapters are float32: remove one of them"
+        )
+    if policy.torch_compile:
+        yield (
+            f"trainer.policy.torch_compile=true and trainer.policy.lora.rank={lora.rank}: adapters are switched off "
+            f"for the reference and for engines, and compiled layers would not see it: remove one of them"
+        )
+    if not lora.base_dtype:
+        return
+    key = f"trainer.policy.lora.base_dtype={lora.base_dtype}"  # whose numbers no other process has
+    for name, value in (("sync", lora.sync), ("export", lora.export)):
+        if value == "adapter":
+            yield (
+                f"{key} trains adapters for rounded weights, and trainer.policy.lora.{name}=adapter adds them to the "
+                f"weights of the model's files: set trainer.policy.lora.{name}=merged"
+            )
+    if policy.cpu_offload == "parameters":
+        yield f"{key} holds codes, which trainer.policy.cpu_offload=parameters cannot move: remove one of them"
+    if tensor > 1:
+        yield f"{key} holds whole rows as codes, and trainer.parallel.tensor={tensor} splits matrices: set it to 1"
 
 
 #: Settings of a critic with a model of its own.
@@ -359,60 +315,22 @@ _OF_A_MODEL = (
     "trainer.placement.colocate_policy_critic",
     "trainer.placement.critic_num_",
 )
-_OF_MATRICES = ("name", "bf16_stochastic_round", "muon_momentum")
+_OF_MATRICES = tuple(f"trainer.critic.optimizer_config.{n}" for n in ("name", "bf16_stochastic_round", "muon_momentum"))
 
 
 def _check_shared_critic(cfg: Config) -> Iterator[str]:
-    policys = ("", cfg.trainer.policy.model.path)
-    optimizer = tuple(f"trainer.critic.optimizer_config.{name}" for name in _OF_MATRICES)
     for each in Keys.of(type(cfg)):
         value = attrgetter(each.path)(cfg)
-        if value == each.default or (each.path == "trainer.critic.model.path" and value in policys):
+        if value in (each.default, *([cfg.trainer.policy.model.path] if each.name == "path" else [])):
             continue
         way = f"remove it (its default is {written(each.default)}), or set trainer.critic.backbone=own"
         if each.path.startswith(_OF_A_MODEL):
             yield f"{each.path}={written(value)} is of a critic's own model, and {SHARED_CRITIC} has none: {way}"
-        elif each.path in optimizer:
+        elif each.path in _OF_MATRICES:
             what = f"is for matrices of a model, and {SHARED_CRITIC} trains one vector"
             yield f"{each.path}={written(value)} {what}: {way}"
-    if (kind := cfg.trainer.policy.cpu_offload) == "parameters":
+    if (offload := cfg.trainer.policy.cpu_offload) == "parameters":
         yield (
-            f"{SHARED_CRITIC} is a vector on the policy's device, and trainer.policy.cpu_offload={kind} keeps its "
+            f"{SHARED_CRITIC} is a vector on the policy's device, and trainer.policy.cpu_offload={offload} keeps its "
             f"layers on the host: set trainer.policy.cpu_offload=optimizer or none, or trainer.critic.backbone=own"
-        )
-
-
-def _check_quantized_base(cfg: Config) -> Iterator[str]:
-    """A quantized base, whose numbers no other process has."""
-    lora, tensor = cfg.trainer.policy.lora, cfg.trainer.parallel.tensor
-    key = f"trainer.policy.lora.base_dtype={lora.base_dtype}"
-    for way in ("sync", "export"):
-        if getattr(lora, way) == "adapter":
-            yield (
-                f"{key} trains adapters beside rounded weights, and trainer.policy.lora.{way}=adapter leaves them to "
-                f"whoever has the weights of the files: set trainer.policy.lora.{way}=merged"
-            )
-    if cfg.trainer.policy.cpu_offload == "parameters":
-        yield f"{key} holds codes, which trainer.policy.cpu_offload=parameters cannot move: remove one of them"
-    if tensor > 1:
-        yield f"{key} holds whole rows as codes, and trainer.parallel.tensor={tensor} splits matrices: set it to 1"
-
-
-def _check_teacher(cfg: Config) -> Iterator[str]:
-    """Advantages that would always be 0: neither rewards nor a teacher are asked. And distributions with holes."""
-    sampling, teacher = cfg.generator.sampling_params, cfg.trainer.teacher
-    filters = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
-    filters |= {name: bool(getattr(sampling, name)) for name in ("logit_bias", "allowed_token_ids")}
-    filter_of = next((name for name, there in filters.items() if there), "")
-    if teacher.model.path and teacher.top_k and filter_of and cfg.trainer.algorithm.filter_logprobs:
-        yield (
-            f"trainer.teacher.top_k={teacher.top_k} compares full distributions, and generator.sampling_params."
-            f"{filter_of}={written(getattr(sampling, filter_of))} removes tokens from them, others for the policy than "
-            f"for the teacher: remove one of the two, or set trainer.algorithm.filter_logprobs=false"
-        )
-    estimator = cfg.trainer.algorithm.advantage_estimator
-    if not cfg.trainer.teacher.model.path and not ADVANTAGE_ESTIMATORS.about(estimator).can["rewarded"]:
-        yield (
-            f"trainer.algorithm.advantage_estimator={estimator} learns nothing from rewards, and there is no teacher "
-            f"(every advantage would be 0): set trainer.teacher.model.path, or choose another estimator"
         )

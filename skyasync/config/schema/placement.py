@@ -18,108 +18,98 @@ if TYPE_CHECKING:
     from skyasync.config.schema import Config
 
 
-_APART = When(lambda cfg: not cfg.trainer.placement.colocate_policy_ref, "trainer.placement.colocate_policy_ref=false")
-_CRITIC_APART = When(
-    lambda cfg: not cfg.trainer.placement.colocate_policy_critic, "trainer.placement.colocate_policy_critic=false"
-)
-_TEACHER_APART = When(
-    lambda cfg: not cfg.trainer.placement.colocate_policy_teacher, "trainer.placement.colocate_policy_teacher=false"
-)
+_OWN_REF = When("trainer.placement.colocate_policy_ref=false")
+_OWN_CRITIC = When("trainer.placement.colocate_policy_critic=false")
+_OWN_TEACHER = When("trainer.placement.colocate_policy_teacher=false")
 
 
-#: Ranks on devices apart from the policy's.
-APART = (_APART, _CRITIC_APART, _TEACHER_APART)
+#: Roles on devices of their own.
+OWN_DEVICES = (_OWN_REF, _OWN_CRITIC, _OWN_TEACHER)
 
 
 @dataclass
 class ParallelConfig:
-    context: int = key(1, "Ranks that split each sequence of the same rows, for long ones (Ulysses).", low=1)
-    context_kind: str = key(
-        "ulysses",
-        "How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes "
-        "keys and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in "
-        "bfloat16 it has not been run).",
-        choices=("ulysses", "ring"),
-    )
-    tensor: int = key(
-        1,
-        "Ranks that split the matrices of the same rows, by transformers' plan for the model, and divide a "
-        "mixture's experts.",
-        low=1,
-    )
+    context: int = key(1, low=1)
+    """Ranks that split each sequence of the same rows, for long ones (Ulysses)."""
+    context_kind: str = key("ulysses", choices=("ulysses", "ring"))
+    """How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes keys
+    and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in bfloat16 it has
+    not been run)."""
+    tensor: int = key(1, low=1)
+    """Ranks that split the matrices of the same rows, by transformers' plan for the model, and divide a mixture's
+    experts."""
 
 
 @dataclass
 class PlacementConfig:
-    colocate_all: bool = key(False, "Engines and workers share devices, taking turns (synchronous plan only).")
-    colocate_policy_ref: bool = key(True, "The reference model shares the policy's devices.", when=KL)
-    policy_num_nodes: int = key(1, "Nodes for the policy.", low=1)
-    policy_num_gpus_per_node: int = key(
-        1, "Policy ranks per node: one per GPU, or per CPU process without GPUs.", low=1
-    )
-    ref_num_nodes: int = key(1, "Nodes for the reference model.", low=1, when=_APART)
-    ref_num_gpus_per_node: int = key(1, "Reference ranks per node.", low=1, when=_APART)
-    colocate_policy_critic: bool = key(
-        True, "The critic shares the policy's devices; with colocate_all it does in any case.", when=CRITIC
-    )
-    critic_num_nodes: int = key(1, "Nodes for the critic.", low=1, when=_CRITIC_APART)
-    critic_num_gpus_per_node: int = key(1, "Critic ranks per node.", low=1, when=_CRITIC_APART)
-    reward_num_nodes: int = key(1, "Nodes for the reward model, whose devices are its own.", low=1, when=REWARD)
-    reward_num_gpus_per_node: int = key(1, "Reward model ranks per node.", low=1, when=REWARD)
-    colocate_policy_teacher: bool = key(True, "The teacher shares the policy's devices.", when=TEACHER)
-    teacher_num_nodes: int = key(1, "Nodes for the teacher.", low=1, when=_TEACHER_APART)
-    teacher_num_gpus_per_node: int = key(1, "Teacher ranks per node.", low=1, when=_TEACHER_APART)
-    timeout_s: float = key(180.0, "Seconds to wait for the cluster to grant the devices.", above=0.0)
+    colocate_all: bool = key(False)
+    """Engines and workers share devices, taking turns (synchronous plan only)."""
+    colocate_policy_ref: bool = key(True, when=KL)
+    """The reference model shares the policy's devices."""
+    policy_num_nodes: int = key(1, low=1)
+    """Nodes for the policy."""
+    policy_num_gpus_per_node: int = key(1, low=1)
+    """Policy ranks per node: one per GPU, or per CPU process without GPUs."""
+    ref_num_nodes: int = key(1, low=1, when=_OWN_REF)
+    """Nodes for the reference model."""
+    ref_num_gpus_per_node: int = key(1, low=1, when=_OWN_REF)
+    """Reference ranks per node."""
+    colocate_policy_critic: bool = key(True, when=CRITIC)
+    """The critic shares the policy's devices; with colocate_all it does in any case."""
+    critic_num_nodes: int = key(1, low=1, when=_OWN_CRITIC)
+    """Nodes for the critic."""
+    critic_num_gpus_per_node: int = key(1, low=1, when=_OWN_CRITIC)
+    """Critic ranks per node."""
+    reward_num_nodes: int = key(1, low=1, when=REWARD)
+    """Nodes for the reward model, whose devices are its own."""
+    reward_num_gpus_per_node: int = key(1, low=1, when=REWARD)
+    """Reward model ranks per node."""
+    colocate_policy_teacher: bool = key(True, when=TEACHER)
+    """The teacher shares the policy's devices."""
+    teacher_num_nodes: int = key(1, low=1, when=_OWN_TEACHER)
+    """Nodes for the teacher."""
+    teacher_num_gpus_per_node: int = key(1, low=1, when=_OWN_TEACHER)
+    """Teacher ranks per node."""
+    timeout_s: float = key(180.0, above=0.0)
+    """Seconds to wait for the cluster to grant the devices."""
 
 
 def check_placement(cfg: Config) -> Iterator[str]:
-    """Axes that are not the ranks there are, or that nothing can be divided over."""
-    parallel, placement = cfg.trainer.parallel, cfg.trainer.placement
-    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    sharing = parallel.context * parallel.tensor
-    placed = (
-        f"trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
-        f"trainer.placement.policy_num_gpus_per_node={placement.policy_num_gpus_per_node}"
-    )
-    axes = f"trainer.parallel.context={parallel.context} times trainer.parallel.tensor={parallel.tensor}"
+    """Mesh dimensions that do not multiply to the ranks, or that nothing can be divided over."""
+    trainer, parallel, placement = cfg.trainer, cfg.trainer.parallel, cfg.trainer.placement
+    ranks, sharing = placement.policy_num_nodes * placement.policy_num_gpus_per_node, parallel.context * parallel.tensor
     if ranks % sharing:
-        more = -(-ranks // sharing) * sharing
-        yield f"{axes} does not divide the {ranks} ranks of {placed}: make them {more}, or the axes divisors of {ranks}"
+        yield (
+            f"trainer.parallel.context={parallel.context} times trainer.parallel.tensor={parallel.tensor} does not "
+            f"divide the {ranks} ranks of trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
+            f"trainer.placement.policy_num_gpus_per_node={placement.policy_num_gpus_per_node}: make them "
+            f"{-(-ranks // sharing) * sharing}, or the axes divisors of {ranks}"
+        )
     if parallel.context_kind != "ulysses" and parallel.context == 1:
         yield (
             f"trainer.parallel.context_kind={parallel.context_kind} has no effect with trainer.parallel.context=1, "
             f"which splits no sequences: raise it, or leave the kind at ulysses"
         )
-    split = next((f"{name}={size}" for name, size in (("context", parallel.context), ("tensor", parallel.tensor))
-                  if size > 1), "")  # fmt: skip
-    if split and cfg.trainer.policy.torch_compile:
-        yield (
-            f"trainer.policy.torch_compile=true does not compile what trainer.parallel.{split} divides: remove one of "
-            f"them"
-        )
-    trainer = cfg.trainer
-    yield from _check_groups(cfg, "policy", trainer.policy.fsdp_size, ranks, beside=True)
+    sizes = {"context": parallel.context, "tensor": parallel.tensor}
+    split = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    if split and trainer.policy.torch_compile:
+        yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: remove one of them"
+
+    own_critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
+    own_ref = placement.ref_num_nodes * placement.ref_num_gpus_per_node
+    groups = [("policy", trainer.policy.fsdp_size, True, ranks)]  # role, size, whether on the policy's ranks, own ranks
     if CRITIC(cfg):
-        beside = placement.colocate_policy_critic or placement.colocate_all
-        own = placement.critic_num_nodes * placement.critic_num_gpus_per_node
-        yield from _check_groups(cfg, "critic", trainer.critic.fsdp_size, ranks if beside else own, beside=beside)
+        colocated = placement.colocate_policy_critic or placement.colocate_all
+        groups.append(("critic", trainer.critic.fsdp_size, colocated, own_critic))
     if KL(cfg):
-        beside = placement.colocate_policy_ref
-        own = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-        yield from _check_groups(cfg, "ref", trainer.ref.fsdp_size, ranks if beside else own, beside=beside)
-
-
-def _check_groups(cfg: Config, section: str, size: int, ranks: int, *, beside: bool) -> Iterator[str]:
-    """``beside``: its ranks are the policy's in number, and divided like them."""
-    key = f"trainer.{section}.fsdp_size={size}"
-    if size and ranks % size:
-        fitting = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
-        yield (
-            f"{key} makes no groups of equal size of {ranks} ranks (trainer.placement): it is one of "
-            f"{', '.join(fitting)}, or 0 for all of them"
-        )
-    parallel = cfg.trainer.parallel
-    for name, axis in (("context", parallel.context), ("tensor", parallel.tensor)):
-        if size and beside and axis > 1:
-            yield f"{key} and trainer.parallel.{name}={axis} both cut the ranks into groups: choose one"
-            return
+        groups.append(("ref", trainer.ref.fsdp_size, placement.colocate_policy_ref, own_ref))
+    for role, size, colocated, own in groups:
+        key, count = f"trainer.{role}.fsdp_size={size}", ranks if colocated else own
+        if size and count % size:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            yield (
+                f"{key} makes no groups of equal size of {count} ranks (trainer.placement): it is one of {fitting}, or "
+                f"0 for all of them"
+            )
+        if size and colocated and split:
+            yield f"{key} and {split[0]} both cut the ranks into groups: choose one"

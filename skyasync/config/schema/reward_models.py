@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 #: There is a reward model, by itself or among several.
-REWARD = When(
-    lambda cfg: cfg.trainer.reward.model.path or cfg.trainer.reward.models,
-    "trainer.reward.model.path",
-    "trainer.reward.models",
-)
-_ONE_REWARD = When(lambda cfg: cfg.trainer.reward.model.path, "trainer.reward.model.path")
+REWARD = When("trainer.reward.model.path", "trainer.reward.models")
 
 METRIC = "reward_model"
 """The one model's own score, unscaled, among an episode's metrics; ``reward_model/<name>`` are those of several."""
@@ -36,36 +31,36 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 @dataclass
 class RewardConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    models: dict[str, Any] = key(
-        {},
-        "Several, by name: path, and dtype, weight, mean, std, clip as of the one. What all say is added up.",
-    )
-    weight: float = key(
-        1.0, "Factor of the reward model's output in the reward, to which it is added.", when=_ONE_REWARD
-    )
-    mean: float = key(
-        0.0, "Mean of the model's outputs, measured beforehand: it is subtracted from each.", when=_ONE_REWARD
-    )
-    std: float = key(
-        1.0,
-        "Standard deviation of the model's outputs: the difference is divided by it.",
-        above=0.0,
-        when=_ONE_REWARD,
-    )
-    clip: float = key(0.0, "Clamp the scaled outputs to plus or minus this; 0 is off.", low=0.0, when=_ONE_REWARD)
-    threads: int = key(0, "CPU threads per rank of the reward model; 0 takes as many as a policy rank has.", low=0)
+    models: dict[str, Any] = key({})
+    """Several, by name: path, and dtype, weight, mean, std, clip as of the one. What all say is added up."""
+    weight: float = key(1.0, when="trainer.reward.model.path")
+    """Factor of the reward model's output in the reward, to which it is added."""
+    mean: float = key(0.0, when="trainer.reward.model.path")
+    """Mean of the model's outputs, measured beforehand: it is subtracted from each."""
+    std: float = key(1.0, above=0.0, when="trainer.reward.model.path")
+    """Standard deviation of the model's outputs: the difference is divided by it."""
+    clip: float = key(0.0, low=0.0, when="trainer.reward.model.path")
+    """Clamp the scaled outputs to plus or minus this; 0 is off."""
+    threads: int = key(0, low=0)
+    """CPU threads per rank of the reward model; 0 takes as many as a policy rank has."""
 
 
 @dataclass(frozen=True)
 class RewardModel:
     """One entry of ``trainer.reward.models``; the keys of the one model are the same."""
 
-    path: str = key("", "Hugging Face name, local folder, or module:function that makes one and returns its path.")
-    dtype: str = key("auto", "Dtype of its weights.", choices=("auto", "float32", "bfloat16"))
-    weight: float = key(1.0, "Factor of its output in the reward.")
-    mean: float = key(0.0, "Subtracted from each of its outputs.")
-    std: float = key(1.0, "What is left is divided by it.", above=0.0)
-    clip: float = key(0.0, "Clamps what comes of that to plus or minus this; 0 is off.", low=0.0)
+    path: str = key("")
+    """Hugging Face name, local folder, or module:function that makes one and returns its path."""
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
+    """Dtype of its weights."""
+    weight: float = key(1.0)
+    """Factor of its output in the reward."""
+    mean: float = key(0.0)
+    """Subtracted from each of its outputs."""
+    std: float = key(1.0, above=0.0)
+    """What is left is divided by it."""
+    clip: float = key(0.0, low=0.0)
+    """Clamps what comes of that to plus or minus this; 0 is off."""
 
     def part(self, score: float) -> float:
         """What a score adds to a reward."""

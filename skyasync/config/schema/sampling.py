@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -30,63 +30,57 @@ HISTORY = ("min_tokens",)
 
 @dataclass
 class SamplingConfig:
-    """The bounds of the numbers hold for whoever samples: ``engines.protocol.SamplingParams`` and the requests of agent
+    """The bounds hold for all requests: ``skyasync.inference.interface.SamplingParams`` and the requests of agent
     programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
 
-    max_generate_length: int = key(256, "Most tokens per response.", low=1, high=INT32)
-    min_tokens: int = key(0, "Fewest tokens per response.", low=0, high=INT32)
-    temperature: float = key(1.0, "Sampling temperature; 0 is greedy.", low=0.01, high=100.0, also=(0.0,))
-    top_p: float = key(1.0, "Sample from the smallest set of tokens with this probability.", above=0.0, high=1.0)
-    top_k: int = key(-1, "Sample from the k likeliest tokens; -1 is off.", low=-1, high=INT32)
-    min_p: float = key(0.0, "Leave out tokens less likely than this times the likeliest.", low=0.0, high=1.0)
-    presence_penalty: float = key(
-        0.0, "Subtracted from the logits of tokens that the response has already.", low=-2.0, high=2.0
-    )
-    frequency_penalty: float = key(
-        0.0, "Subtracted from the logit of a token for each time that the response has it.", low=-2.0, high=2.0
-    )
-    repetition_penalty: float = key(
-        1.0,
-        "Divides positive logits of tokens in prompt and response, and multiplies negative ones.",
-        low=0.01,
-        high=100.0,
-    )
-    stop: list[str] = key([], "Strings that end a response.")
-    stop_token_ids: list[int] = key(
-        [], "Further tokens that end a response, in addition to the model's own.", low=0, high=INT32
-    )
-    include_stop_str_in_output: bool = key(
-        True, "What environments read holds the string that ended the response; its tokens are trained in any case."
-    )
-    ignore_eos: bool = key(False, "Go on after the model's end-of-sequence token.")
-    bad_words: list[str] = key([], "Words that are never generated.")
-    logit_bias: dict[str, Any] = key({}, "Added to the logits of these tokens: token id -> bias from -100 to 100.")
-    allowed_token_ids: list[int] = key([], "Generate no other tokens than these; empty allows all.", low=0, high=INT32)
-    skip_special_tokens: bool = key(True, "What environments and stop strings see leaves out special tokens.")
-    seed: int = key(
-        -1,
-        "Draw each response from this seed and the response's identity alone; -1 is the engine's own.",
-        low=-1,
-        high=2**62,
-    )
-    structured_outputs: dict[str, Any] = key(
-        {}, "A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams (vllm only)."
-    )
-    repetition_detection: dict[str, Any] = key(
-        {}, "End a response that repeats itself, as one cut by its length: max_pattern_size, min_count (vllm only)."
-    )
+    max_generate_length: int = key(256, low=1, high=INT32)
+    """Most tokens per response."""
+    min_tokens: int = key(0, low=0, high=INT32)
+    """Fewest tokens per response."""
+    temperature: float = key(1.0, low=0.01, high=100.0, also=(0.0,))
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = key(1.0, above=0.0, high=1.0)
+    """Sample from the smallest set of tokens with this probability."""
+    top_k: int = key(-1, low=-1, high=INT32)
+    """Sample from the k likeliest tokens; -1 is off."""
+    min_p: float = key(0.0, low=0.0, high=1.0)
+    """Leave out tokens less likely than this times the likeliest."""
+    presence_penalty: float = key(0.0, low=-2.0, high=2.0)
+    """Subtracted from the logits of tokens that the response has already."""
+    frequency_penalty: float = key(0.0, low=-2.0, high=2.0)
+    """Subtracted from the logit of a token for each time that the response has it."""
+    repetition_penalty: float = key(1.0, low=0.01, high=100.0)
+    """Divides positive logits of tokens in prompt and response, and multiplies negative ones."""
+    stop: list[str] = key([])
+    """Strings that end a response."""
+    stop_token_ids: list[int] = key([], low=0, high=INT32)
+    """Further tokens that end a response, in addition to the model's own."""
+    include_stop_str_in_output: bool = key(True)
+    """What environments read holds the string that ended the response; its tokens are trained in any case."""
+    ignore_eos: bool = key(False)
+    """Go on after the model's end-of-sequence token."""
+    bad_words: list[str] = key([])
+    """Words that are never generated."""
+    logit_bias: dict[str, Any] = key({})
+    """Added to the logits of these tokens: token id -> bias from -100 to 100."""
+    allowed_token_ids: list[int] = key([], low=0, high=INT32)
+    """Generate no other tokens than these; empty allows all."""
+    skip_special_tokens: bool = key(True)
+    """What environments and stop strings see leaves out special tokens."""
+    seed: int = key(-1, low=-1, high=2**62)
+    """Draw each response from this seed and the response's identity alone; -1 is the engine's own."""
+    structured_outputs: dict[str, Any] = key({})
+    """A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams (vllm only)."""
+    repetition_detection: dict[str, Any] = key({})
+    """End a response that repeats itself, as one cut by its length: max_pattern_size, min_count (vllm only)."""
 
 
 @inheriting
 class EvalSamplingConfig(SamplingConfig):
     """What is null is as in ``sampling_params``; read it through ``skyasync.config.schema.sampling.evaluation``."""
 
-    temperature: float | None = key(  # type: ignore[assignment]
-        0.0, "Sampling temperature; 0 is greedy, null as in training.", low=0.01, high=100.0, also=(0.0,)
-    )
-
-
-_OFF = SamplingConfig()
+    temperature: float | None = key(0.0, low=0.01, high=100.0, also=(0.0,))  # type: ignore[assignment]
+    """Sampling temperature; 0 is greedy, null as in training."""
 
 
 def backend(cfg: Config) -> str:
@@ -107,7 +101,7 @@ def evaluation(generator: GeneratorConfig) -> SamplingConfig:
 
 
 def samples_as_scored(sampling: SamplingConfig) -> bool:
-    """Whether tokens are drawn from the very distribution whose log-probabilities a weight sync's probe compares."""
+    """Whether tokens are drawn from the same distribution whose log-probabilities a weight sync compares."""
     return sampling.temperature == 1 and not _used(sampling, (*FILTERS, *UNMIRRORED, *HISTORY))
 
 
@@ -117,75 +111,73 @@ def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
 
 
 def check_sampling(cfg: Config) -> Iterator[str]:
-    """What the engine does not have, and distributions that the objective or the plan cannot do with."""
-    lacking: list[str] = []
-    own = SamplingConfig(
-        **_own(cfg.generator)
-    )  # what was set there: a wrong value is told once, by the key that has it
-    for group, sampling in (("sampling_params", cfg.generator.sampling_params), ("eval_sampling_params", own)):
-        yield from _check_bias(f"generator.{group}.logit_bias", sampling)
-        lacking += _check_engine(cfg, group, sampling)
-    yield from lacking or _check_mirrored(cfg.generator.sampling_params, reads_behaviour(cfg.trainer.algorithm))
-    if cfg.trainer.partial_rollout == "recompute":
-        for name in _used(cfg.generator.sampling_params, COUNTS_RESPONSE):
-            yield (
-                f"generator.sampling_params.{name} looks at the response so far, and trainer.partial_rollout=recompute "
-                f"starts a response over with its tokens as a prompt: set trainer.partial_rollout=keep"
-            )
-    samples, temperature = cfg.generator.eval_n_samples_per_prompt, evaluation(cfg.generator).temperature
-    if samples > 1 and temperature == 0 and cfg.generator.eval_sampling_params.temperature is None:
-        yield (
-            "generator.sampling_params.temperature=0 (greedy) draws the same response again and again, in training, "
-            "where a group then teaches nothing, and in evaluation: raise it"
-        )
-    elif samples > 1 and temperature == 0:
-        yield (
-            f"generator.eval_n_samples_per_prompt={samples} draws the same response {samples} times with "
-            f"generator.eval_sampling_params.temperature=0 (greedy): raise the temperature (null is that of training), "
-            f"or set the number to 1"
-        )
+    """What the engine does not have, and distributions that the objective or the plan cannot handle."""
+    from skyasync.inference.interface import ENGINES, LARGEST_BIAS
 
-
-def unmirrored(what: str, reader: str) -> str:
-    """Why a setting of ``UNMIRRORED`` does not go with the setting that reads log-probabilities of sampling."""
-    return (
-        f"{what} depends on the tokens before and is in the engine's log-probabilities alone, which {reader} reads as "
-        f"if the trainer computed the same"
+    generator, sampling, engine, engines = (
+        cfg.generator,
+        cfg.generator.sampling_params,
+        backend(cfg),
+        ENGINES.builtins(),
     )
-
-
-def _check_mirrored(sampling: SamplingConfig, reader: str) -> Iterator[str]:
-    """Distributions that the trainer cannot compute, and an objective that takes its own for them."""
-    names = _used(sampling, UNMIRRORED) if reader and sampling.temperature else []
-    if names:
-        named = ", ".join(f"{name}={written(getattr(sampling, name))}" for name in names)
+    rare = {name for about in engines.values() for name in about.can["sampling"]}
+    can = ENGINES.about(engine).can
+    foreign = sorted((rare - set(can["sampling"])) | set(can["lacks"]))
+    lacking = False
+    # Of evaluation what is set there: a wrong value is reported once, by the key that has it.
+    groups = {"sampling_params": sampling, "eval_sampling_params": SamplingConfig(**_own(generator))}
+    for group, settings in groups.items():
+        for token, bias in settings.logit_bias.items():
+            path = f"generator.{group}.logit_bias"
+            if not str(token).isdecimal():
+                yield f"{path} has the token {token!r}: tokens are numbers, for example {{15: -2.0}}"
+            elif isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= LARGEST_BIAS:
+                yield f"{path}.{token}={bias} is not a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
+        for name in _used(settings, foreign):
+            able = [
+                other
+                for other, about in engines.items()
+                if name not in about.can["lacks"] and (name in about.can["sampling"] or name not in rare)
+            ]
+            lacking = True
+            yield (
+                f"generator.{group}.{name} needs {supported(able)}: the {engine} engine does not have it; leave it "
+                f"empty, or use that one"
+            )
+    reader = reads_behaviour(cfg.trainer.algorithm)
+    if names := _used(sampling, UNMIRRORED) if reader and sampling.temperature and not lacking else []:
+        named = ", ".join(f"{name}={written(vars(sampling)[name])}" for name in names)
         yield (
             f"{unmirrored(f'generator.sampling_params ({named})', reader)}: leave "
             f"{'it' if len(names) == 1 else 'them'} out, or choose trainer.algorithm.off_policy_correction=none and a "
             f"loss without the behaviour policy (with trainer.allow_uncorrected=true where samples may be stale)"
         )
-
-
-def _check_engine(cfg: Config, group: str, sampling: SamplingConfig) -> Iterator[str]:
-    """Settings that the chosen engine does not have, and another one has."""
-    from skyasync.inference.interface import ENGINES
-
-    engine, others = backend(cfg), ENGINES.builtins()
-    rare = {name for about in others.values() for name in about.can["sampling"]}
-    can = ENGINES.about(engine).can
-    foreign = (rare - set(can["sampling"])) | set(can["lacks"])
-    for name in _used(sampling, tuple(sorted(foreign))):
-        able = supported(
-            [
-                other
-                for other, about in others.items()
-                if name not in about.can["lacks"] and (name in about.can["sampling"] or name not in rare)
-            ]
-        )
+    for name in _used(sampling, COUNTS_RESPONSE) if cfg.trainer.partial_rollout == "recompute" else ():
         yield (
-            f"generator.{group}.{name} needs {able}: the {engine} engine does not have it; leave it "
-            f"empty, or use that one"
+            f"generator.sampling_params.{name} looks at the response so far, and trainer.partial_rollout=recompute "
+            f"starts a response over with its tokens as a prompt: set trainer.partial_rollout=keep"
         )
+    samples = generator.eval_n_samples_per_prompt
+    if samples > 1 and evaluation(generator).temperature == 0:
+        if generator.eval_sampling_params.temperature is None:
+            yield (
+                "generator.sampling_params.temperature=0 (greedy) draws the same response again and again, in "
+                "training, where a group then teaches nothing, and in evaluation: raise it"
+            )
+        else:
+            yield (
+                f"generator.eval_n_samples_per_prompt={samples} draws the same response {samples} times with "
+                f"generator.eval_sampling_params.temperature=0 (greedy): raise the temperature (null is that of "
+                f"training), or set the number to 1"
+            )
+
+
+def unmirrored(what: str, reader: str) -> str:
+    """Why a setting of ``UNMIRRORED`` contradicts the setting that reads log-probabilities of sampling."""
+    return (
+        f"{what} depends on the tokens before and is in the engine's log-probabilities alone, which {reader} reads as "
+        f"if the trainer computed the same"
+    )
 
 
 def sampling_warnings(cfg: Config) -> Iterator[str]:
@@ -193,7 +185,7 @@ def sampling_warnings(cfg: Config) -> Iterator[str]:
     sampling = cfg.generator.sampling_params
     if not sampling.temperature or not reads_behaviour(cfg.trainer.algorithm):
         return
-    filters = ", ".join(f"{name}={getattr(sampling, name)}" for name in _used(sampling, FILTERS))
+    filters = ", ".join(f"{name}={vars(sampling)[name]}" for name in _used(sampling, FILTERS))
     if filters and not cfg.trainer.algorithm.filter_logprobs:
         yield (
             f"generator.sampling_params ({filters}) samples from fewer tokens than the trainer's log-probabilities are "
@@ -201,7 +193,7 @@ def sampling_warnings(cfg: Config) -> Iterator[str]:
             f"trainer.algorithm.filter_logprobs=true, or trainer.algorithm.off_policy_correction=none where nothing is "
             f"stale"
         )
-    history = ", ".join(f"{name}={getattr(sampling, name)}" for name in _used(sampling, HISTORY))
+    history = ", ".join(f"{name}={vars(sampling)[name]}" for name in _used(sampling, HISTORY))
     if history:
         yield (
             f"generator.sampling_params ({history}) depends on the tokens before and is in the engine's "
@@ -211,28 +203,19 @@ def sampling_warnings(cfg: Config) -> Iterator[str]:
 
 def _own(generator: GeneratorConfig) -> dict[str, Any]:
     """What evaluation sets itself."""
-    own = generator.eval_sampling_params
-    values = {item.name: getattr(own, item.name) for item in dataclasses.fields(own)}
-    return {name: value for name, value in values.items() if value is not None}
+    own = vars(generator.eval_sampling_params)
+    return {f.name: own[f.name] for f in dataclasses.fields(SamplingConfig) if own[f.name] is not None}
 
 
-def _used(sampling: SamplingConfig, names: tuple[str, ...]) -> list[str]:
-    off = {"top_k": (-1, 0)}
-    return [name for name in names if getattr(sampling, name) not in off.get(name, (getattr(_OFF, name),))]
-
-
-def _check_bias(path: str, sampling: SamplingConfig) -> Iterator[str]:
-    from skyasync.inference.interface import LARGEST_BIAS
-
-    for token, bias in sampling.logit_bias.items():
-        if not str(token).isdecimal():
-            yield f"{path} has the token {token!r}: tokens are numbers, for example {{15: -2.0}}"
-        elif isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= LARGEST_BIAS:
-            yield f"{path}.{token}={bias} is not a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
+def _used(sampling: SamplingConfig, names: Sequence[str]) -> list[str]:
+    off = {**vars(SamplingConfig()), "top_k": -1}
+    return [
+        name for name in names if vars(sampling)[name] != off[name] and (name, vars(sampling)[name]) != ("top_k", 0)
+    ]
 
 
 def check_lengths(cfg: Config) -> Iterator[str]:
-    """Sequences that have no room in the engine."""
+    """Sequences that are longer than the engine allows."""
     generator = cfg.generator
     for group, sampling in sampling_groups(generator).items():
         name = f"generator.{group}.max_generate_length"

@@ -29,161 +29,112 @@ class TrainerConfig(FaultToleranceConfig):
     reward: RewardConfig = field(default_factory=RewardConfig, metadata={"when": REWARD})
     teacher: TeacherConfig = field(default_factory=TeacherConfig, metadata={"when": TEACHER})
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    plan: str = key(
-        "sync",
-        "The execution plan, where the experiment does not fix one.",
-        registry="skyasync.trainer.plans:PLANS",
-        open_ended=True,
-    )
-    strategy: str = key(
-        "fsdp2",
-        "The backend that holds and trains the models: fsdp2, or a ModelBackend of your own (module:Class).",
-        choices=("fsdp2",),
-        open_ended=True,
-    )
-    async_queue_size: int = key(
-        1, "Batches the generator may be ahead in the one_step_off plan: the staleness it settles at.", low=1
-    )
-    stream_groups: int = key(
-        0,
-        "Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives the "
-        "same losses bit for bit. 0 trains whatever has been generated, which waits least.",
-        low=0,
-    )
-    max_staleness: int = key(
-        1, "Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous.", low=0
-    )
-    sync_interval: int = key(1, "Steps from one weight sync to the next; samples age by up to one less.", low=1)
-    staleness_bound: str = key(
-        "hard", "max_staleness bounds every prompt's age, or (AReaL's formula) the mean.", choices=("hard", "mean")
-    )
-    async_generation_ratio: float = key(
-        0.0, "Batches generated ahead, with fractions, in the fully_async plan; 0 is max_staleness.", low=0.0
-    )
-    partial_rollout: str = key(
-        "keep",
-        "At a weight sync requests in flight continue with their cache, start over from their tokens, or finish first.",
-        choices=("keep", "recompute", "wait"),
-    )
-    eval_mode: str = key(
-        "overlap",
-        "Evaluate while training generates, or pause it: requests in flight finish, nothing new starts.",
-        choices=("overlap", "pause"),
-    )
-    allow_uncorrected: bool = key(False, "Let an asynchronous plan run without an off-policy correction.")
-    epochs: int = key(
-        0,
-        "Passes over the training prompts; 0 makes as many as max_training_steps takes, or one without it.",
-        low=0,
-        when=When(lambda cfg: not cfg.data.streaming, "not data.streaming"),
-    )
-    max_training_steps: int = key(0, "Stop after this many steps; 0 runs all epochs.", low=0)
-    train_batch_size: int = key(64, "Prompts per training step.", low=1)
-    policy_mini_batch_size: int = key(0, "Prompts per optimizer step; 0 takes the whole training batch.", low=0)
-    update_epochs_per_batch: int = key(1, "Optimizer passes over each training batch.", low=1)
-    micro_train_batch_size_per_gpu: int = key(
-        0, "Most sequences per forward-backward pass, within micro_batch_tokens; 0 sets no such limit.", low=0
-    )
-    micro_forward_batch_size_per_gpu: int = key(
-        0, "Most sequences per forward-only pass, within micro_batch_tokens; 0 sets no such limit.", low=0
-    )
-    micro_batch_tokens: int = key(
-        0,
-        "Most tokens per pass, padding included; a longer sequence is a pass by itself. 0 is 4096 on a CPU, 16384 on a "
-        "GPU.",
-        low=0,
-    )
-    max_prompt_length: int = key(512, "Prompts with more tokens are left out, and counted.", low=1)
-    eval_batch_size: int = key(1024, "Prompts evaluated at once.", low=1)
-    eval_interval: int = key(5, "Evaluate every so many steps; 0 only at the end.", low=0)
-    eval_minutes: float = key(0.0, "Evaluate as well when so many minutes have passed; 0 goes by steps.", low=0.0)
-    eval_before_train: bool = key(True, "Evaluate the starting policy.")
-    eval_k: list[int] = key(
-        [], "The k of eval/pass@k and eval/maj@k; empty is 1, 2, 4, ... as far as the samples per prompt go.", low=1
-    )
-    eval_passing: float = key(1.0, "The reward from which on a sample counts as right in them.")
-    eval_answer: str = key(
-        "auto",
-        "What a response's answer is, for the votes of eval/maj@k: auto (the last \\boxed{}, #### or 'answer is', or a "
-        "short response itself), a regular expression (its last match), file.py:function of the text; empty: no votes.",
-        open_ended=True,
-    )
-    ckpt_interval: int = key(0, "Save a checkpoint every so many steps; 0 saves none.", low=0)
-    ckpt_minutes: float = key(
-        0.0, "Save a checkpoint as well when so many minutes have passed; 0 goes by steps.", low=0.0
-    )
-    ckpt_best_metric: str = key(
-        "",
-        "Save a checkpoint whenever this metric (eval/score) is better than before, and keep the best one in addition "
-        "to the newest.",
-        open_ended=True,
-    )
-    ckpt_best_mode: str = key(
-        "max",
-        "Which value of ckpt_best_metric is better.",
-        choices=("max", "min"),
-        when=When(lambda cfg: cfg.trainer.ckpt_best_metric, "trainer.ckpt_best_metric"),
-    )
-    ckpt_on_exit: bool = key(
-        False,
-        "Save one however the run ends (Ctrl-C, an error); an update under way is finished first.",
-    )
-    ckpt_keep: int = key(2, "Newest checkpoints to keep; 0 keeps all.", low=0, when=CHECKPOINTS)
-    ckpt_path: str = key(
-        "",
-        "Folder of the checkpoints; empty is <run folder>/checkpoints.",
-        open_ended=True,
-        when=When(
-            lambda cfg: CHECKPOINTS(cfg) or cfg.trainer.resume_mode not in ("none", "auto"),
-            *CHECKPOINTS.alternatives,
-            "not trainer.resume_mode=none|auto",
-        ),
-    )
-    ckpt_async: bool = key(
-        False,
-        "Write checkpoints while training continues, from a copy in host memory; the next one waits for the previous.",
-        when=CHECKPOINTS,
-    )
-    ckpt_rollouts: bool = key(
-        True,
-        "Keep in checkpoints what has been generated and not yet trained, so that a resumed run need not do it again.",
-        when=CHECKPOINTS,
-    )
-    resume_mode: str = key(
-        "auto",
-        "Start a new run (none), or continue from the newest checkpoint in ckpt_path if there is one (latest); or from "
-        "that of a step (a number) or in a folder (a path with a slash), which must exist. auto is latest for a "
-        "run_name that has checkpoints, else none.",
-        choices=("auto", "none", "latest"),
-        pattern=r"\d+|.*/.*",
-    )
-    export_path: str = key(
-        "", "Write the final policy here as a Hugging Face folder; empty writes none.", open_ended=True
-    )
-    export_interval: int = key(
-        0, "Write the policy as a Hugging Face folder, <run folder>/exports/step_<n>, every so many steps.", low=0
-    )
-    profile_steps: list[int] = key(
-        [], "Steps in which torch's profiler records the workers, into <run folder>/profile.", low=1
-    )
-    run_name: str = key("", "Name of the run's folder; empty makes one from plan and time.", open_ended=True)
-    runs_dir: str = key("runs", "Folder that holds the runs' folders.", open_ended=True)
-    project_name: str = key("skyasync", "Project name for external trackers.", open_ended=True)
-    logger: list[str] = key(
-        ["jsonl"], "Trackers that receive the metrics.", registry="skyasync.observe:TRACKERS", open_ended=True
-    )
-    terminal: str = key(
-        "auto",
-        "A live view where standard output is a terminal, else a line per step; or one of both wherever it goes.",
-        choices=("auto", "live", "lines"),
-    )
-    seed: int = key(42, "The one seed that governs the run; with vLLM, sampling depends on timing as well.", low=0)
-    step_timeout_s: float = key(1800.0, "Seconds after which a step that has not ended is an error.", above=0.0)
-    save_samples: int = key(4, "Trajectories written to samples.jsonl per step.", low=0)
-    dump_trajectories: bool = key(
-        False, "Write every trajectory that is trained to trajectories/step_<n>.parquet, for skyasync replay."
-    )
-    report: bool = key(True, "Make report.html, a page about the run, at its end (skyasync report makes one any time).")
+    plan: str = key("sync", registry="skyasync.trainer.plans:PLANS", open_ended=True)
+    """The execution plan, where the experiment does not fix one."""
+    strategy: str = key("fsdp2", choices=("fsdp2",), open_ended=True)
+    """The backend that holds and trains the models: fsdp2, or a ModelBackend of your own (module:Class)."""
+    async_queue_size: int = key(1, low=1)
+    """Batches the generator may be ahead in the one_step_off plan: the staleness it settles at."""
+    stream_groups: int = key(0, low=0)
+    """Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives bitwise
+    identical losses. 0 trains whatever has been generated, which waits least."""
+    max_staleness: int = key(1, low=0)
+    """Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous."""
+    sync_interval: int = key(1, low=1)
+    """Steps from one weight sync to the next; samples age by up to one less."""
+    staleness_bound: str = key("hard", choices=("hard", "mean"))
+    """max_staleness bounds every prompt's age, or (AReaL's formula) the mean."""
+    async_generation_ratio: float = key(0.0, low=0.0)
+    """Batches generated ahead, with fractions, in the fully_async plan; 0 is max_staleness."""
+    partial_rollout: str = key("keep", choices=("keep", "recompute", "wait"))
+    """At a weight sync requests in flight continue with their cache, start over from their tokens, or finish first."""
+    eval_mode: str = key("overlap", choices=("overlap", "pause"))
+    """Evaluate while training generates, or pause it: requests in flight finish, nothing new starts."""
+    allow_uncorrected: bool = key(False)
+    """Let an asynchronous plan run without an off-policy correction."""
+    epochs: int = key(0, low=0, when="not data.streaming")
+    """Passes over the training prompts; 0 makes as many as max_training_steps takes, or one without it."""
+    max_training_steps: int = key(0, low=0)
+    """Stop after this many steps; 0 runs all epochs."""
+    train_batch_size: int = key(64, low=1)
+    """Prompts per training step."""
+    policy_mini_batch_size: int = key(0, low=0)
+    """Prompts per optimizer step; 0 takes the whole training batch."""
+    update_epochs_per_batch: int = key(1, low=1)
+    """Optimizer passes over each training batch."""
+    micro_train_batch_size_per_gpu: int = key(0, low=0)
+    """Most sequences per forward-backward pass, within micro_batch_tokens; 0 sets no such limit."""
+    micro_forward_batch_size_per_gpu: int = key(0, low=0)
+    """Most sequences per forward-only pass, within micro_batch_tokens; 0 sets no such limit."""
+    micro_batch_tokens: int = key(0, low=0)
+    """Most tokens per pass, padding included; a longer sequence is a pass by itself. 0 is 4096 on a CPU, 16384 on a
+    GPU."""
+    max_prompt_length: int = key(512, low=1)
+    """Prompts with more tokens are left out, and counted."""
+    eval_batch_size: int = key(1024, low=1)
+    """Prompts evaluated at once."""
+    eval_interval: int = key(5, low=0)
+    """Evaluate every so many steps; 0 only at the end."""
+    eval_minutes: float = key(0.0, low=0.0)
+    """Evaluate as well when so many minutes have passed; 0 goes by steps."""
+    eval_before_train: bool = key(True)
+    """Evaluate the starting policy."""
+    eval_k: list[int] = key([], low=1)
+    """The k of eval/pass@k and eval/maj@k; empty is 1, 2, 4, ... as far as the samples per prompt go."""
+    eval_passing: float = key(1.0)
+    """The reward from which on a sample counts as right in them."""
+    eval_answer: str = key("auto", open_ended=True)
+    r"""What a response's answer is, for the votes of eval/maj@k: auto (the last \boxed{}, #### or 'answer is', or a
+    short response itself), a regular expression (its last match), file.py:function of the text; empty: no votes."""
+    ckpt_interval: int = key(0, low=0)
+    """Save a checkpoint every so many steps; 0 saves none."""
+    ckpt_minutes: float = key(0.0, low=0.0)
+    """Save a checkpoint as well when so many minutes have passed; 0 goes by steps."""
+    ckpt_best_metric: str = key("", open_ended=True)
+    """Save a checkpoint whenever this metric (eval/score) is better than before, and keep the best one in addition to
+    the newest."""
+    ckpt_best_mode: str = key("max", choices=("max", "min"), when="trainer.ckpt_best_metric")
+    """Which value of ckpt_best_metric is better."""
+    ckpt_on_exit: bool = key(False)
+    """Save one however the run ends (Ctrl-C, an error); an update under way is finished first."""
+    ckpt_keep: int = key(2, low=0, when=CHECKPOINTS)
+    """Newest checkpoints to keep; 0 keeps all."""
+    ckpt_path: str = key("", open_ended=True, when=When(*CHECKPOINTS.alternatives, "not trainer.resume_mode=none|auto"))
+    """Folder of the checkpoints; empty is <run folder>/checkpoints."""
+    ckpt_async: bool = key(False, when=CHECKPOINTS)
+    """Write checkpoints while training continues, from a copy in host memory; the next one waits for the previous."""
+    ckpt_rollouts: bool = key(True, when=CHECKPOINTS)
+    """Keep in checkpoints what has been generated and not yet trained, so that a resumed run need not do it again."""
+    resume_mode: str = key("auto", choices=("auto", "none", "latest"), pattern=r"\d+|.*/.*")
+    """Start a new run (none), or continue from the newest checkpoint in ckpt_path if there is one (latest); or from
+    that of a step (a number) or in a folder (a path with a slash), which must exist. auto is latest for a run_name that
+    has checkpoints, else none."""
+    export_path: str = key("", open_ended=True)
+    """Write the final policy here as a Hugging Face folder; empty writes none."""
+    export_interval: int = key(0, low=0)
+    """Write the policy as a Hugging Face folder, <run folder>/exports/step_<n>, every so many steps."""
+    profile_steps: list[int] = key([], low=1)
+    """Steps in which torch's profiler records the workers, into <run folder>/profile."""
+    run_name: str = key("", open_ended=True)
+    """Name of the run's folder; empty makes one from plan and time."""
+    runs_dir: str = key("runs", open_ended=True)
+    """Folder that holds the runs' folders."""
+    project_name: str = key("skyasync", open_ended=True)
+    """Project name for external trackers."""
+    logger: list[str] = key(["jsonl"], registry="skyasync.observability:TRACKERS", open_ended=True)
+    """Trackers that receive the metrics."""
+    terminal: str = key("auto", choices=("auto", "live", "lines"))
+    """A live view where standard output is a terminal, else a line per step; or one of both wherever it goes."""
+    seed: int = key(42, low=0)
+    """The one seed that governs the run; with vLLM, sampling depends on timing as well."""
+    step_timeout_s: float = key(1800.0, above=0.0)
+    """Seconds after which a step that has not ended is an error."""
+    save_samples: int = key(4, low=0)
+    """Trajectories written to samples.jsonl per step."""
+    dump_trajectories: bool = key(False)
+    """Write every trajectory that is trained to trajectories/step_<n>.parquet, for skyasync replay."""
+    report: bool = key(True)
+    """Make report.html, a page about the run, at its end (skyasync report makes one any time)."""
 
 
 def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
@@ -195,7 +146,7 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
     if cfg.trainer.placement.colocate_all and interval > 1:
         yield (
             f"trainer.sync_interval={interval} leaves the engines without new weights after most steps, and "
-            f"trainer.placement.colocate_all=true wakes them by handing weights over: set one of them to its default"
+            f"trainer.placement.colocate_all=true wakes them by a weight sync: set one of them to its default"
         )
     if cfg.trainer.placement.colocate_all and (plan.asynchronous or plan.streams):
         yield (

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skyasync.config.keys import When, key
+from skyasync.config.keys import key
 from skyasync.config.parts import engines_with
 from skyasync.config.schema.sampling import backend
 
@@ -21,44 +21,26 @@ BETWEEN_GPUS = ("nccl", "cuda_ipc")
 class WeightSyncConfig:
     """The part of ``GeneratorConfig`` that is about new weights."""
 
-    weight_sync_backend: str = key(
-        "auto",
-        "How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with "
-        "the policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to "
-        "engines on other nodes of a cluster.",
-        choices=("auto", "shared_memory", "nccl", "cuda_ipc"),
-    )
-    weight_sync_mode: str = key(
-        "full",
-        "What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by "
-        "nccl or cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent.",
-        choices=("full", "delta"),
-    )
-    weight_sync_dir: str = key(
-        "",
-        "Folder that the policy's machine and those of generator.engines see under this path, for weights on their "
-        "way; empty is shared memory, for servers on the policy's machine.",
-        open_ended=True,
-        when=When(lambda cfg: cfg.generator.engines, "generator.engines"),
-    )
-    verify_weight_sync: bool = key(
-        True, "Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."
-    )
-    verify_interval: int = key(
-        10,
-        "Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc.",
-        low=1,
-    )
-    weight_sync_tolerance: float = key(
-        0.0,
-        "Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up.",
-        low=0.0,
-        when=When(lambda cfg: cfg.generator.verify_weight_sync, "generator.verify_weight_sync"),
-    )
+    weight_sync_backend: str = key("auto", choices=("auto", "shared_memory", "nccl", "cuda_ipc"))
+    """How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with the
+    policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to engines on
+    other nodes of a cluster."""
+    weight_sync_mode: str = key("full", choices=("full", "delta"))
+    """What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by nccl or
+    cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent."""
+    weight_sync_dir: str = key("", open_ended=True, when="generator.engines")
+    """Folder that the policy's machine and those of generator.engines see under this path, for weights on their way;
+    empty is shared memory, for servers on the policy's machine."""
+    verify_weight_sync: bool = key(True)
+    """Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."""
+    verify_interval: int = key(10, low=1)
+    """Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc."""
+    weight_sync_tolerance: float = key(0.0, low=0.0, when="generator.verify_weight_sync")
+    """Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up."""
 
 
 def check_weight_sync(cfg: Config) -> Iterator[str]:
-    """Ways that the chosen engine has not, or that do not go with where it runs or with what is trained."""
+    """Ways that the chosen engine does not have, or that contradict its devices or what is trained."""
     from skyasync.inference.interface import ENGINES
 
     generator, engine = cfg.generator, backend(cfg)
@@ -78,37 +60,24 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
             f"generator.weight_sync_backend={way} needs {engines_with('weight_sync', way)}: with generator.backend="
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
         )
-    if cfg.trainer.policy.lora.rank and cfg.trainer.policy.lora.sync == "adapter":
-        yield from _check_adapters(cfg)
-    yield from _check_devices(cfg)
-
-
-def _check_adapters(cfg: Config) -> Iterator[str]:
-    """Adapters that are sent alone to engines that cannot take them, or have no weights to add them to."""
-    from skyasync.inference.interface import ENGINES
-
-    generator, lora, engine = cfg.generator, cfg.trainer.policy.lora, backend(cfg)
-    key, can = "trainer.policy.lora.sync=adapter", ENGINES.about(engine).can
-    if not can["takes_adapters"]:
-        yield f"{key} needs {engines_with('takes_adapters')}; found {engine}: set trainer.policy.lora.sync=merged"
-    elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
-        yield (
-            f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend={engine} "
-            f"cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
-        )
-    if (way := generator.weight_sync_backend) in BETWEEN_GPUS:
-        yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: remove one of them"
-    if generator.weight_sync_mode == "delta":
-        yield f"{key} and generator.weight_sync_mode=delta both send less than all weights: remove one of them"
-    if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
-        yield (
-            f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
-            f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
-        )
-
-
-def _check_devices(cfg: Config) -> Iterator[str]:
-    generator = cfg.generator
+    lora, key = cfg.trainer.policy.lora, "trainer.policy.lora.sync=adapter"
+    if lora.rank and lora.sync == "adapter":
+        if not can["takes_adapters"]:
+            yield f"{key} needs {engines_with('takes_adapters')}; found {engine}: set trainer.policy.lora.sync=merged"
+        elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
+            yield (
+                f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend="
+                f"{engine} cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
+            )
+        if way in BETWEEN_GPUS:
+            yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: remove one of them"
+        if generator.weight_sync_mode == "delta":
+            yield f"{key} and generator.weight_sync_mode=delta both send less than all weights: remove one of them"
+        if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
+            yield (
+                f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
+                f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
+            )
     if not cfg.trainer.placement.colocate_all:
         if generator.weight_sync_backend == "cuda_ipc":
             yield (

@@ -1,4 +1,4 @@
-"""The judge of the tiny tasks: 1 for exactly the right answer, 0 for anything else."""
+"""The environment of the tiny tasks: reward 1 for exactly the right answer, 0 for anything else."""
 
 from __future__ import annotations
 

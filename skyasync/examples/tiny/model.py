@@ -14,18 +14,16 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from transformers import PreTrainedTokenizerFast
 
-from skyasync.examples import warm_start
 from skyasync.examples.tiny.tasks import Question, questions
-from skyasync.examples.warm_start import CHATML, IGNORED, Row, byte_level_bpe
+from skyasync.examples.warm_start import CHATML, IGNORED, Row, WarmStartRecipe, byte_level_bpe
 
 
 @dataclass(frozen=True)
-class Recipe(warm_start.Recipe):
+class Recipe(WarmStartRecipe):
     """A tokenizer and a warm start from four tasks; the loss sees the answers only."""
 
     name = "tiny"
@@ -49,17 +47,15 @@ class Recipe(warm_start.Recipe):
         return (row(question, tokenizer) for question in questions("train", self.seed, self.tasks))
 
 
-def build(*, out: str | Path | None = None, progress: bool = True, **options: object) -> str:
-    """The folder of the model, made if it is not there yet; ``options`` are fields of ``Recipe``."""
-    return warm_start.made(Recipe(**cast(dict[str, Any], options)), out, progress=progress)
+build = Recipe.build
 
 
 def row(question: Question, tokenizer: PreTrainedTokenizerFast) -> Row:
     """Labels are the answer's tokens and the end of the message."""
     prompt = tokenizer.apply_chat_template(question.row()["prompt"], add_generation_prompt=True, tokenize=False)
     answer = f"{question.answer}{tokenizer.eos_token}"
-    asked, answered = tokenizer([cast(str, prompt), answer], add_special_tokens=False)["input_ids"]
-    return asked + answered, [IGNORED] * len(asked) + answered
+    read, wrote = tokenizer([cast(str, prompt), answer], add_special_tokens=False)["input_ids"]
+    return read + wrote, [IGNORED] * len(read) + wrote
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Procedural instructions for a tiny chat model: sorting, addition, maximum, spelling backwards.
 
-Invariant: training and held-out prompts are disjoint, whatever the seeds, counts and tasks asked for. A
-checksum of the instruction's text alone decides which side it is on (one in five is held out), and every list
-made here, the supervised warm start's included, is drawn from one side only.
+Invariant: training and held-out prompts are disjoint, for all seeds, counts and tasks. A checksum of the instruction's
+text alone decides its side (one in five is held out). Every list is drawn from one side only, also that of the
+supervised warm start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from skyasync.errors import UserError, unknown
 
 Split = Literal["train", "held_out"]
 
-HELD_OUT_ONE_IN = 5
+EVAL_ONE_IN = 5
 SORT_LENGTHS = (4, 8)  # digits, both ends included
 ENV_CLASS = "skyasync.examples.tiny.env:TinyEnv"
 
@@ -32,10 +32,10 @@ class Question:
 
     @property
     def split(self) -> Split:
-        return "held_out" if zlib.crc32(self.text.encode()) % HELD_OUT_ONE_IN == 0 else "train"
+        return "held_out" if zlib.crc32(self.text.encode()) % EVAL_ONE_IN == 0 else "train"
 
     def row(self) -> dict[str, Any]:
-        """As a dataset's row: the conversation, who judges it, and what the judge needs to know."""
+        """As a dataset's row: the conversation, its environment, and the environment's columns."""
         messages = [{"role": "user", "content": self.text}]
         return {"prompt": messages, "env_class": ENV_CLASS, "task": self.task, "answer": self.answer}
 
@@ -89,16 +89,16 @@ def prompts(split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",
     """``count`` different rows of one side.
 
     Raises:
-        UserError: if so many different ones are not found in fifty times as many draws.
+        UserError: if fifty times as many draws give fewer different ones.
     """
-    found: dict[str, Question] = {}
+    chosen: dict[str, Question] = {}
     for draws, question in enumerate(questions(split, seed, tasks)):
-        if len(found) == count:
+        if len(chosen) == count:
             break
         if draws > 50 * count:
-            raise UserError(f"only {len(found)} different {split} prompts of {', '.join(tasks)}; asked for {count}")
-        found.setdefault(question.text, question)
-    return [question.row() for question in found.values()]
+            raise UserError(f"only {len(chosen)} different {split} prompts of {', '.join(tasks)}; asked for {count}")
+        chosen.setdefault(question.text, question)
+    return [question.row() for question in chosen.values()]
 
 
 def train_prompts() -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Agents that are classes with ``async def run(self, data, **extra)``, as AReaL has them.
 
-``run`` is given the row and, where it takes them, ``base_url``, ``api_key`` and ``http_client`` (one for all episodes
+``run`` is given the row and, if it takes them, ``base_url``, ``api_key`` and ``http_client`` (one for all episodes
 of the process, with httpx installed); it returns the reward, or ``{id of an answer: reward}``.
 
 Invariant: one object per process, made with those settings that its class takes.
@@ -15,13 +15,20 @@ from importlib.util import find_spec
 
 
 def program_of(agent_class: Callable[..., object], settings: Mapping[str, object]) -> Callable[..., object]:
-    """What plays an episode with the class's one object."""
+    """The program that plays an episode with the class's one object."""
     agent = agent_class(**_taken(agent_class, settings))
     run: Callable[..., object] = agent.run  # type: ignore[attr-defined]
-    clients = _Clients()
+    client: object = None  # of all episodes; an agent may close it
 
     async def program(data: dict[str, object], base_url: str, api_key: str) -> object:
-        offered = {"base_url": base_url, "api_key": api_key, **clients.offered()}
+        nonlocal client
+        offered: dict[str, object] = {"base_url": base_url, "api_key": api_key}
+        if find_spec("httpx") is not None:
+            import httpx
+
+            if not isinstance(client, httpx.AsyncClient) or client.is_closed:
+                client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+            offered["http_client"] = client
         extra = _taken(run, offered)
         if inspect.iscoroutinefunction(run):
             return await run(data, **extra)
@@ -30,24 +37,8 @@ def program_of(agent_class: Callable[..., object], settings: Mapping[str, object
     return program
 
 
-class _Clients:
-    """The HTTP client that episodes share; who closes it gets another."""
-
-    def __init__(self) -> None:
-        self._client: object = None
-
-    def offered(self) -> dict[str, object]:
-        if find_spec("httpx") is None:
-            return {}
-        import httpx
-
-        if not isinstance(self._client, httpx.AsyncClient) or self._client.is_closed:
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-        return {"http_client": self._client}
-
-
 def _taken(function: Callable[..., object], offered: Mapping[str, object]) -> dict[str, object]:
-    """Those that it takes by name."""
+    """Those that the function takes by name."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in offered.items() if takes_all or name in parameters}

@@ -1,17 +1,20 @@
-"""OpenRLHF's agent files, as they are: ``generator.agent_func_path=FILE.py``.
+"""OpenRLHF's agent files, unchanged: ``generator.agent_func_path=FILE.py``.
 
 The file defines a class ``AgentExecutor`` that names an agent, a class ``AgentInstance`` with ``step(states)`` (and
-``reset(states)`` if it likes), or a function ``async def step(state, action, label)``, which is given
-``sampling_params`` too if it takes them. A step gives a tuple
-(reward, next state, done[, extra]) or a dictionary with ``rewards``, ``scores``, ``environment_feedback`` (what is
-appended) or ``next_state`` / ``next_observation`` (the whole text, which must begin with the state and the action),
-``done``, ``sampling_params`` and ``extra_logs``. Source of these forms: OpenRLHF's documentation and
-``examples/python/agent_func.py`` over its history. An executor with an ``execute`` of its own is played by
-``skyasync.interop.openrlhf.agent_program``.
+optionally ``reset(states)``), or a function ``async def step(state, action, label)``. The function is given
+``sampling_params`` too if it takes them. A step returns one of two forms:
 
-Invariant: text is appended as it is, and the tokens that the model wrote are never made again from it. A file that
-defines classes is run once per process, as it is there; one that defines the function ``step`` is run again for every
-episode, since its state is in its globals.
+    a tuple       (reward, next state, done[, extra])
+    a dictionary  ``rewards``, ``scores``, ``done``, ``sampling_params``, ``extra_logs``, and the new text:
+                  ``environment_feedback`` (what is appended) or ``next_state`` / ``next_observation`` (the whole text,
+                  which must begin with the state and the action)
+
+Source: OpenRLHF's documentation and ``examples/python/agent_func.py`` over its history. An executor with an
+``execute`` of its own is played by ``skyasync.interop.openrlhf.agent_program``.
+
+Invariant: text is appended unchanged, and the tokens that the model wrote are never made again from it. A file that
+defines classes is run once per process. A file that defines the function ``step`` is run again for every episode,
+since its state is in its globals.
 """
 
 from __future__ import annotations
@@ -20,8 +23,7 @@ import ast
 import inspect
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict
 from functools import cache
@@ -40,13 +42,13 @@ from skyasync.interop.openrlhf.user_modules import (
     SingleTurnAgentExecutor,
     awaited,
     new_instance,
-    number,
     refuse_images,
     stand_ins,
 )
+from skyasync.rewards.signature import single_value
 
-PATH_KEY = "agent_func_path"  # where the environment finds the file in its env_config
-SAMPLING_KEY = "agent_sampling"  # and how the run samples
+PATH_KEY = "agent_func_path"  # the file's path in the environment's env_config
+SAMPLING_KEY = "agent_sampling"  # the run's sampling parameters there
 _LOADED: dict[str, dict[str, Any]] = {}
 _LOADING = threading.RLock()
 FEEDBACK = ("environment_feedback", "next_state", "next_observation")
@@ -61,7 +63,7 @@ class OpenRLHFAgent(BaseTextEnv):
 
     Args:
         env_config: the file's path under ``agent_func_path``.
-        extras: ``label`` is the agent's.
+        extras: the row's columns; ``label`` is given to the agent.
 
     Raises:
         UserError: if the file is missing or defines no agent.
@@ -72,7 +74,7 @@ class OpenRLHFAgent(BaseTextEnv):
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
-        """Run the file: what it imports is there when the first episode begins."""
+        """Run the file, so that its imports are loaded before the first episode."""
         instance_class(env_config.get(PATH_KEY, ""))
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
@@ -81,6 +83,7 @@ class OpenRLHFAgent(BaseTextEnv):
         self._agent = load_agent(self._file)  # a function step has these globals to itself
         self._agent_class = instance_class(self._file)
         self._instance: Any = None
+        self._label = self.extras.get("label")
         self._sampling = sampling_object(self.env_config.get(SAMPLING_KEY, {}))
         self._text = ""  # everything read and written so far
         self._logs: dict[str, float] = {}
@@ -92,8 +95,8 @@ class OpenRLHFAgent(BaseTextEnv):
             self._instance = await new_instance(self._agent_class)
         if hasattr(self._instance, "reset"):
             states = {"observation": prompt, "prompt": prompt, "label": self._label}
-            begun = await awaited(self._instance.reset(states))
-            self._text = begun["observation"] if isinstance(begun, Mapping) else begun
+            first = await awaited(self._instance.reset(states))
+            self._text = first["observation"] if isinstance(first, Mapping) else first
         return self._text, {}
 
     async def step(self, action: str) -> dict[str, Any]:
@@ -104,41 +107,37 @@ class OpenRLHFAgent(BaseTextEnv):
             step = self._agent["step"]
             more = {"sampling_params": self._sampling} if takes_sampling(inspect.signature(step), self._file) else {}
             answer = await awaited(step(self._text, action, self._label, **more))
-        said = _as_mapping(answer)
-        refuse_images(said.get("environment_images"))
-        read = self._text + action
-        feedback = _feedback(said, read)
-        self._text = read + feedback
-        self._logs |= _numbers({"score": said.get("scores"), **(said.get("extra_logs") or {})})
+        result, feedback = _read_answer(answer, self._text + action)
+        refuse_images(result.get("environment_images"))
+        self._text += action + feedback
+        logs = {"score": result.get("scores"), **(result.get("extra_logs") or {})}
+        values = {str(name): single_value(log) for name, log in logs.items()}
+        self._logs |= {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        sampling = result.get("sampling_params")
+        if isinstance(sampling, Mapping):
+            changes = dict(sampling)
+        elif sampling is None or sampling is self._sampling:  # which the agent may have changed in place
+            before = vars(sampling_object(self.env_config.get(SAMPLING_KEY, {})))
+            known = {name: value for name, value in vars(self._sampling).items() if name in SAMPLING}
+            changes = {name: value for name, value in known.items() if value != before[name]}
+        else:  # an object with vLLM's names
+            self._sampling = sampling
+            known = {name: getattr(sampling, name, None) for name in SAMPLING}
+            changes = {name: value for name, value in known.items() if value is not None}
         return {
             "observations": feedback,
-            "reward": number(said["rewards"]),
-            "done": bool(said["done"]),
+            "reward": single_value(result["rewards"]),
+            "done": bool(result["done"]),
             "metadata": {},
-            "sampling_params": self._resampled(said.get("sampling_params")),
+            "sampling_params": changes,
         }
-
-    def _resampled(self, changes: Any) -> dict[str, Any]:
-        """What the agent has changed of how it is sampled: a dictionary, or an object with vLLM's names."""
-        if isinstance(changes, Mapping):
-            return dict(changes)
-        if changes is None or changes is self._sampling:  # which may have been changed where it is
-            before = vars(sampling_object(self.env_config.get(SAMPLING_KEY, {})))
-            return {name: value for name, value in vars(self._sampling).items()
-                    if name in SAMPLING and value != before[name]}  # fmt: skip
-        self._sampling = changes
-        return {name: getattr(changes, name) for name in SAMPLING if getattr(changes, name, None) is not None}
 
     def get_metrics(self) -> dict[str, float]:
         return self._logs
 
-    @property
-    def _label(self) -> Any:
-        return self.extras.get("label")
-
 
 def settle_agent_file(cfg: Any) -> None:
-    """Rows that name no environment are played by the file of ``generator.agent_func_path``, if there is one."""
+    """If ``generator.agent_func_path`` names a file, it plays the rows that name no environment."""
     if not cfg.generator.agent_func_path:
         return
     file = agent_file(cfg.generator.agent_func_path)
@@ -164,8 +163,8 @@ def refuse_row_with_images(extras: Mapping[str, Any]) -> None:
         raise UserError(f"the row has {name}: {NO_IMAGES} (drop the column if it has no part in the task)")
 
 
-def _as_mapping(answer: Any) -> Mapping[str, Any]:
-    """A step's answer in its dictionary form."""
+def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
+    """A step's answer in its dictionary form, and what it appends to ``text``, the state and the action."""
     if isinstance(answer, tuple) and len(answer) in (3, 4):
         reward, state, done, *extra = answer
         answer = {"rewards": reward, "next_state": state, "done": done, "extra_logs": extra[0] if extra else {}}
@@ -177,35 +176,24 @@ def _as_mapping(answer: Any) -> Mapping[str, Any]:
         raise InvalidEnvOutputError(
             f"step's dictionary lacks {', '.join(missing)}; it has: {', '.join(map(str, answer))}"
         )
-    return answer
-
-
-def _feedback(said: Mapping[str, Any], read: str) -> str:
-    """What the environment appends to what was read and written."""
-    name = next((name for name in FEEDBACK if said.get(name) is not None), None)
+    name = next((name for name in FEEDBACK if answer.get(name) is not None), None)
     if name is None:
-        if said["done"]:
-            return ""
+        if answer["done"]:
+            return answer, ""
         raise InvalidEnvOutputError(f"step's dictionary has none of {', '.join(FEEDBACK)}, and the episode is not done")
-    text = said[name]
-    if not isinstance(text, str):
-        raise InvalidEnvOutputError(f"step's {name} must be text; found {text!r:.80}")
+    new = answer[name]
+    if not isinstance(new, str):
+        raise InvalidEnvOutputError(f"step's {name} must be text; found {new!r:.80}")
     if name == "environment_feedback":
-        return text
-    if text.startswith(read):
-        return text[len(read) :]
-    if said["done"]:
-        return ""  # nothing is read after it
+        return answer, new
+    if new.startswith(text):
+        return answer, new[len(text) :]
+    if answer["done"]:
+        return answer, ""  # the model does not read it
     raise InvalidEnvOutputError(
         f"step's {name} must begin with the state and the action as they were: the model goes on from the tokens that "
         f"it has read and written"
     )
-
-
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Those of the logs that are numbers."""
-    found = {str(name): number(value) for name, value in logs.items()}
-    return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
 def agent_file(path: str) -> Path:
@@ -214,19 +202,19 @@ def agent_file(path: str) -> Path:
     Raises:
         UserError: if there is none.
     """
-    found = Path(path).expanduser().resolve()
-    if not found.exists():
-        raise UserError(f"generator.agent_func_path={path} is not there: {found} does not exist")
-    if found.suffix != ".py" or not found.is_file():
+    file = Path(path).expanduser().resolve()
+    if not file.exists():
+        raise UserError(f"generator.agent_func_path={path} is not there: {file} does not exist")
+    if file.suffix != ".py" or not file.is_file():
         raise UserError(f"generator.agent_func_path={path} is no Python file")
-    return found
+    return file
 
 
 def has_own_loop(path: Path) -> bool:
     """Whether its ``AgentExecutor`` plays episodes itself, in tokens; read from the source, without running it.
 
     Raises:
-        UserError: if the file is no Python, or has the function ``step`` alone and it cannot be called as such.
+        UserError: if the file is not Python, or has only a function ``step`` with the wrong parameters.
     """
     try:
         tree = ast.parse(path.read_bytes(), str(path))
@@ -235,24 +223,35 @@ def has_own_loop(path: Path) -> bool:
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if not classes.keys() & {"AgentExecutor", "AgentInstance"}:
         for node in tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == "step":
-                takes_sampling(_signature(node), str(path))
-    found: ast.ClassDef | None = classes.get("AgentExecutor")
-    while found is not None:
-        if any(getattr(node, "name", "") == "execute" for node in found.body):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name != "step":
+                continue
+            if node.decorator_list:  # which may change its parameters
+                continue
+            # a function with its parameters, whatever their defaults and types
+            arguments = deepcopy(node.args)
+            for argument in ast.walk(arguments):
+                if isinstance(argument, ast.arg):
+                    argument.annotation = None
+            arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+            arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
+            function = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+            takes_sampling(inspect.signature(eval(compile(function, "step", "eval"))), str(path))
+    executor = classes.get("AgentExecutor")
+    while executor is not None:
+        if any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == "execute" for n in executor.body):
             return True
-        bases = [ast.unparse(base).rpartition(".")[2] for base in found.bases]
+        bases = [ast.unparse(base).rpartition(".")[2] for base in executor.bases]
         if {"MultiTurnAgentExecutor", "AgentExecutorBase"} & {*bases}:
             return False
-        following = next((classes[base] for base in bases if base in classes), None)
-        if following is None:
+        base = next((name for name in bases if name in classes), None)
+        if base is None:
             return True  # one of another file, or the one for a single turn
-        found = following
+        executor = classes[base]
     return False
 
 
 def takes_sampling(step: inspect.Signature, path: str) -> bool:
-    """Whether a function ``step`` takes ``sampling_params`` beside state, action and label.
+    """Whether a function ``step`` takes ``sampling_params`` in addition to state, action and label.
 
     Raises:
         UserError: if it cannot be called at all.
@@ -270,20 +269,6 @@ def takes_sampling(step: inspect.Signature, path: str) -> bool:
         raise UserError(f"generator.agent_func_path={path}: {problem}") from None
 
 
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature:
-    """Of a function that is not run: its parameters, whatever their defaults and types are."""
-    if node.decorator_list:  # which may give it others
-        return inspect.signature(lambda *arguments, **named: None)
-    arguments = deepcopy(node.args)
-    for argument in ast.walk(arguments):
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-    arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
-    function = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
-    return inspect.signature(eval(compile(function, "step", "eval")))
-
-
 def load_agent(path: str) -> dict[str, Any]:
     """The file's globals.
 
@@ -293,7 +278,18 @@ def load_agent(path: str) -> dict[str, Any]:
     with _LOADING:
         if path in _LOADED:
             return _LOADED[path]
-        agent = _run(path)
+        module = ModuleType(f"agent_func@{path}")
+        module.__file__ = path
+        folder = str(Path(path).parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # the file may import its neighbours, also later
+        sys.modules[module.__name__] = module  # dataclasses look their module up
+        try:
+            with stand_ins():
+                exec(_code(path), module.__dict__)
+        finally:
+            sys.modules.pop(module.__name__, None)
+        agent = module.__dict__
         if any(isinstance(agent.get(name), type) for name in ("AgentExecutor", "AgentInstance")):
             _LOADED[path] = agent
         elif not callable(agent.get("step")):
@@ -306,7 +302,7 @@ def load_agent(path: str) -> dict[str, Any]:
 
 @cache
 def instance_class(path: str) -> Foreign:
-    """The class whose instances are played turn by turn; None where the file has the function ``step`` alone.
+    """The class whose instances are played turn by turn; None if the file has only the function ``step``.
 
     Raises:
         UserError: if its executor wants to play them itself.
@@ -327,36 +323,14 @@ def instance_class(path: str) -> Foreign:
 
 
 def made(executor_class: Foreign, parts: Mapping[str, object]) -> Foreign:
-    """An executor; older files' ask for parts by name when they are made."""
-    wanted = list(inspect.signature(executor_class).parameters.values())
-    required = [p.name for p in wanted if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    """An executor; those of older files take parts by name in ``__init__``."""
+    parameters = list(inspect.signature(executor_class).parameters.values())
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     given = {name: parts.get(name) for name in required}
-    given |= {p.name: parts[p.name] for p in wanted if p.name in parts and p.kind is not p.VAR_KEYWORD}
+    given |= {p.name: parts[p.name] for p in parameters if p.name in parts and p.kind is not p.VAR_KEYWORD}
     return executor_class(**given)
-
-
-def _run(path: str) -> dict[str, Any]:
-    name = f"agent_func@{path}"
-    module = ModuleType(name)
-    module.__file__ = path
-    with stand_ins(), _importable(module, path):
-        exec(_code(path), module.__dict__)
-    return module.__dict__
 
 
 @cache
 def _code(path: str) -> CodeType:
     return compile(agent_file(path).read_text(), path, "exec")
-
-
-@contextmanager
-def _importable(module: ModuleType, path: str) -> Iterator[None]:
-    """While the file runs it finds the files beside it, and its dataclasses find it."""
-    folder = str(Path(path).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    sys.modules[module.__name__] = module
-    try:
-        yield
-    finally:
-        sys.modules.pop(module.__name__, None)

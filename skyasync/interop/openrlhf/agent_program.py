@@ -1,11 +1,11 @@
 """Plays OpenRLHF's agent files whose ``AgentExecutor`` has an ``execute`` of its own, as agent programs.
 
 The executor is given a prompt's text, sampling parameters that it may change, the model's tokenizer, and an
-``llm_engine`` with ``generate(token_ids, sampling_params)``, which asks the endpoint: what is trained is what was
-recorded there.
+``llm_engine`` with ``generate(token_ids, sampling_params)``. The engine's calls go to the endpoint, whose record is
+trained on.
 
-Invariant: the ``action_ranges`` of a result are actions that the engine wrote, behind the tokens that it had read, or
-the episode fails by name; a call of the engine that is in none of them is not trained.
+Invariant: the ``action_ranges`` of a result are actions that the engine wrote, after the tokens that it had read; else
+the episode fails with an error. A call of the engine that is in none of them is not trained on.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
-from skyasync.agents.api.chat import FIELDS as COMPLETION_FIELDS
-from skyasync.agents.programs import Score
+from skyasync.agents.api.chat import COMPLETION_FIELDS
+from skyasync.agents.programs import AgentScore
 from skyasync.envs.base import Conversation
 from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object
 from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession
 
 _EPISODE: ContextVar[_ExecutorEpisode] = ContextVar("episode")
-_TEXT = frozenset({"skip_special_tokens", "include_stop_str_in_output"})  # of the text, which is made here
 NOTHING: dict[str, object] = {}
-_PLAIN = frozenset({"n", "logprobs", "max_tokens"})
+#: Sampling parameters that are not fields of the endpoint: fixed ones, and those of the text, which is decoded here.
+_NOT_SENT = frozenset({"n", "logprobs", "skip_special_tokens", "include_stop_str_in_output"})
 
 
 async def play(
     data: dict[str, object], base_url: str, api_key: str, config: dict[str, object] = NOTHING, is_eval: bool = False
-) -> Score:
+) -> AgentScore:
     """One episode of the file's executor; an agent program."""
     import aiohttp
 
@@ -59,13 +59,13 @@ async def play(
             "prompt": prompt, "label": data.get("label"), "sampling_params": sampling_object(episode.sampling),
             "max_length": max_length, "hf_tokenizer": tokenizer, "llm_engine": ENGINE, "images": None,
         }  # fmt: skip
-        wanted = inspect.signature(executor.execute).parameters
-        result = await executor.execute(**{name: value for name, value in known.items() if name in wanted})
+        taken = inspect.signature(executor.execute).parameters
+        result = await executor.execute(**{name: value for name, value in known.items() if name in taken})
         return episode.score(result if result is not None else episode.queued)
 
 
-class _Engine:
-    """``llm_engine``, whichever episode asks."""
+class _CurrentEpisode:
+    """``llm_engine``, and ``result_queue`` of older files: each call is for the episode that it is made in."""
 
     async def generate(
         self, prompt_token_ids: object, sampling_params: object, *more: object, multi_modal_data: object = None
@@ -76,22 +76,18 @@ class _Engine:
                 "llm_engine.generate was called outside of the episode that it belongs to (from a server's thread, "
                 "say): an agent behind a server of its own is a program, generator.agent_program"
             )
-        given = getattr(prompt_token_ids, "get", lambda _: None)("prompt_token_ids") or prompt_token_ids
+        given = prompt_token_ids["prompt_token_ids"] if isinstance(prompt_token_ids, Mapping) else prompt_token_ids
         return await episode.generate(list(cast("list[int]", given)), sampling_params)
-
-
-class _Queue:
-    """``result_queue`` of older files."""
 
     async def put(self, result: Mapping[str, object]) -> None:
         _EPISODE.get().queued = result
 
 
-ENGINE, _QUEUE = _Engine(), _Queue()
+ENGINE = _CurrentEpisode()
 
 
 class _ExecutorEpisode:
-    """One episode: its calls of the engine, and what they come to."""
+    """One episode: its calls of the engine, and its score."""
 
     def __init__(self, http: ClientSession, base_url: str, tokenizer: Tokenizer, sampling: dict[str, object]) -> None:
         self._http, self._url, self._tokenizer, self.sampling = http, f"{base_url}/completions", tokenizer, sampling
@@ -99,7 +95,18 @@ class _ExecutorEpisode:
         self.queued: Mapping[str, object] | None = None
 
     async def generate(self, tokens: list[int], sampling_params: object) -> SimpleNamespace:
-        body = {"prompt": tokens, "return_token_ids": True, "logprobs": 1, **self._changed(sampling_params)}
+        body: dict[str, object] = {"prompt": tokens, "return_token_ids": True, "logprobs": 1}
+        for name, usual in vars(sampling_object(self.sampling)).items():
+            value = getattr(sampling_params, name, usual)
+            if name == "max_tokens":
+                body |= {name: value} if value else {}
+            elif name not in _NOT_SENT and value != usual and value is not None:
+                if name not in COMPLETION_FIELDS:
+                    raise ValueError(
+                        f"the executor has changed sampling_params.{name} to {value!r}, which is not changed call by "
+                        f"call: set generator.sampling_params.{name}"
+                    )
+                body[name] = list(value) if isinstance(value, tuple) else value
         async with self._http.post(self._url, json=body) as response:
             answer = await response.json()
         if response.status != 200:
@@ -115,24 +122,7 @@ class _ExecutorEpisode:
         )
         return SimpleNamespace(outputs=[output], prompt_token_ids=tokens, request_id=answer["id"], finished=True)
 
-    def _changed(self, sampling_params: object) -> dict[str, object]:
-        """What the executor has changed of the run's sampling, as the endpoint's fields."""
-        usual = vars(sampling_object(self.sampling))
-        changed: dict[str, object] = {}
-        for name, before in usual.items():
-            value = getattr(sampling_params, name, before)
-            if name == "max_tokens":
-                changed |= {name: value} if value else {}
-            elif name not in _PLAIN | _TEXT and value != before and value is not None:
-                if name not in COMPLETION_FIELDS:
-                    raise ValueError(
-                        f"the executor has changed sampling_params.{name} to {value!r}, which is not changed call by "
-                        f"call: set generator.sampling_params.{name}"
-                    )
-                changed[name] = list(value) if isinstance(value, tuple) else value
-        return changed
-
-    def score(self, result: Mapping[str, object] | None) -> Score:
+    def score(self, result: Mapping[str, object] | None) -> AgentScore:
         """What ``execute`` has returned.
 
         Raises:
@@ -142,19 +132,15 @@ class _ExecutorEpisode:
             raise ValueError(f"execute must return a dictionary with a reward; it returned {result!r:.120}")
         refuse_images(cast("list[object] | None", result.get("images")))
         answer = {"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": result.get("extra_logs")}
-        found = as_score("execute", OpenRLHFSignature().answer(answer))
-        return Score(found.reward, found.metrics, left_out=self._left_out(result))
-
-    def _left_out(self, result: Mapping[str, object]) -> frozenset[str]:
+        score = as_score("execute", OpenRLHFSignature().answer(answer))
         ranges, tokens = result.get("action_ranges"), result.get("observation_tokens")
         if ranges is None or tokens is None:
-            return frozenset()
+            return AgentScore(score.reward, score.metrics)
         whole = [int(token) for token in cast("list[int]", tokens)]
         trained = set()
         for start, end in cast("list[tuple[int, int]]", ranges):
-            call = next(
-                (id for id, read, wrote in self._calls if whole[:start] == read and whole[start:end] == wrote), None
-            )
+            read, wrote = whole[:start], whole[start:end]
+            call = next((call_id for call_id, *texts in self._calls if texts == [read, wrote]), None)
             if call is None:
                 raise ValueError(
                     f"execute returned action_ranges with {(start, end)}, tokens that the engine did not generate: "
@@ -162,7 +148,7 @@ class _ExecutorEpisode:
                     f"prompt included)"
                 )
             trained.add(call)
-        return frozenset(id for id, _, _ in self._calls) - trained
+        return AgentScore(score.reward, score.metrics, left_out=frozenset(call[0] for call in self._calls) - trained)
 
 
 @cache
@@ -177,6 +163,6 @@ def _executor(path: str, tokenizer: tuple[str, str, str], max_length: int) -> Si
         "max_length": max_length,
         "hf_tokenizer": _tokenizer(*tokenizer),
         "llm_engine": ENGINE,
-        "result_queue": _QUEUE,
+        "result_queue": ENGINE,
     }
     return cast(SimpleNamespace, made(load_agent(path)["AgentExecutor"], parts))

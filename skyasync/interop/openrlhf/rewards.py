@@ -1,11 +1,11 @@
-"""OpenRLHF's reward functions: batches of one query, in a file or behind HTTP.
+"""OpenRLHF's reward functions: batches of one query, in a file or over HTTP.
 
 A function takes ``queries`` (all text), ``prompts`` and ``labels``. A server is sent ``{"query": [text], "prompts":
 [text], "labels": [label]}``: ``environment.reward_funcs=[http://host:5000/get_reward]``. Both answer with one entry per
 query, or ``{"rewards": [...], "scores": [...], "extra_logs": {...}}``. Several servers of one model are one name with
-commas; they take turns, and one that fails is followed by the next. Source: ``examples/python/reward_func.py``.
+commas. They take turns, and the next one replaces one that fails. Source: ``examples/python/reward_func.py``.
 
-Invariant: a response is judged by exactly one answer, or the error names the server and what it said.
+Invariant: a response has exactly one answer, or the error names the server and its last message.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class OpenRLHFSignature(Signature):
             return single_value(returned)
         if "rewards" not in returned:
             return returned  # for the error that names what is missing
-        found = {"reward": single_value(returned["rewards"])}
+        score = {"reward": single_value(returned["rewards"])}
         if returned.get("scores") is not None:
-            found["score"] = single_value(returned["scores"])
+            score["score"] = single_value(returned["scores"])
         logs = returned.get("extra_logs") or {}
-        return found | {str(n): value for n, log in logs.items() if isinstance(value := single_value(log), int | float)}
+        return score | {str(n): value for n, log in logs.items() if isinstance(value := single_value(log), int | float)}
 
 
 @cache
@@ -49,29 +49,22 @@ def remote(name: str) -> Callable[..., Coroutine[Any, Any, object]]:
     turns = itertools.cycle(range(len(servers)))
 
     async def remote_reward(queries: list[str], prompts: list[str], labels: list[object]) -> object:
-        first = next(turns)
+        import aiohttp
+
+        first, timeout = next(turns), aiohttp.ClientTimeout(total=LIMIT_S)
         request = {"query": queries, "prompts": prompts, "labels": labels}
         for number in range(TRIES):
             server = servers[(first + number) % len(servers)]
             try:
-                return await _asked(server, request)
-            except (TimeoutError, OSError, ValueError) as error:  # aiohttp's are among them
-                problem = f"{server}: {error or type(error).__name__}"
+                async with (
+                    aiohttp.ClientSession(timeout=timeout) as session,
+                    session.post(server, json=request) as response,
+                ):
+                    response.raise_for_status()
+                    return await response.json(content_type=None)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+                problem = f"{server}: {str(error) or type(error).__name__}"
             await asyncio.sleep(PAUSE_S if number + 1 < TRIES else 0)
         raise RuntimeError(f"the reward model did not answer in {TRIES} tries; the last: {problem}")
 
     return remote_reward
-
-
-async def _asked(server: str, request: dict[str, Any]) -> object:
-    import aiohttp
-
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session,
-            session.post(server, json=request) as response,
-        ):
-            response.raise_for_status()
-            return await response.json(content_type=None)
-    except aiohttp.ClientError as error:
-        raise OSError(str(error) or type(error).__name__) from error

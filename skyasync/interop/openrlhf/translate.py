@@ -32,7 +32,15 @@ def finish(draft: Draft) -> None:
     enabled = enabled or bool(draft.given.get("use_icepop"))
     draft.set_correction(enabled, draft.theirs(*bounds), *kind, *bounds)
     draft.set_kl(bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef"))
-    _lengths(draft)
+    total, response = (
+        draft.theirs("data.max_len", "max_len"), draft.theirs("rollout.max_new_tokens", "max_new_tokens")
+    )  # fmt: skip
+    if isinstance(total, int):  # their limit counts prompt and response together
+        names, prompt = draft.named("data.max_len", "max_len"), "trainer.max_prompt_length"
+        if isinstance(response, int) and "prompt_max_len" not in draft.given:
+            draft.put(prompt, total - response, *names)
+        elif response is None and total > draft.number(prompt):
+            draft.put(f"{SAMPLING}.max_generate_length", total - int(draft.number(prompt)), *names)
     draft.set_split("data.train_data", "data.prompt_split", "prompt_split")
     draft.set_split("data.val_data", "eval.split", "eval_split")
     _first_rows(draft)
@@ -48,19 +56,6 @@ def finish(draft: Draft) -> None:
             draft.ours.pop(f"{PLACEMENT}colocate_all", None)
     if "generator.agent_func_path" in draft.ours and f"{A}dynamic_sampling.type" in draft.ours:
         draft.put(f"{A}dynamic_sampling.metric", "score")  # what is filtered there, and not the reward
-
-
-def _lengths(draft: Draft) -> None:
-    """Their limit counts prompt and response together."""
-    names = ("data.max_len", "max_len")
-    total, response = draft.theirs(*names), draft.theirs("rollout.max_new_tokens", "max_new_tokens")
-    if not isinstance(total, int):
-        return
-    if isinstance(response, int) and "prompt_max_len" not in draft.given:
-        draft.put("trainer.max_prompt_length", total - response, *draft.named(*names))
-    elif response is None and total > draft.number("trainer.max_prompt_length"):
-        room = total - int(draft.number("trainer.max_prompt_length"))
-        draft.put(f"{SAMPLING}.max_generate_length", room, *draft.named(*names))
 
 
 def _plan(draft: Draft) -> None:

@@ -1,13 +1,13 @@
-"""The names of ``openrlhf.utils`` that users' reward and agent files import, where OpenRLHF is not installed.
+"""The names of ``openrlhf.utils`` that users' reward and agent files import, if OpenRLHF is not installed.
 
-``MultiTurnAgentExecutor.execute`` plays an ``AgentInstance`` turn by turn, ``SingleTurnAgentExecutor.execute`` asks
-once and has the answer judged; both work in tokens, through whatever ``llm_engine`` they are given. The older
-``AgentExecutorBase(agent_instance_cls, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)`` is the first of
-them, given its parts when it is made.
+``MultiTurnAgentExecutor.execute`` plays an ``AgentInstance`` turn by turn. ``SingleTurnAgentExecutor.execute`` takes
+one answer and its reward. Both work in tokens, through the ``llm_engine`` that they are given. The older
+``AgentExecutorBase(agent_instance_cls, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)`` also plays turn
+by turn; it is given its parts when it is made.
 
-Invariant: the stand-ins are in ``sys.modules`` while such a file is loaded, and at no other time; where OpenRLHF is
-installed a file gets OpenRLHF. The tokens in a result are those that the engine read and wrote, in their order. In our
-words, after OpenRLHF's documentation and the names in ``openrlhf/utils/agent.py`` over its history.
+Invariant: the stand-ins are in ``sys.modules`` only while such a file is loaded; a file gets OpenRLHF itself if that is
+installed. The tokens in a result are those that the engine read and wrote, in their order.
+Source: OpenRLHF's documentation and the names in ``openrlhf/utils/agent.py`` over its history.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES
 from skyasync.rewards.answer_match import extract_boxed_answer
+from skyasync.rewards.signature import single_value
 
 Foreign = Any  # objects of the user's file or of its libraries
 _ROOT = "openrlhf"
@@ -37,7 +38,9 @@ _LOCK = threading.RLock()  # one file at a time; a file may load another
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """While the block runs, ``openrlhf.utils`` can be imported."""
-    if _installed():
+    known = sys.modules.get(_ROOT)
+    spec = known.__spec__ if known is not None else importlib.util.find_spec(_ROOT)
+    if spec is not None and spec.origin is not None:  # a package, and not only a folder of this name
         yield
         return
     with _LOCK:
@@ -52,7 +55,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def _loaded() -> dict[str, ModuleType]:
-    """The modules under this name; of a copy, as other threads import while this one looks."""
+    """The modules under this name, from a copy, as other threads import at the same time."""
     return {name: module for name, module in sys.modules.copy().items() if name.partition(".")[0] == _ROOT}
 
 
@@ -60,10 +63,11 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     """Whether two answers are the same text, number or, with math-verify installed, expression."""
     if given is None or truth is None:
         return False
-    if _plain(given) == _plain(truth):
+    one, other = (re.sub(r"[\s$,]|\\left|\\right|\\!", "", text).rstrip(".").lower() for text in (given, truth))
+    if one == other:
         return True
     try:
-        return float(_plain(given)) == float(_plain(truth))
+        return float(one) == float(other)
     except ValueError:
         pass
     if importlib.util.find_spec("math_verify") is None:
@@ -73,18 +77,7 @@ def grade_answer(given: str | None, truth: str | None) -> bool:
     try:
         return bool(math_verify(f"${given}$", truth))
     except Exception:
-        return False  # what is no expression equals none
-
-
-def _plain(answer: str) -> str:
-    return re.sub(r"[\s$,]|\\left|\\right|\\!", "", answer).rstrip(".").lower()
-
-
-def _installed() -> bool:
-    """A package, not a folder of this name that happens to lie beside the user's files."""
-    known = sys.modules.get(_ROOT)
-    spec = known.__spec__ if known is not None else importlib.util.find_spec(_ROOT)
-    return spec is not None and spec.origin is not None
+        return False  # not an expression
 
 
 def _modules() -> dict[str, ModuleType]:
@@ -95,7 +88,7 @@ def _modules() -> dict[str, ModuleType]:
         f"{_ROOT}.utils": graders,
         f"{_ROOT}.utils.math_utils": graders,
         f"{_ROOT}.utils.logging_utils": {"init_logger": logging.getLogger},
-        f"{_ROOT}.utils.agent": {found.__name__: found for found in agents},
+        f"{_ROOT}.utils.agent": {agent.__name__: agent for agent in agents},
     }
     made = {}
     for name, values in names.items():
@@ -120,7 +113,7 @@ class AgentInstanceBase:
 
 
 class AgentExecutorBase:
-    """Plays an episode from a prompt. A subclass overrides ``execute``, or says which agent is to be played."""
+    """Plays an episode from a prompt. A subclass overrides ``execute``, or names the agent to play."""
 
     def __init__(
         self, agent_instance_cls: Foreign = None, max_steps: int = 0, max_length: int = 0,
@@ -141,24 +134,24 @@ class AgentExecutorBase:
         refuse_images(images)
         engine, tokenizer = llm_engine or self.llm_engine, hf_tokenizer or self.hf_tokenizer
         agent = await new_instance(self.agent_instance_cls)
-        begun = await awaited(agent.reset({"observation": prompt, "label": label}))
-        talk = _Talk(begun["observation"], tokenizer, max_length or self.max_length, engine)
+        first = await awaited(agent.reset({"observation": prompt, "label": label}))
+        episode = _TokenEpisode(first["observation"], tokenizer, max_length or self.max_length, engine)
         reward, result, turns = 0.0, {}, 0
-        while (not self.max_steps or turns < self.max_steps) and talk.room > 0:
+        while (not self.max_steps or turns < self.max_steps) and episode.free > 0:
             turns += 1
-            before = talk.text
-            action = await talk.generate(sampling_params)
+            before = episode.text
+            action = await episode.generate(sampling_params)
             result = await awaited(agent.step({
                 "observation_text": before, "action_text": action, "label": label, "sampling_params": sampling_params,
             }))  # fmt: skip
             refuse_images(result.get("environment_images"))
-            reward += number(result["rewards"])
+            reward += cast(float, single_value(result["rewards"]))
             if not result["done"] or result.get("environment_feedback"):
-                talk.append(result.get("environment_feedback") or "")
+                episode.append(result.get("environment_feedback") or "")
             sampling_params = result.get("sampling_params") or sampling_params
             if result["done"]:
                 break
-        return talk.result(prompt, label) | {
+        return episode.result(prompt, label) | {
             "reward": reward,
             "scores": result.get("scores", reward),
             "extra_logs": result.get("extra_logs") or {},
@@ -166,11 +159,11 @@ class AgentExecutorBase:
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Turn by turn, as long as the agent wants."""
+    """Turn by turn, until the agent is done."""
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
-    """One answer, judged by a reward file or by servers."""
+    """One answer, whose reward comes from a file or from servers."""
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
         super().__init__()
@@ -181,74 +174,67 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         hf_tokenizer: Foreign = None, llm_engine: Foreign = None, images: Foreign = None,
     ) -> dict[str, Foreign]:  # fmt: skip
         refuse_images(images)
-        talk = _Talk(prompt, hf_tokenizer, max_length, llm_engine)
-        await talk.generate(sampling_params)
-        result = talk.result(prompt, label) | {"reward": None, "scores": None, "extra_logs": {}}
-        if self.reward_endpoints:
-            query = hf_tokenizer.decode(result["observation_tokens"], skip_special_tokens=False)
-            result |= await _judged(self.reward_endpoints, query, prompt, label)
-        return result
+        episode = _TokenEpisode(prompt, hf_tokenizer, max_length, llm_engine)
+        await episode.generate(sampling_params)
+        result = episode.result(prompt, label) | {"reward": None, "scores": None, "extra_logs": {}}
+        if not self.reward_endpoints:
+            return result
+        from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
+        from skyasync.rewards.registry import find
+        from skyasync.rewards.score import as_score
+
+        name = ",".join(self.reward_endpoints)
+        function = find(f"{name}:reward_func" if name.endswith(".py") else name)
+        query = hf_tokenizer.decode(result["observation_tokens"], skip_special_tokens=False)
+        if inspect.iscoroutinefunction(function):
+            answer = await function([query], [prompt], [label])
+        else:
+            answer = await asyncio.to_thread(function, [query], [prompt], [label])
+        score = as_score(name, OpenRLHFSignature().answer(answer))
+        logs = dict(score.metrics)
+        return result | {"reward": score.reward, "scores": logs.pop("score", score.reward), "extra_logs": logs}
 
 
-class _Talk:
-    """One sequence of tokens that grows by what the engine writes and what is said to it."""
+class _TokenEpisode:
+    """One sequence of tokens that grows by what the engine writes and what the environment appends."""
 
     def __init__(self, text: str, tokenizer: Foreign, max_length: int, engine: Foreign) -> None:
-        self.text, self._tokenizer, self._max_length, self._engine = text, tokenizer, max_length, engine
+        self.text, self._tokenizer, self._engine = text, tokenizer, engine
         self._tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        self.free = max_length - len(self._tokens)  # tokens that still fit
         self._ranges: list[tuple[int, int]] = []
         self._logprobs: list[float] = [0.0] * len(self._tokens)
-        self._cut = False
-
-    @property
-    def room(self) -> int:
-        return self._max_length - len(self._tokens)
+        self._truncated = False
 
     async def generate(self, sampling_params: Foreign) -> str:
-        asked = deepcopy(sampling_params)
-        asked.max_tokens = min(asked.max_tokens or self.room, self.room)
-        (output,) = (await self._engine.generate(self._tokens, asked)).outputs
-        written = list(output.token_ids)
-        self._ranges.append((len(self._tokens), len(self._tokens) + len(written)))
-        self._tokens = self._tokens + written
-        self._logprobs += [known[t].logprob for t, known in zip(written, output.logprobs or (), strict=False)]
-        self._cut = output.finish_reason == "length"
+        request = deepcopy(sampling_params)
+        request.max_tokens = min(request.max_tokens or self.free, self.free)
+        (output,) = (await self._engine.generate(self._tokens, request)).outputs
+        start, wrote = len(self._tokens), list(output.token_ids)
+        self._ranges.append((start, start + len(wrote)))
+        self._tokens = self._tokens + wrote
+        self.free -= len(wrote)
+        self._logprobs += [known[t].logprob for t, known in zip(wrote, output.logprobs or (), strict=False)]
+        self._truncated = output.finish_reason == "length"
         self.text += output.text
         return str(output.text)
 
     def append(self, text: str) -> None:
-        said = self._tokenizer.encode(text, add_special_tokens=False)
-        self.text, self._tokens, self._logprobs = (
-            self.text + text,
-            self._tokens + said,
-            self._logprobs + [0.0] * len(said),
-        )
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        self.text += text
+        self._tokens = self._tokens + tokens
+        self._logprobs += [0.0] * len(tokens)
+        self.free -= len(tokens)
 
     def result(self, prompt: str, label: Foreign) -> dict[str, Foreign]:
         return {
-            "prompt": prompt, "label": label, "images": None, "mm_train_inputs": None, "truncated": self._cut,
+            "prompt": prompt, "label": label, "images": None, "mm_train_inputs": None, "truncated": self._truncated,
             "observation_tokens": self._tokens, "action_ranges": self._ranges, "rollout_log_probs": self._logprobs,
         }  # fmt: skip
 
 
-async def _judged(endpoints: list[str], query: str, prompt: str, label: Foreign) -> dict[str, Foreign]:
-    from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
-    from skyasync.rewards.registry import find
-    from skyasync.rewards.score import as_score
-
-    name = ",".join(endpoints)
-    function = find(f"{name}:reward_func" if name.endswith(".py") else name)
-    lists = ([query], [prompt], [label])
-    answer = (
-        await function(*lists) if inspect.iscoroutinefunction(function) else await asyncio.to_thread(function, *lists)
-    )
-    score = as_score(name, OpenRLHFSignature().answer(answer))
-    logs = dict(score.metrics)
-    return {"reward": score.reward, "scores": logs.pop("score", score.reward), "extra_logs": logs}
-
-
 def refuse_images(images: Foreign) -> None:
-    """Raises ``InvalidEnvOutputError`` if there are any: they would be dropped without a word."""
+    """Raises ``InvalidEnvOutputError`` if there are any: they would be dropped silently."""
     if images is not None and len(images):
         raise InvalidEnvOutputError(NO_IMAGES)
 
@@ -262,8 +248,3 @@ async def new_instance(agent_class: Foreign) -> Foreign:
 
 async def awaited(answer: Foreign) -> Foreign:
     return await answer if inspect.isawaitable(answer) else answer
-
-
-def number(value: Foreign) -> Foreign:
-    """A tensor or array of one element as a number; anything else as it is, to be judged where all rewards are."""
-    return value.item() if hasattr(value, "item") and getattr(value, "size", None) is not None else value

@@ -1,7 +1,7 @@
 """SkyRL: settings, recipes, and the names that its users' code imports.
 
-Code that was written for it changes its imports, to ``from skyasync.interop.skyrl import ...``. What each name does is
-ours and documented there; what it is called and given is SkyRL's. See docs/bring_your_code.md.
+Code that was written for it changes its imports, to ``from skyasync.interop.skyrl import ...``. Names and parameters
+are SkyRL's; what they do is ours. See docs/bring_your_code.md.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """A training batch as SkyRL's code sees it: names in brackets, responses from the left, uids in its metadata.
 
     ours   tokens of a row from its beginning, right-padded             [batch, length]
-    theirs prompts padded on the left, responses behind them            sequences, attention_mask [batch, P + R]
-           what belongs to a response from its first token, right-padded everything else          [batch, R]
+    theirs prompts padded on the left, responses after them             sequences, attention_mask [batch, P + R]
+           everything else from a response's first token, right-padded  [batch, R]
 
-Invariant: there is one batch, ours. What is read is made of it, and what is set stands in it.
+Invariant: there is one batch, ours. Reads are views of it, and writes go into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError
-from skyasync.models.batch import ScoredBatch, TokenBatch, TrainingBatch
+from skyasync.models.batch import TokenBatch, TrainingBatch
 from skyasync.rollout.generator_api import generator_output, groups_from_output
-from skyasync.rollout.types import GeneratorOutput, Group, Prompt, Trajectory
+from skyasync.rollout.types import GeneratorOutput, Group, Prompt
 
 #: Theirs, and ours for it.
 NAMES = {
@@ -32,11 +32,11 @@ NAMES = {
     "returns": "returns",
     "values": "values",
 }
-_WHOLE = ("sequences", "attention_mask")
+_SAMPLED = ("sequences", "attention_mask", "response_mask")
 
 
-class TrainingInputBatch:
-    """A batch of ours by their names.
+class TrainingInputBatch(MutableMapping[str, Any]):
+    """A batch of ours by their names. Its length is the number of rows.
 
     Args:
         prompt_lengths: ``[batch]``, tokens in front of each response.
@@ -44,71 +44,75 @@ class TrainingInputBatch:
     """
 
     def __init__(self, batch: TokenBatch, prompt_lengths: Tensor, uids: list[str]) -> None:
-        self.batch, self._starts = batch, prompt_lengths
+        self.batch, self.batch_size = batch, len(batch)
         lengths = batch.attention_mask.sum(1)
-        self._responses = int((lengths - prompt_lengths).max()) if len(batch) else 0
         self._prompts = int(prompt_lengths.max()) if len(batch) else 0
+        self._responses = int((lengths - prompt_lengths).max()) if len(batch) else 0
+        self._starts = prompt_lengths.unsqueeze(1)
         self._valid = torch.arange(self._responses) < (lengths - prompt_lengths).unsqueeze(1)
+        # The column of each response token in our rows, [batch, R]; padding points at the last column.
+        self._columns = (self._starts + torch.arange(self._responses)).clamp(max=batch.tokens.shape[1] - 1)
         self.metadata: dict[str, Any] = {
             "uids": list(uids),
             "response_length": self._responses,
             "avg_response_length": float(batch.loss_mask.sum()) / max(len(batch), 1),
             "metrics": {},
         }
-        self._own: dict[str, Foreign] = {}  # what user code has added under names of its own
-        self._gone: set[str] = set()
-
-    @property
-    def batch_size(self) -> int:
-        return len(self.batch)
+        self._own: dict[str, Foreign] = {}  # what user code has added by names of its own
+        self._removed: set[str] = set()
 
     def __len__(self) -> int:
         return len(self.batch)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.keys()
-
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return (name for name in (*_SAMPLED, *NAMES, *self._own) if name not in self._removed)
 
-    def keys(self) -> list[str]:
-        known = [*_WHOLE, "response_mask", *NAMES, *self._own]
-        return [name for name in known if name not in self._gone]
+    def __contains__(self, name: object) -> bool:
+        return name in [*self]
 
     def __getitem__(self, name: str) -> Foreign:
-        if name in self._gone:
+        if name not in self:
             raise KeyError(name)
         if name in self._own:
             return self._own[name]
         if name == "response_mask":
             return self._valid.to(torch.long)
-        if name in _WHOLE:
-            return self._laid_out(name)
-        value = getattr(self.batch, NAMES[name], None)
-        return None if value is None else self._responses_of(value)
+        if name in NAMES:
+            rows = vars(self.batch).get(NAMES[name])
+            return None if rows is None else torch.where(self._valid, rows.gather(1, self._columns), rows.new_zeros(()))
+        source = self.batch.tokens if name == "sequences" else self.batch.attention_mask.to(torch.long)
+        columns = torch.arange(self._prompts + self._responses) - (self._prompts - self._starts)
+        inside = (columns >= 0) & (columns < self.batch.attention_mask.sum(1, keepdim=True))
+        return torch.where(inside, source.gather(1, columns.clamp(0, source.shape[1] - 1)), source.new_zeros(()))
 
     def __setitem__(self, name: str, value: Foreign) -> None:
-        self._gone.discard(name)
-        if name in NAMES:
-            setattr(self.batch, NAMES[name], None if value is None else self._rows_of(name, value))
-        elif name in (*_WHOLE, "response_mask"):
+        if name in _SAMPLED:
             raise KeyError(f"{name} says what was sampled, and cannot be set: change loss_mask, rewards or advantages")
-        else:
+        self._removed.discard(name)
+        if name not in NAMES:
             self._own[name] = value
+            return
+        rows = None
+        if value is not None:
+            given = torch.as_tensor(value).detach().cpu()
+            if given.shape != self._valid.shape:
+                raise ValueError(
+                    f"{name} must be [{len(self)}, {self._responses}], as it is read; found {[*given.shape]}"
+                )
+            given = given != 0 if name == "loss_mask" else given.to(torch.float32)
+            rows = torch.zeros(self.batch.tokens.shape, dtype=given.dtype)
+            row, column = self._valid.nonzero(as_tuple=True)
+            rows[row, self._columns[row, column]] = given[row, column]
+        setattr(self.batch, NAMES[name], rows)
 
-    def get(self, name: str, default: Foreign = None) -> Foreign:
-        return default if name not in self else self[name]  # noqa: SIM401  (which would call itself)
-
-    def pop(self, name: str, *default: Foreign) -> Foreign:
+    def __delitem__(self, name: str) -> None:
         """It is hidden from user code; the batch that is trained keeps what it needs."""
-        if name not in self and default:
-            return default[0]
-        value = self[name]
+        if name not in self:
+            raise KeyError(name)
         self._own.pop(name, None)
-        self._gone.add(name)
-        return value
+        self._removed.add(name)
 
-    def to(self, *where: object, **how: object) -> TrainingInputBatch:
+    def to(self, *arguments: object, **named: object) -> TrainingInputBatch:
         """It stays on the CPU."""
         return self
 
@@ -118,51 +122,21 @@ class TrainingInputBatch:
         Raises:
             KeyError: if it has no advantages.
         """
-        if getattr(self.batch, "advantages", None) is None:
+        if vars(self.batch).get("advantages") is None:
             raise KeyError("compute_advantages_and_returns has set no data['advantages']")
         return self.batch if isinstance(self.batch, TrainingBatch) else self.batch.to_stage(TrainingBatch)
 
-    def as_scored(self) -> ScoredBatch:
-        assert isinstance(self.batch, ScoredBatch)
-        return self.batch
 
-    def _places(self) -> Tensor:
-        """Of each response's tokens in our rows, ``[batch, R]``; padding points at the last column."""
-        places = self._starts.unsqueeze(1) + torch.arange(self._responses)
-        return places.clamp(max=self.batch.tokens.shape[1] - 1)
+def as_output(groups: Sequence[Group]) -> tuple[dict[str, Any], list[str]]:
+    """Parallel lists, and uids.
 
-    def _responses_of(self, rows: Tensor) -> Tensor:
-        taken = rows.gather(1, self._places())
-        return torch.where(self._valid, taken, torch.zeros((), dtype=rows.dtype))
-
-    def _rows_of(self, name: str, responses: Foreign) -> Tensor:
-        given = torch.as_tensor(responses).detach().cpu()
-        if given.shape != self._valid.shape:
-            raise ValueError(f"{name} must be [{len(self)}, {self._responses}], as it is read; found {[*given.shape]}")
-        dtype = torch.bool if name == "loss_mask" else torch.float32
-        given = given != 0 if dtype == torch.bool else given.to(dtype)
-        rows = torch.zeros(self.batch.tokens.shape, dtype=dtype)
-        row, column = self._valid.nonzero(as_tuple=True)
-        rows[row, self._places()[row, column]] = given[row, column]
-        return rows
-
-    def _laid_out(self, name: str) -> Tensor:
-        source = self.batch.tokens if name == "sequences" else self.batch.attention_mask.to(torch.long)
-        places = torch.arange(self._prompts + self._responses) - (self._prompts - self._starts).unsqueeze(1)
-        inside = (places >= 0) & (places < self.batch.attention_mask.sum(1, keepdim=True))
-        taken = source.gather(1, places.clamp(0, source.shape[1] - 1))
-        return torch.where(inside, taken, torch.zeros((), dtype=source.dtype))
-
-
-Listed = dict[str, Any]
-
-
-def as_output(groups: Sequence[Group]) -> tuple[Listed, list[str]]:
-    """Parallel lists; rewards are numbers where each trajectory earned its own at its end, else one per token."""
+    Rewards are numbers if each trajectory earned its own at its end, else lists of one per token.
+    """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    output: Listed = dict(generator_output(trajectories))
+    output: dict[str, Any] = dict(generator_output(trajectories))
     uids = [str(g.prompt.id) for g in groups for t in g.trajectories for _ in t.sequences]
-    if all(map(_earned_at_the_end, trajectories)):
+    earlier = [action.reward for trajectory in trajectories for action in trajectory.actions[:-1]]
+    if not any(earlier) and all(len(trajectory.sequences) == 1 for trajectory in trajectories):
         output["rewards"] = [trajectory.reward for trajectory in trajectories]
     if any(value != value for row in output["rollout_logprobs"] for value in row):  # a generator gave none
         del output["rollout_logprobs"]
@@ -172,39 +146,20 @@ def as_output(groups: Sequence[Group]) -> tuple[Listed, list[str]]:
 def as_groups(
     output: Mapping[str, Any], uids: Sequence[str], prompts: Mapping[str, Prompt], version: int
 ) -> list[Group]:
-    """One group per uid, in the order in which they come.
+    """One group per uid, in their order.
 
     Raises:
-        UserError: for a uid that nobody has, or lists of other lengths.
+        UserError: for a uid without a prompt, or lists of other lengths.
     """
     if len(uids) != len(output["response_ids"]):
         raise UserError(f"there are {len(uids)} uids for {len(output['response_ids'])} responses")
+    columns = {name: value for name, value in output.items() if isinstance(value, list) and len(value) == len(uids)}
     groups = []
     for uid in dict.fromkeys(uids):
         if uid not in prompts:
             raise UserError(f"uid {uid!r} is that of no prompt of this step")
-        rows = [row for row, found in enumerate(uids) if found == uid]
-        part = {name: [value[row] for row in rows] for name, value in output.items() if _per_row(value, len(uids))}
-        found = part.get("trajectory_ids")
-        samples = len(rows) if found is None else len(dict.fromkeys(map(str, found)))
+        rows = [row for row, other in enumerate(uids) if other == uid]
+        part = {name: [value[row] for row in rows] for name, value in columns.items()}
+        samples = len(set(map(str, part.get("trajectory_ids", rows))))
         groups += groups_from_output(cast(GeneratorOutput, part), [prompts[uid]], version, samples)
     return groups
-
-
-def through(
-    groups: list[Group], version: int, hook: Callable[[Listed, list[str]], tuple[Mapping[str, Any], Sequence[str]]]
-) -> list[Group]:
-    """The groups that a hook of theirs makes of these."""
-    if not groups:
-        return groups
-    prompts = {str(group.prompt.id): group.prompt for group in groups}
-    return as_groups(*hook(*as_output(groups)), prompts, version)
-
-
-def _earned_at_the_end(trajectory: Trajectory) -> bool:
-    actions = trajectory.actions
-    return len(trajectory.sequences) == 1 and all(action.reward == 0.0 for action in actions[:-1])
-
-
-def _per_row(value: object, rows: int) -> bool:
-    return isinstance(value, list) and len(value) == rows

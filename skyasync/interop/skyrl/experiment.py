@@ -7,9 +7,11 @@ Source: ``skyrl/train/entrypoints/main_base.py``.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
+from types import SimpleNamespace
 from typing import Self
 
 from skyasync.config import Config as Ours
@@ -22,14 +24,14 @@ from skyasync.envs.registry import Foreign
 from skyasync.interop.skyrl.generators import InferenceEngineClient
 from skyasync.registry import add_user_parts, user_parts
 from skyasync.rollout.generator_api import sampling_params
-from skyasync.run.experiment import BasePPOExp as _BasePPOExp
+from skyasync.run import experiment
 from skyasync.run.placement import plan_slots
 from skyasync.run.ray_cluster import start_on_loopback
 from skyasync.workers.roles import ROLES
 
 
 @dataclass
-class Config(Ours):
+class SkyRLTrainConfig(Ours):
     """Ours, made from overrides. Keys of one's own are fields of a subclass."""
 
     @classmethod
@@ -40,26 +42,28 @@ class Config(Ours):
             UserError: naming each key or value that is wrong, with the nearest right one.
         """
         if isinstance(args, Mapping):
-            args = [f"{name}={_written(value)}" for name, value in args.items()]
+            args = [f"{name}={v if isinstance(v, str) else json.dumps(v)}" for name, v in args.items()]
         return load_config(list(args), schema=cls)
 
 
-SkyRLTrainConfig = Config
+Config = SkyRLTrainConfig
 
 
 def validate_cfg(cfg: Ours) -> None:
-    """Raises ``UserError`` if settings contradict each other (which loading them has refused already)."""
+    """Raises ``UserError`` if settings contradict each other (which loading them has already rejected)."""
     if problems := check_config(cfg):
         raise ConfigError(problems)
 
 
 def make_config(
     algorithm_cls: type = AlgorithmConfig, trainer_cls: type = TrainerConfig, generator_cls: type = GeneratorConfig
-) -> type[Config]:
+) -> type[SkyRLTrainConfig]:
     """A configuration whose groups are these classes, with keys of their own."""
-    trainer = make_dataclass(trainer_cls.__name__, [_group("algorithm", algorithm_cls)], bases=(trainer_cls,))
-    fields = [_group("trainer", trainer), _group("generator", generator_cls)]
-    return make_dataclass("Config", fields, bases=(Config,))
+    algorithm = ("algorithm", algorithm_cls, field(default_factory=algorithm_cls))
+    trainer = make_dataclass(trainer_cls.__name__, [algorithm], bases=(trainer_cls,))
+    groups = [(name, group, field(default_factory=group)) for name, group in
+              (("trainer", trainer), ("generator", generator_cls))]  # fmt: skip
+    return make_dataclass("Config", groups, bases=(SkyRLTrainConfig,))
 
 
 def initialize_ray(cfg: Ours) -> None:
@@ -73,47 +77,26 @@ def initialize_ray(cfg: Ours) -> None:
         return
     parts = user_parts()
 
-    def know_the_parts() -> None:
+    def add_parts() -> None:
         add_user_parts(parts)
 
-    bundles = plan_slots(cfg, gpus=False, roles=[role for role in ROLES.values() if role.wanted(cfg)]).bundles
+    bundles = plan_slots(cfg, gpus=False, roles=[role for role in ROLES.values() if role.has_ranks(cfg)]).bundles
     cores = max(os.cpu_count() or 1, len(bundles) + 1)  # the entry point's task has one
-    start_on_loopback(num_cpus=cores, runtime_env={"worker_process_setup_hook": know_the_parts})
+    start_on_loopback(num_cpus=cores, runtime_env={"worker_process_setup_hook": add_parts})
 
 
-def _group(name: str, group: type) -> tuple[str, type, Foreign]:
-    return name, group, field(default_factory=group)
-
-
-class BasePPOExp(_BasePPOExp):
+class SkyRLExperiment(experiment.BasePPOExp):
     """Ours, whose inference client also answers batches in SkyRL's form."""
 
     def get_inference_client(self) -> Foreign:
-        client = super().get_inference_client()
-        sampling = sampling_params(self.cfg.generator.sampling_params)
+        sampling, model = sampling_params(self.cfg.generator.sampling_params), str(self.cfg.trainer.policy.model.path)
         length = self.engine_config().max_model_len
-        return InferenceEngineClient(client, lambda: self.tokenizer, sampling, length, _name(self.cfg))
+        client = super().get_inference_client()
+        return InferenceEngineClient(client, lambda: self.tokenizer, sampling, length, model)
 
-    def _setup_trainer(self) -> WholeRun:
-        """For an experiment whose own ``run`` is ``asyncio.run(self._setup_trainer().train())``."""
-        return WholeRun(self)
-
-
-class WholeRun:
-    """What such an experiment takes for its trainer."""
-
-    def __init__(self, experiment: _BasePPOExp) -> None:
-        self._experiment = experiment
-
-    async def train(self) -> None:
-        await asyncio.to_thread(_BasePPOExp.run, self._experiment)
+    def _setup_trainer(self) -> SimpleNamespace:
+        """For an experiment whose own ``run`` is ``asyncio.run(self._setup_trainer().train())``: the whole run."""
+        return SimpleNamespace(train=lambda: asyncio.to_thread(experiment.BasePPOExp.run, self))
 
 
-def _name(cfg: Ours) -> str:
-    return str(cfg.trainer.policy.model.path)
-
-
-def _written(value: object) -> str:
-    import json
-
-    return value if isinstance(value, str) else json.dumps(value)
+BasePPOExp = SkyRLExperiment

@@ -1,11 +1,12 @@
 """SkyRL's environments: ``BaseTextEnv``, tool groups, ``register`` and ``make``.
 
-Invariant: an episode of such a class says what ``skyasync.envs`` lets an environment say. Its metrics may be truth
-values and texts, as there: the first are numbers here, the second are left out. Source: ``skyrl_gym``.
+Invariant: an episode of such a class gives what ``skyasync.envs`` lets an environment give. Its metrics may be truth
+values and texts, as there: truth values are numbers here, texts are left out. Source: ``skyrl_gym``.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from skyasync import envs
 from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
 from skyasync.envs.registry import Foreign, env_factory, register
+from skyasync.rewards.signature import single_value
 
 __all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "ConversationType", "Env", "ToolGroup", "make", "register", "tool"]
 
@@ -49,8 +51,8 @@ class ToolGroup:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        marked = [found for found in (getattr(type(self), n, None) for n in dir(type(self))) if isinstance(found, tool)]
-        self._tool_registry = {found.name: getattr(self, found.name) for found in marked}
+        marked = inspect.getmembers_static(type(self), lambda value: isinstance(value, tool))
+        self._tool_registry = {value.name: value.__get__(self, type(self)) for _, value in marked}
 
     def get_name(self) -> str:
         return self.name
@@ -70,7 +72,7 @@ class ToolGroup:
         return dict.fromkeys(self._tool_registry, self.name)
 
 
-class BaseTextEnv(envs.BaseTextEnv):
+class SkyRLEnv(envs.BaseTextEnv):
     """As in SkyRL: ``super().__init__()`` without arguments, ``max_turns`` and tool groups."""
 
     tool_groups: list[ToolGroup]
@@ -95,24 +97,24 @@ class BaseTextEnv(envs.BaseTextEnv):
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
         """Means of the numbers, which is what happens to all metrics here."""
-        found = [_numbers(episode) for episode in metrics]
-        names = dict.fromkeys(name for episode in found for name in episode)
-        columns = {name: [episode[name] for episode in found if name in episode] for name in names}
+        episodes = [numbers(episode) for episode in metrics]
+        names = dict.fromkeys(name for episode in episodes for name in episode)
+        columns = {name: [episode[name] for episode in episodes if name in episode] for name in names}
         return {name: sum(values) / len(values) for name, values in columns.items()}
 
     @classmethod
     def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[envs.BaseTextEnv]:
-        """What plays episodes of this class; asked for by ``skyasync.envs.registry``."""
-        if cls.aggregate_metrics is not BaseTextEnv.aggregate_metrics:
+        """The class that plays its episodes, for ``skyasync.envs.registry``."""
+        if cls.aggregate_metrics is not SkyRLEnv.aggregate_metrics:
             log.warning("%s.aggregate_metrics is not called: an environment's metrics are averaged", cls.__name__)
         return type(cls.__name__, (_GymEpisode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)})
 
 
-Env = BaseTextEnv
+BaseTextEnv = Env = SkyRLEnv
 
 
 class _GymEpisode:
-    """In front of a user's class: what it is made with, and what it says."""
+    """In front of a user's class: its arguments, and what it returns."""
 
     spec_name: ClassVar[str] = ""
     spec_kwargs: ClassVar[dict[str, object]] = {}
@@ -122,8 +124,8 @@ class _GymEpisode:
         own = config.get(self.spec_name) if isinstance(config.get(self.spec_name), Mapping) else config
         given = {"env_config": AttributeDict(own), "extras": dict(extras or {}), **self.spec_kwargs}
         super().__init__(**given)
-        for name in ("env_config", "extras"):  # of a class that hands none of them on
-            if not getattr(self, name, None):
+        for name in ("env_config", "extras"):  # of a class that does not pass them to super().__init__
+            if not vars(self).get(name):
                 setattr(self, name, given[name])
 
     def step(self, action: str) -> Foreign:
@@ -136,7 +138,7 @@ class _GymEpisode:
         return output
 
     def get_metrics(self) -> dict[str, float]:
-        return _numbers(super().get_metrics())  # type: ignore[misc]
+        return numbers(super().get_metrics())  # type: ignore[misc]
 
 
 def make(id: str, **kwargs: Foreign) -> envs.BaseTextEnv:
@@ -145,5 +147,7 @@ def make(id: str, **kwargs: Foreign) -> envs.BaseTextEnv:
     return env_factory(id, kwargs)(env_config=env_config, extras=extras)
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {str(name): float(value) for name, value in metrics.items() if isinstance(value, bool | int | float)}
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers or truth values, also arrays and tensors of one."""
+    values = {str(name): single_value(value) for name, value in metrics.items()}
+    return {name: value for name, value in values.items() if isinstance(value, float)}

@@ -1,7 +1,6 @@
-"""What code of SkyRL's reads and calls around its trainer: settings, tracker, dispatch, timers, training data loader.
+"""The objects around SkyRL's trainer: settings, tracker, dispatch, timers, training data loader.
 
-Invariant: each of these is our own part with a few names more; a setting that only they have has the value that leaves
-its feature off.
+Invariant: each is our own part with a few more names; a setting that only SkyRL has is off.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,11 +17,12 @@ from skyasync.config.schema.environment import proportions_of
 from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError
+from skyasync.interop.skyrl.gym import numbers
 from skyasync.rollout.types import Prompt
 from skyasync.trainer.context import Progress
 
 if TYPE_CHECKING:
-    from skyasync.observe import trackers
+    from skyasync.observability import trackers
 
 log = logging.getLogger("skyrl")
 
@@ -47,7 +46,7 @@ class ResumeMode(StrEnum):
 
 
 class SettingsView:
-    """The run's settings, and behind them those that only SkyRL has."""
+    """The run's settings, and those that only SkyRL has."""
 
     def __init__(self, ours: Foreign, theirs: Mapping[str, Any] = THEIRS) -> None:
         self._ours, self._theirs = ours, theirs
@@ -56,20 +55,34 @@ class SettingsView:
         if name.startswith("__"):
             raise AttributeError(name)
         more = self._theirs.get(name)
-        if not hasattr(self._ours, name) and name in self._theirs:
-            return SettingsView(SimpleNamespace(), more) if isinstance(more, Mapping) else more
-        found = getattr(self._ours, name)
-        return SettingsView(found, more) if isinstance(more, Mapping) else found
+        try:
+            value = getattr(self._ours, name)
+        except AttributeError:
+            if name not in self._theirs:
+                raise
+            value = SimpleNamespace() if isinstance(more, Mapping) else more
+        return SettingsView(value, more) if isinstance(more, Mapping) else value
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (SettingsView, (self._ours, self._theirs))
 
 
-class LoggedTracker:
+class Delegate:
+    """An object with a few more names; all others are the target's."""
+
+    def __init__(self, target: Foreign) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Foreign:
+        return getattr(object.__getattribute__(self, "_target"), name)
+
+
+class LoggedTracker(Delegate):
     """Takes ``commit``, knows ``finish``, and lets callbacks see what is logged."""
 
-    def __init__(self, tracker: trackers.Tracker, seen: Callable[[dict[str, Any]], None]) -> None:
-        self._tracker, self._seen = tracker, seen
+    def __init__(self, tracker: trackers.Tracker, seen: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__(tracker)
+        self._seen = seen
 
     def log(self, metrics: Mapping[str, Any], step: int, commit: bool = False) -> None:
         logs = dict(metrics)
@@ -78,44 +91,33 @@ class LoggedTracker:
 
     def add(self, metrics: Mapping[str, Any], step: int) -> None:
         """More of a step that was logged."""
-        self._tracker.log(numbers(metrics), step=step)
+        self._target.log(numbers(metrics), step=step)
 
     def close(self) -> None:
-        self._tracker.close()
+        self._target.close()
 
     finish = close
 
-    def __getattr__(self, name: str) -> Foreign:
-        return getattr(object.__getattribute__(self, "_tracker"), name)
 
-
-class DispatchView:
+class DispatchView(Delegate):
     """Our workers, with the calls that their loops make of them."""
 
     def __init__(self, dispatch: Foreign, sync: Callable[[], Awaitable[None]]) -> None:
-        self._dispatch, self._sync = dispatch, sync
-
-    async def save_weights_for_sampler(self) -> None:
-        """Hand the newest weights to the engines."""
-        await self._sync()
+        super().__init__(dispatch)
+        self.save_weights_for_sampler = sync
 
     def get_lcm_dp_size(self) -> int:
         """1: batches of any size are divided among the ranks."""
         return 1
 
-    def init_weight_sync_state(self, inference_engine_client: object) -> None:
-        """Nothing: the way of the weights is there."""
+    def _nothing(self, *arguments: object, **named: object) -> None:
+        """The weight sync is ready, and saves are complete, without these calls."""
 
-    def empty_cache(self, model: str = "") -> None: ...
-
-    def finalize_pending_saves(self, model: str) -> None: ...
-
-    def __getattr__(self, name: str) -> Foreign:
-        return getattr(object.__getattribute__(self, "_dispatch"), name)
+    init_weight_sync_state = empty_cache = finalize_pending_saves = _nothing
 
 
 class PolicyModel:
-    """The policy, as far as loops hand its weights over by themselves."""
+    """The policy, for loops that send its weights by themselves."""
 
     def __init__(self, sync: Callable[[], Awaitable[None]]) -> None:
         self._sync = sync
@@ -151,23 +153,11 @@ class Timer:
         self.__exit__(*error)
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are numbers, arrays and tensors of one among them."""
-    found = {str(name): value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
-    return {name: float(value) for name, value in found.items() if isinstance(value, bool | int | float)}
-
-
-def with_epochs(cfg: Config, rows: int) -> Config:
-    """Settings with a number of epochs, by which SkyRL's loops go: with ours, 0, as many as the steps take."""
-    trainer = cfg.trainer
-    if trainer.epochs:
-        return cfg
-    epochs = -(-trainer.max_training_steps // max(1, rows // trainer.train_batch_size))
-    return replace(cfg, trainer=replace(trainer, epochs=max(1, epochs)))
-
-
 class TrainDataLoader:
-    """Attributes: ``asked``: uid -> prompt, and where the stream stands behind its batch."""
+    """Rows of prompts, epoch by epoch.
+
+    Attributes: ``requests``: uid -> prompt, and its batch, whose position the stream has after it.
+    """
 
     def __init__(self, cfg: Config, dataset: Sequence[Prompt], progress: Progress) -> None:
         trainer = cfg.trainer
@@ -179,31 +169,24 @@ class TrainDataLoader:
         shares = proportions_of(cfg.environment.domains)
         self._stream = PromptStream(dataset, self.batch_size, trainer.seed, total, shares)
         self._cursor: PromptCursor | None = None
-        self.asked: dict[str, tuple[Prompt, PromptBatch]] = {}
+        self.requests: dict[str, tuple[Prompt, PromptBatch]] = {}
 
     def __len__(self) -> int:
         return self._steps
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         if self._cursor is None:
-            self._cursor = self._stream.cursor(self._progress.position, self._progress.ahead)
+            self._cursor = self._stream.cursor(self._progress.position, self._progress.trained_early)
         for _ in range(self._steps):
             batch = self._cursor.take(self.batch_size)
             if not batch.prompts:
                 return
-            self.asked |= {str(prompt.id): (prompt, batch) for prompt in batch.prompts}
-            yield [_row(prompt) for prompt in batch.prompts]
+            self.requests |= {str(prompt.id): (prompt, batch) for prompt in batch.prompts}
+            yield [
+                {"prompt": p.messages, "env_class": p.env_class, "env_extras": p.extras, "uid": str(p.id)}
+                for p in batch.prompts
+            ]
 
     def state_dict(self) -> dict[str, int]:
-        """Where training stands; checkpoints know it without this."""
+        """The position of training; checkpoints contain it without this call."""
         return {"position": self._progress.position}
-
-    def forget(self, uids: Sequence[str]) -> None:
-        """These have been trained."""
-        for uid in uids:
-            self.asked.pop(uid, None)
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    columns = {"prompt": prompt.messages, "env_class": prompt.env_class, "env_extras": prompt.extras}
-    return {**columns, "uid": str(prompt.id)}

@@ -1,6 +1,6 @@
 """A TRL program as keys: the arguments of its ``GRPOConfig`` and ``GRPOTrainer``, or RLOO's.
 
-Invariant: the program is parsed, never run; an argument that is no literal stays as it is written.
+Invariant: the program is parsed, never run; an argument that is not a literal stays as it is written.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from skyasync.config.values import Value
 from skyasync.errors import UserError
 
 _CALLS = re.compile(r"\w*(GRPO|RLOO)(Config|Trainer)|ModelConfig|\w*ScriptArguments|LoraConfig")
-#: What ``LoraConfig`` calls it, and TRL's own flags do.
+#: Keys of ``LoraConfig``, and TRL's flags for them.
 _ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
 
 
 @dataclass
 class Program:
-    """``keys``: keyword arguments by name; reward functions that the file defines as ``path:function``.
+    """``keys``: keyword arguments by name; reward functions that the file defines are ``path:function``.
 
-    ``command`` is the one that the docstring shows, of a program that reads its command line; ``name`` the trainer
-    that it makes, or its configuration.
+    ``command`` is shown in the docstring of a program that reads its command line. ``name`` is the trainer that it
+    makes, or its configuration.
     """
 
     keys: dict[str, Value]
@@ -33,7 +33,7 @@ class Program:
 
 
 def read(text: str, path: Path) -> Program:
-    """What a program says of its training.
+    """The training settings of a program.
 
     Raises:
         UserError: if it is not Python.
@@ -43,7 +43,7 @@ def read(text: str, path: Path) -> Program:
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
     names = dict(_names(tree, path))
-    found: dict[str, Value] = {}
+    settings: dict[str, Value] = {}
     calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
     made = [_name(call.func) for call in calls]
     for call, name in zip(calls, made, strict=True):
@@ -53,19 +53,19 @@ def read(text: str, path: Path) -> Program:
         named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         if name == "LoraConfig":
             positional, named = [], {_ADAPTERS.get(key, key): node for key, node in named.items()}
-            found |= {"use_peft": True, "lora_r": found.get("lora_r", 8)}  # peft's default, not TRL's
+            settings |= {"use_peft": True, "lora_r": settings.get("lora_r", 8)}  # peft's default, not TRL's
         for key, node in {**dict(zip(positional, call.args, strict=False)), **named}.items():
             value = _value(node, names)
             if isinstance(value, dict) and key == "model_init_kwargs":
-                found |= {f"{key}.{entry}": inner for entry, inner in value.items()}
+                settings |= {f"{key}.{entry}": inner for entry, inner in value.items()}
             elif key not in ("args", "peft_config", "task_type"):
-                found[key] = value
+                settings[key] = value
     parses = any(name in ("TrlParser", "HfArgumentParser", "parse_args_and_config") for name in made)
-    if parses:  # what is written as args.model is the command's
-        found = {key: value for key, value in found.items() if not re.search(r"\bargs\.|_args\b", str(value))}
+    if parses:  # args.model is a setting of the command line
+        settings = {key: value for key, value in settings.items() if not re.search(r"\bargs\.|_args\b", str(value))}
     trainers = [name for name in made if re.fullmatch(r"\w*(GRPO|RLOO)(Config|Trainer)", name)]
     shown = ast.get_docstring(tree) or "" if parses else ""
-    return Program(found, shown, next(iter(sorted(trainers, reverse=True)), ""))
+    return Program(settings, shown, next(iter(sorted(trainers, reverse=True)), ""))
 
 
 def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
@@ -106,31 +106,27 @@ def _value(node: ast.expr, names: dict[str, ast.expr]) -> Value:
         return {key.value: _value(value, names) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
     if isinstance(node, ast.Attribute) and node.attr in ("bfloat16", "float16", "float32"):
         return node.attr
-    found = _dataset(node, names)
-    if found is not None:
-        return found
+    dataset = _dataset(node, names)
+    if dataset is not None:
+        return dataset
     if isinstance(node, ast.Name) and node.id in names:
-        return _value(names[node.id], _without(names, node.id))
+        return _value(names[node.id], {other: value for other, value in names.items() if other != node.id})
     return ast.unparse(node)
 
 
-def _without(names: dict[str, ast.expr], name: str) -> dict[str, ast.expr]:
-    """So that ``x = f(x)`` ends."""
-    return {other: value for other, value in names.items() if other != name}
-
-
 def _dataset(node: ast.expr, names: dict[str, ast.expr]) -> Value:
-    """``owner/name#config:split`` of a loaded data set, whatever is done to its rows; None if it is none."""
+    """``owner/name#config:split`` of a loaded data set, whatever is done to its rows; None for anything else."""
     if isinstance(node, ast.IfExp):
         return _dataset(node.body, names)
     if isinstance(node, ast.Name) and node.id in names:
-        return _dataset(names[node.id], _without(names, node.id))
+        others = {other: value for other, value in names.items() if other != node.id}  # so that x = f(x) ends
+        return _dataset(names[node.id], others)
     if isinstance(node, ast.Subscript):
-        found, at = _dataset(node.value, names), node.slice
-        if isinstance(found, list):
-            return found[at.value] if isinstance(at, ast.Constant) and isinstance(at.value, int) else None
-        bare = isinstance(found, str) and ":" not in found and isinstance(at, ast.Constant)
-        return f"{found}:{at.value}" if bare and isinstance(at.value, str) else found  # type: ignore[attr-defined]
+        dataset, at = _dataset(node.value, names), node.slice
+        if isinstance(dataset, list):
+            return dataset[at.value] if isinstance(at, ast.Constant) and isinstance(at.value, int) else None
+        bare = isinstance(dataset, str) and ":" not in dataset and isinstance(at, ast.Constant)
+        return f"{dataset}:{at.value}" if bare and isinstance(at.value, str) else dataset  # type: ignore[attr-defined]
     if not isinstance(node, ast.Call):
         return None
     if isinstance(node.func, ast.Attribute) and node.func.attr != "load_dataset":

@@ -13,7 +13,7 @@ class TrlSignature(Signature):
     """``(prompts, completions, completion_ids, every column, log_metric, log_extra)`` give one number per completion.
 
     All are lists, of one entry here; prompts and completions are lists of messages if the row's prompt is one, and text
-    otherwise. None is for a row that the function does not judge.
+    otherwise. None is the answer for a row without a reward by this function.
     """
 
     name = "trl"

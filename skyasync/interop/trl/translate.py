@@ -46,15 +46,6 @@ def finish(draft: Draft) -> None:
     mode, low, high, cap = (f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap"))
     bounds: list[Value] = [draft.theirs(low) or 0.0, draft.given.get(cap, draft.given.get(high, 3.0))]
     draft.set_correction(enabled, bounds, mode, low, high, cap)
-    _batches(draft)
-    config = draft.given.get("dataset_config")
-    if config and isinstance(sources := draft.value("data.train_data"), list):
-        draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
-        draft.left.pop("dataset_config", None)
-    draft.set_split("data.train_data", "dataset_train_split")
-
-
-def _batches(draft: Draft) -> None:
     device, accumulation, generation = (
         "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
     )  # fmt: skip
@@ -64,6 +55,11 @@ def _batches(draft: Draft) -> None:
         if "generation_batch_size" not in draft.given and isinstance(generations, int):
             draft.set_prompts(BATCH, per_device * generations, device, generation)
         draft.set_prompts(MINI, per_device * steps, device, accumulation)
+    config = draft.given.get("dataset_config")
+    if config and isinstance(sources := draft.value("data.train_data"), list):
+        draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
+        draft.left.pop("dataset_config", None)
+    draft.set_split("data.train_data", "dataset_train_split")
 
 
 def _rloo(draft: Draft) -> None:

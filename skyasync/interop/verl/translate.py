@@ -27,7 +27,12 @@ def finish(draft: Draft) -> None:
     draft.set_one_of(f"{A}kl_loss_coef", f"{_ACTOR}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef")
     draft.set_one_of(f"{A}kl_estimator_type", f"{_ACTOR}kl_loss_type" if in_loss else "algorithm.kl_penalty")
     draft.set_kl(bool(in_loss), draft.number(f"{A}kl_loss_coef") if in_loss or in_reward else 0)
-    _correction(draft)
+    kind, threshold = (f"algorithm.rollout_correction.rollout_is{end}" for end in ("", "_threshold"))
+    bounds = re.findall(r"[\d.]+", str(draft.theirs(threshold)))
+    limits: list[Value] = [float(bound) for bound in bounds] if len(bounds) == 2 else [0, draft.theirs(threshold)]
+    if len(bounds) == 2 and draft.value(CORRECTION) == "token_tis":
+        draft.put(CORRECTION, "icepop", kind, threshold)
+    draft.set_correction(bool(draft.theirs(kind)), limits, threshold)
     mode = f"{_ACTOR}policy_loss.loss_mode"
     if str(draft.given.get(mode)).startswith("dppo_"):
         draft.put(f"{A}dppo.divergence", str(draft.given[mode])[-2:], mode)
@@ -39,23 +44,7 @@ def finish(draft: Draft) -> None:
     for plan in ("one_step_off", "fully_async"):
         if plan in draft.recipe.command:
             draft.put(PLAN, plan)
-    _engines(draft)
-    if draft.value(PLAN) == "fully_async":
-        _batches(draft)
-    draft.set_staleness("async_training.staleness_threshold")
-
-
-def _correction(draft: Draft) -> None:
-    kind, threshold = (f"algorithm.rollout_correction.rollout_is{end}" for end in ("", "_threshold"))
-    bounds = re.findall(r"[\d.]+", str(draft.theirs(threshold)))
-    limits: list[Value] = [float(bound) for bound in bounds] if len(bounds) == 2 else [0, draft.theirs(threshold)]
-    if len(bounds) == 2 and draft.value(CORRECTION) == "token_tis":
-        draft.put(CORRECTION, "icepop", kind, threshold)
-    draft.set_correction(bool(draft.theirs(kind)), limits, threshold)
-
-
-def _engines(draft: Draft) -> None:
-    """As many as fit on the devices: those of the rollout alone, or else the policy's."""
+    # As many engines as fit on the devices: those of the rollout alone, or else the policy's.
     own = ("rollout.nnodes", "rollout.n_gpus_per_node")
     devices = draft.number(f"{PLACEMENT}policy_num_nodes") * draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
     theirs = draft.named("trainer.n_gpus_per_node")
@@ -67,10 +56,13 @@ def _engines(draft: Draft) -> None:
         draft.put("generator.num_inference_engines", int(engines), *theirs)
         for name in own:
             draft.left.pop(name, None)
+    if draft.value(PLAN) == "fully_async":
+        _batches(draft)
+    draft.set_staleness("async_training.staleness_threshold")
 
 
 def _batches(draft: Draft) -> None:
-    """Batches without a size: so many mini-batches, until so many prompts were trained on."""
+    """Batches are counted in mini-batches there, and the run in prompts."""
     batches, mini = "async_training.require_batches", f"{_ACTOR}ppo_mini_batch_size"
     if draft.given.get("data.train_batch_size", 0) == 0:
         count = draft.given.get(batches, 1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -18,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from skyasync.errors import NonFiniteError
+from skyasync.errors import NonFiniteError, UserError
 from skyasync.heap import keep_freed
-from skyasync.models import VALUE
+from skyasync.models import MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.backend import (
     MODEL,
     TOKEN_LOGPROBS,
@@ -46,7 +47,6 @@ from skyasync.models.fsdp.optimizers import (
     check_replicated_gradients,
     is_low_precision,
     make_optimizer,
-    master_dtype,
 )
 from skyasync.models.fsdp.quantized_base import quantize_base
 from skyasync.models.fsdp.sharding import (
@@ -56,17 +56,13 @@ from skyasync.models.fsdp.sharding import (
     PARAMETERS,
     Mesh,
     local,
-    loopback_interface,
     move_buffers,
-    move_moments,
+    move_optimizer_state,
     move_weights,
-    offload_policy,
-    place,
     process_group_backend,
     shard_placement,
 )
 from skyasync.models.heads import HEADS, copy_own_part, new_head
-from skyasync.models.limits import MICRO_BATCH_TOKENS
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
 from skyasync.models.token_model import SCORE_LAYER, TokenModel, can_share_prefixes
@@ -91,16 +87,20 @@ class FSDPBackend(ModelBackend):
 
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:
         self.spec, self.ranks, self.device = spec, ranks, ranks.device
-        self.dtype = spec.torch_dtype(ranks.device)
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        if spec.dtype != "auto":
+            self.dtype = getattr(torch, spec.dtype)
         self.trained: dict[str, TrainedPart] = {}
         self._passes = 0  # of forward_backward since the last optimizer step
-        self._alike = False  # the ranks of the tensor axis have been seen to agree
-        self._examined: str | None = None  # what is wrong with the current gradient
+        self._checked_replicas = False  # the ranks of the tensor dimension had equal gradients
+        self._problem: str | None = None  # of the current gradient; None: not examined
         self._metrics: dict[str, dict[str, float]] = {}  # of the current gradient
+        self._extra: checkpoint.ExtraPart | None = None  # what is saved with the model
         self._checkpoint_group: dist.ProcessGroup | None = None
         if ranks.world_size > 1 and not dist.is_initialized():
             if ranks.host == LOOPBACK:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+                names = {name for _, name in socket.if_nameindex()}
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in names else "lo0")
             self._form_group(ranks.store or dist.TCPStore(ranks.host, ranks.port, ranks.world_size, is_master=False))
         torch.manual_seed(spec.trainer.seed)
         disable_progress_bar()
@@ -111,21 +111,29 @@ class FSDPBackend(ModelBackend):
 
     # ---------------------------------------------------------------- building
 
-    @property
-    def trains(self) -> bool:
-        return bool(self.spec.optimizers)
-
     def master_dtype(self) -> torch.dtype:
-        """Of the weights between steps: small steps vanish in bfloat16, unless rounding is stochastic."""
-        if not self.trains:
+        """Of the weights between steps: small steps vanish in bfloat16, unless rounding is stochastic.
+
+        Raises:
+            UserError: if weights shall be rounded to a dtype that is not the model's.
+        """
+        if not self.spec.optimizers:
             return self.dtype
-        return master_dtype(self.spec.optimizers[MODEL], self.dtype, self.spec.section)
+        if not self.spec.optimizers[MODEL].bf16_stochastic_round:
+            return torch.float32
+        if self.dtype != torch.bfloat16:
+            raise UserError(
+                f"{self.spec.section}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and here "
+                f"they are {str(self.dtype).removeprefix('torch.')}: set {self.spec.section}.model.dtype=bfloat16, or "
+                f"remove it"
+            )
+        return torch.bfloat16
 
     def is_sharded(self) -> bool:
         """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
-        codes = bool(self.spec.lora.rank and self.spec.lora.base_dtype)  # FSDP turns codes into numbers
+        quantized = bool(self.spec.lora.rank and self.spec.lora.base_dtype)  # FSDP dequantizes
         several = self.ranks.world_size > 1
-        return several or self.dtype != self.master_dtype() or codes or self.spec.cpu_offload == PARAMETERS
+        return several or self.dtype != self.master_dtype() or quantized or self.spec.cpu_offload == PARAMETERS
 
     def recomputes(self) -> bool | str:
         """Whether the backward pass recomputes activations; a CPU has memory enough and no time to spare."""
@@ -142,13 +150,21 @@ class FSDPBackend(ModelBackend):
 
         def wrap(model: PreTrainedModel) -> TokenModel:
             nonlocal value_head
-            context, vocabulary = self._divide(model)
+            mesh, context, vocabulary = self.mesh, None, None
+            if mesh and mesh.context_group:
+                from skyasync.models.parallel.context import split_sequences
+
+                context = split_sequences(model, mesh, spec.trainer.parallel.context_kind, self.dtype)
+            if mesh and mesh.tensor:
+                from skyasync.models.parallel.tensor import split
+
+                vocabulary = split(model, mesh.tensor)
             if spec.lora.rank:
                 from skyasync.models.lora import Adapters
 
                 self.adapters = Adapters(model, spec.lora, spec.path)
-                if self.mesh and self.mesh.tensor:
-                    self.adapters.split(self.mesh.tensor)
+                if mesh and mesh.tensor:
+                    self.adapters.split(mesh.tensor)
             wrapper = TokenModel(model, spec.distribution).eval()
             wrapper.context, wrapper.vocabulary = context, vocabulary
             wrapper.routers = Routers(model) if spec.router_replay != "none" else None
@@ -161,13 +177,13 @@ class FSDPBackend(ModelBackend):
             wrapper = self._shard(wrap(model))
             if self.adapters:
                 self.adapters.detach_adapters()
-            wrapper.value_head = None  # the files know of no such head
+            wrapper.value_head = None  # the files have no such head
             return wrapper
 
         if self.is_sharded():
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
-            self.mesh = Mesh.make(self.device.type, spec.axes, spec.fsdp_size)
+            self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
             wrapper = load_sharded(spec.path, head, dtype, home, shard)
         else:
             wrapper = wrap(head.load(spec.path, dtype))
@@ -180,41 +196,37 @@ class FSDPBackend(ModelBackend):
             value_head.to_empty(device=self.device)
             copy_own_part(value_head.weight, new_head("weight", value_head.weight))
             wrapper.value_head = value_head
-        place(wrapper, spec.cpu_offload, self.device)
-        if self.trains:
+        if spec.cpu_offload == PARAMETERS:  # FSDP2 brings the weights from the host
+            wrapper.to(HOST)
+            move_buffers(wrapper, self.device)
+        else:
+            wrapper.to(self.device)
+        if spec.optimizers:
             self._prepare_training(wrapper)
         return wrapper
 
     def _form_group(self, store: dist.Store) -> None:
         trainer = self.spec.trainer
-        kinds = process_group_backend(self.device.type, self.spec.cpu_offload, colocated=trainer.placement.colocate_all)
-        timeout = timedelta(seconds=trainer.step_timeout_s)
         dist.init_process_group(
-            kinds, store=store, rank=self.ranks.rank, world_size=self.ranks.world_size, timeout=timeout
+            process_group_backend(self.device.type, self.spec.cpu_offload, colocated=trainer.placement.colocate_all),
+            store=store,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            timeout=timedelta(seconds=trainer.step_timeout_s),
         )
-
-    def _divide(self, model: PreTrainedModel) -> tuple[Any, Any]:
-        """Split the model's matrices and sequences, if the mesh has such axes: this rank's slice and its vocabulary."""
-        if self.mesh is None or self.spec.axes.sharing == 1:
-            return None, None
-        from skyasync.models.parallel.context import split_sequences
-        from skyasync.models.parallel.tensor import split
-
-        kind = self.spec.trainer.parallel.context_kind
-        context = split_sequences(model, self.mesh, kind, self.dtype) if self.mesh.context_group else None
-        return context, split(model, self.mesh.tensor) if self.mesh.tensor else None
 
     def _shard(self, wrapper: TokenModel) -> TokenModel:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
         assert self.mesh is not None
-        mesh, kept = self.mesh.shard, self.master_dtype()
-        computing = None if self.dtype == kept else self.dtype
+        mesh, master, optimizers = self.mesh.shard, self.master_dtype(), self.spec.optimizers
+        param_dtype = None if self.dtype == master else self.dtype
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         options: dict[str, Any] = {
             "mesh": mesh,
-            "mp_policy": MixedPrecisionPolicy(computing, reduce_dtype=torch.promote_types(kept, torch.float32)),
-            "offload_policy": offload_policy(self.spec.cpu_offload, self.device),
+            "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.promote_types(master, torch.float32)),
+            "offload_policy": offload if self.spec.cpu_offload == PARAMETERS else OffloadPolicy(),
         }
-        by_rows = self.trains and is_low_precision(self.spec.optimizers[MODEL])  # counts a rank's rows from its first
+        by_rows = bool(optimizers) and is_low_precision(optimizers[MODEL])  # it counts a rank's rows from its first
         if self.mesh.tensor is None and not by_rows:
             options["shard_placement_fn"] = shard_placement(mesh.size(-1))
         for module in decoder_layers(wrapper):
@@ -230,16 +242,16 @@ class FSDPBackend(ModelBackend):
     def _prepare_training(self, wrapper: TokenModel) -> None:
         spec, model = self.spec, wrapper.model
         if spec.torch_compile:
-            wrapper.packs = False  # rows end to end differ in how many blocks they have: each would be compiled
+            wrapper.packs = False  # packed sequences differ in their number of blocks: each would be compiled
             compile_layers(decoder_layers(wrapper), self.device)
-        if how := self.recomputes():
-            if how == "selective":
-                wrapper.keeps_blocks = True  # torch compiles nothing while it chooses what to keep
-            model.gradient_checkpointing_enable(checkpointing_options(selective=how == "selective"))
+        if recomputes := self.recomputes():
+            if recomputes == "selective":
+                wrapper.keeps_blocks = True  # torch compiles nothing during selective checkpointing
+            model.gradient_checkpointing_enable(checkpointing_options(selective=recomputes == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:
                 self.adapters.set_dropout(False)
-        # Without adapters a weight that is frozen for the moment is still the optimizer's.
+        # Without adapters a weight that is frozen for now still belongs to the optimizer.
         learnt = [p for p in model.parameters() if p.requires_grad or self.adapters is None]
         self.optimizer = make_optimizer(wrapper, learnt, spec.optimizers[MODEL], spec.trainer.seed)
         self.trained[MODEL] = TrainedPart(model, self.optimizer, spec.optimizers[MODEL].max_grad_norm)
@@ -247,12 +259,15 @@ class FSDPBackend(ModelBackend):
             settings = spec.optimizers[VALUE_HEAD]
             optimizer = make_optimizer(wrapper, wrapper.value_head.parameters(), settings)
             self.trained[VALUE_HEAD] = TrainedPart(wrapper.value_head, optimizer, settings.max_grad_norm)
+            self._extra = checkpoint.ExtraPart(
+                "critic", wrapper.value_head, optimizer, "trainer.critic.backbone=shared"
+            )
 
     # ---------------------------------------------------------------- forward and backward
 
     def forward(self, batch: TokenBatch, request: OutputRequest) -> dict[str, Tensor]:
         whole = {name: torch.zeros(batch.tokens.shape) for name in request.names - {TOP_K, TOKEN_LOGPROBS}}
-        frozen = nullcontext() if request.adapters or self.adapters is None else self.adapters.aside()
+        frozen = nullcontext() if request.adapters or self.adapters is None else self.adapters.detached()
         with frozen, torch.no_grad(), sharded_afterwards(self.model):
             for micro in self._micro_batches(batch, self.spec.trainer.micro_forward_batch_size_per_gpu):
                 outputs = self.model(micro.layout.to(self.device), request)
@@ -261,7 +276,12 @@ class FSDPBackend(ModelBackend):
 
     def forward_backward(self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()) -> dict[str, Tensor]:
         whole = {name: torch.zeros(batch.tokens.shape) for name in returns}
-        with sharded_afterwards(self.model), self._dropping():
+        dropout: AbstractContextManager[None] = nullcontext()
+        if self.adapters:  # their dropout draws what a resumed run draws again
+            self._passes += 1
+            seed = hash((self.spec.trainer.seed, self.step, self._passes, self.ranks.rank))
+            dropout = self.adapters.dropping(seed)
+        with sharded_afterwards(self.model), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
             following = next(micros, None)
             while following is not None:
@@ -277,81 +297,54 @@ class FSDPBackend(ModelBackend):
                 put_rows(whole, returns, micro, outputs, batch)
         return whole
 
-    def _dropping(self) -> AbstractContextManager[None]:
-        """While a gradient is computed the adapters' dropout acts, by draws that a resumed run repeats."""
-        if self.adapters is None:
-            return nullcontext()
-        self._passes += 1
-        return self.adapters.dropping(hash((self.spec.trainer.seed, self.step, self._passes, self.ranks.rank)))
-
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
-        trainer, context = self.spec.trainer, self.spec.axes.context
+        trainer, context = self.spec.trainer, self.spec.mesh_shape.context
         tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
-        masks = context == 1 or trainer.parallel.context_kind != "ring"  # which knows none
-        pieces = MicroBatches(
+        masks = context == 1 or trainer.parallel.context_kind != "ring"  # which takes none
+        micro_batches = MicroBatches(
             batch,
             max_tokens=tokens * context,
             max_rows=max_rows,
             share_prefixes=can_share_prefixes(self.model.model.config) and masks,
             hidden_size=self.hidden_size,
-            end_to_end=self.model.packs and context == 1,
+            packs=self.model.packs and context == 1,
         )
-        missing = self._most_over_ranks(len(pieces)) - len(pieces)
-        yield from pieces
-        for _ in range(missing):
+        most = torch.tensor(len(micro_batches), device=self.device)
+        if self.ranks.world_size > 1:
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+        yield from micro_batches
+        for _ in range(int(most) - len(micro_batches)):
             yield empty_micro_batch(batch)
-
-    def _most_over_ranks(self, count: int) -> int:
-        if self.ranks.world_size == 1:
-            return count
-        most = torch.tensor(count, device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return int(most)
-
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        """Elementwise sum over the ranks that have rows of their own, on every rank."""
-        if self.mesh and self.mesh.data_group:
-            values = values.to(self.device)
-            dist.all_reduce(values, group=self.mesh.data_group)
-        return values.cpu()
 
     # ---------------------------------------------------------------- the optimizer
 
     def examine(self, scale: float = 1.0) -> str:
-        if self._examined is None:
-            found = [self._examine(name, part, scale) for name, part in self._learning()]
-            self._examined = "; ".join(filter(None, found))
-        return self._examined
+        if self._problem is None:
+            problems: list[str] = []
+            for name, part in self.trained.items():
+                if part.totals.sums:
+                    problems += self._examine(name, part, scale)
+            self._problem = "; ".join(problems)
+        return self._problem
 
-    def _learning(self) -> list[tuple[str, TrainedPart]]:
-        """The parts that the current gradient is of."""
-        return [(name, part) for name, part in self.trained.items() if part.totals]
-
-    def _examine(self, name: str, part: TrainedPart, scale: float) -> str:
-        metrics = part.totals.reduce(self._sum_over_ranks)
+    def _examine(self, name: str, part: TrainedPart, scale: float) -> list[str]:
+        """Scale the gradient of a part and note its metrics; what of them is not finite."""
+        metrics = self._metrics[name] = part.totals.reduce(self.mesh.data_group if self.mesh else None, self.device)
         metrics["loss"] *= scale
-        self._metrics[name] = metrics
         whose = "critic's " if name == VALUE_HEAD else ""
         if not math.isfinite(metrics["loss"]):
-            return f"the {whose}loss of optimizer step {self.step} is not finite: {metrics}"
-        if name == MODEL:
-            self._alike = self._alike or check_replicated_gradients(self.model, self.mesh)
+            return [f"the {whose}loss of optimizer step {self.step} is not finite: {metrics}"]
+        if name == MODEL and not self._checked_replicas:
+            check_replicated_gradients(self.model, self.mesh)
+            self._checked_replicas = True
         metrics["grad_norm"] = float(part.measure(scale, self.mesh))
         if math.isfinite(metrics["grad_norm"]):
-            return ""
-        return f"the {whose}gradient of optimizer step {self.step} is not finite in: {self._not_finite()}"
-
-    def _not_finite(self) -> str:
-        """A few parameters by name whose gradient is not finite, of this rank's shard."""
-        bad = [
-            name
-            for name, p in self.model.named_parameters()
-            if p.grad is not None and not local(p.grad).isfinite().all()
-        ]
-        if not bad:
-            return "another rank's shard"
-        return ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+            return []
+        gradients = ((name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None)
+        bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
+        shown = ", ".join(bad[:5] or ["another rank's shard"]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        return [f"the {whose}gradient of optimizer step {self.step} is not finite in: {shown}"]
 
     def optimizer_step(self, lr: Mapping[str, float], scale: float = 1.0) -> dict[str, dict[str, float]]:
         try:
@@ -359,30 +352,28 @@ class FSDPBackend(ModelBackend):
                 raise NonFiniteError(problem)
             metrics = self._metrics
             self._clip()
-            for name, part in self._learning():
+            for name in metrics:
                 if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
-                    move_moments(self.optimizer, self.device)
-                part.step(lr[name])
-                if name == MODEL:
-                    self._keep_moments()
-                    self.step += 1
+                    move_optimizer_state(self.optimizer, self.device)
+                optimizer = self.trained[name].optimizer
+                for group in optimizer.param_groups:
+                    group["lr"] = lr[name]
+                optimizer.step()
+                if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
+                    move_optimizer_state(self.optimizer, HOST)
+                self.step += name == MODEL
             return metrics
         finally:
             self.drop_gradient()
 
     def _clip(self) -> None:
-        for _, part in self._learning():
-            part.clip()
-
-    def _keep_moments(self) -> None:
-        """Between steps the optimizer state is in host memory, if so configured."""
-        if self.spec.cpu_offload == OPTIMIZER:
-            move_moments(self.optimizer, HOST)
+        for name in self._metrics:
+            self.trained[name].clip()
 
     def drop_gradient(self) -> None:
         for part in self.trained.values():
-            part.drop_gradient()  # gradients are as large as the weights: none is kept until the next update
-        self._passes, self._examined, self._metrics = 0, None, {}
+            part.drop_gradient()  # gradients are as large as the weights: none stays until the next update
+        self._passes, self._problem, self._metrics = 0, None, {}
         if self.spec.trainer.placement.colocate_all and self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the engine that wakes on this GPU
 
@@ -405,7 +396,7 @@ class FSDPBackend(ModelBackend):
             move_weights(self.model, device)
         for name, part in self.trained.items():
             if name == VALUE_HEAD or self.spec.cpu_offload == "none":
-                move_moments(part.optimizer, device)
+                move_optimizer_state(part.optimizer, device)
 
     # ---------------------------------------------------------------- weights and files
 
@@ -417,66 +408,53 @@ class FSDPBackend(ModelBackend):
         return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
 
     def save(self, folder: Path) -> SaveResult:
-        return checkpoint.save(self.model.model, self.optimizer, self.step, folder, self._extra_part())
+        return checkpoint.save(self.model.model, self.optimizer, self.step, folder, self._extra)
 
     def begin_save(self, folder: Path) -> None:
         if self._checkpoint_group is None and dist.is_initialized():
             # Of its own: in the group that trains, its messages would get between the others' in no fixed order.
             self._checkpoint_group = dist.new_group(backend="gloo")
         self._saving = checkpoint.begin(
-            self.model.model, self.optimizer, self.step, folder, self._checkpoint_group, self._extra_part()
+            self.model.model, self.optimizer, self.step, folder, self._checkpoint_group, self._extra
         )
 
     def saved(self) -> SaveResult | None:
-        return self._saving.saved()
+        return self._saving()
 
     def restore(self, folder: Path) -> None:
         role, key = self.spec.role, f"{self.spec.section}.model.path"
-        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra_part())
-        self._keep_moments()
-
-    def _extra_part(self) -> checkpoint.ExtraPart | None:
-        """What is trained on the model's layers, and saved with the model."""
-        if (head := self.trained.get(VALUE_HEAD)) is None:
-            return None
-        return checkpoint.ExtraPart("critic", head.module, head.optimizer, "trainer.critic.backbone=shared")
+        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra)
+        if self.spec.cpu_offload == OPTIMIZER:
+            move_optimizer_state(self.optimizer, HOST)
 
     def export(self, folder: Path, part: str = MODEL) -> None:
-        if part == VALUE_HEAD:
-            self._export_critic(folder)
-        elif self.adapters and self.spec.lora.export == "adapter":
-            own = self.adapters.own()
+        path, adapters = self.spec.path, self.adapters
+        if adapters and self.spec.lora.export == "adapter" and part == MODEL:
+            tensors = adapters.adapter_weights()
             if self.ranks.rank == 0:
-                self.adapters.export(own, folder)
-                checkpoint.export_tokenizer(self.spec.path, folder)
-        else:
-            self._export(self.model.model, self.sharded_weights(), folder, self.adapters)
-
-    def _export(
-        self, model: PreTrainedModel, weights: Mapping[str, Any], folder: Path, adapters: Adapters | None = None
-    ) -> None:
-        tensors = FullTensors(weights, self.dtype, FileLayout(model, specs_in(weights, self.dtype), adapters))
-        if self.ranks.rank != 0:
-            tensors.only_gather()
+                adapters.export(tensors, folder)
+                checkpoint.export_tokenizer(path, folder)
             return
-        with adapters.aside() if adapters else nullcontext():
-            checkpoint.export(model, tensors, self.spec.path, folder)
-
-    def _export_critic(self, folder: Path) -> None:
-        """As a critic of its own: the policy's layers under the head."""
-        critic = HEADS[VALUE].with_config(self.spec.value_head_kwargs)
-        with torch.device("meta"):
-            empty = critic.empty(self.spec.path, self.dtype)
-        names = {name for name, _ in (*empty.named_parameters(), *empty.named_buffers())}
-        chosen = {name: value for name, value in self.sharded_weights().items() if name in names}
-        assert self.model.value_head is not None
-        chosen[f"{SCORE_LAYER}.weight"] = self.model.value_head.weight.detach()
-        self._export(empty, chosen, folder)
+        model, weights = self.model.model, self.sharded_weights()
+        if part == VALUE_HEAD:
+            critic, adapters = HEADS[VALUE].with_config(self.spec.value_head_kwargs), None
+            with torch.device("meta"):
+                model = critic.empty(path, self.dtype)
+            names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            assert self.model.value_head is not None
+            head = {f"{SCORE_LAYER}.weight": self.model.value_head.weight.detach()}
+            weights = {name: value for name, value in weights.items() if name in names} | head
+        full = FullTensors(weights, self.dtype, FileLayout(model, specs_in(weights, self.dtype), adapters))
+        if self.ranks.rank != 0:
+            full.only_gather()
+            return
+        with adapters.detached() if adapters else nullcontext():
+            checkpoint.export(model, full, path, folder)
 
 
 @contextmanager
 def sharded_afterwards(model: nn.Module) -> Iterator[None]:
-    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole, for a backward that may not come."""
+    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole for a backward that may not follow."""
     try:
         yield
     finally:

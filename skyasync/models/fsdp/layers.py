@@ -30,10 +30,10 @@ KEY = "trainer.policy.torch_compile"
 
 
 def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Have each of them compiled when it is first called.
+    """Compile each layer at its first call.
 
     Raises:
-        UserError: if nothing here could compile them.
+        UserError: without a compiler.
     """
     check_compiler(device)
     for layer in layers:
@@ -43,11 +43,11 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
 def check_compiler(device: torch.device) -> None:
     """Raises ``UserError`` without a C++ compiler for a CPU, or Triton for a GPU."""
     if device.type == "cpu":
-        asked = os.environ.get("CXX")
-        if not any(shutil.which(name) for name in ([asked] if asked else ["g++", "clang++"])):
+        compiler = os.environ.get("CXX")
+        if not any(shutil.which(name) for name in ([compiler] if compiler else ["g++", "clang++"])):
             raise UserError(
-                f"{KEY}=true compiles with a C++ compiler on a CPU, and there is no {asked or 'g++ or clang++'} here: "
-                f"install one, name it in the environment's CXX, or leave the key out"
+                f"{KEY}=true compiles with a C++ compiler on a CPU, and there is no {compiler or 'g++ or clang++'} "
+                f"here: install one, name it in the environment's CXX, or leave the key out"
             )
         return
     try:
@@ -57,7 +57,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 _ATEN = torch.ops.aten
-KEPT = (
+SAVED = (
     _ATEN.mm.default,
     _ATEN.mm.dtype,
     _ATEN.addmm.default,
@@ -67,16 +67,16 @@ KEPT = (
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
 )
-"""Operations whose results are kept: they take nearly all of a layer's time."""
+"""Operations whose results are not recomputed: they take nearly all of a layer's time."""
 
 
 def checkpointing_options(*, selective: bool) -> dict[str, Any]:
     """For ``gradient_checkpointing_enable`` of transformers' models.
 
     Args:
-        selective: keep what ``KEPT`` operations gave; else nothing but a layer's input.
+        selective: save the results of ``SAVED`` operations; else only a layer's input.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if selective:
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT))
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(SAVED))
     return options

@@ -1,17 +1,17 @@
 """AdamW with a low-precision state: moments of eight bits, or bfloat16 weights and moments without master weights.
 
 Invariant: torch's own AdamW computes each step, in float32, on copies of a few million numbers at a time. One gradient
-gives bitwise the same weights and moments on any number of ranks, and in a resumed run: a block of codes (Dettmers
-et al. 2022, arXiv 2110.02861) lies within a row of the whole tensor, and the random bits of a number depend on its
-place in the whole tensor, the step and the seed alone. torchao and bitsandbytes divide a rank's shard into blocks and
-draw from each rank's own generator, and torchao's state is a tensor subclass that safetensors cannot write.
+gives bitwise the same weights and moments on any number of ranks, and in a resumed run. A block of codes (Dettmers et
+al. 2022, arXiv 2110.02861) is a part of a row of the whole tensor. The random bits of a number depend only on its
+index in the whole tensor, the step and the seed. torchao and bitsandbytes divide a rank's shard into blocks and draw
+from each rank's own generator, and torchao's state is a tensor subclass that safetensors cannot write.
 
-    kept ──▶ float32 copies ──▶ torch's AdamW ──▶ kept: codes and scales, or stochastically rounded
+    state ──▶ float32 copies ──▶ torch's AdamW ──▶ state: codes and scales, or stochastically rounded
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from random import Random
 from typing import Any
@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 
+from skyasync.models import STEPPED_AT_ONCE
 from skyasync.models.fsdp.sharding import local
-from skyasync.models.limits import STEPPED_AT_ONCE
 
 STEP, FIRST, SECOND, SCALE = "step", "exp_avg", "exp_avg_sq", "_scale"
 _PARAMETERS = 1 << 20
@@ -35,7 +35,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     Args:
         groups, options: as torch's.
-        eight_bits: matrices' moments are kept as codes; else moments are kept in the parameter's dtype.
+        eight_bits: matrices' moments are stored as codes; else all moments in the parameter's dtype.
         seed: of the rounding.
     """
 
@@ -45,7 +45,8 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for number, (parameter, group) in enumerate(self._parameters_and_groups()):
+        pairs = [(parameter, group) for group in self.param_groups for parameter in group["params"]]
+        for number, (parameter, group) in enumerate(pairs):
             if parameter.grad is None:
                 continue
             state = self.state[parameter]
@@ -54,100 +55,90 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             before = state[STEP].clone()
             state[STEP] += 1
             key = (self._seed * _PARAMETERS + int(before)) * _PARAMETERS + number
-            for part in _parts(parameter, state, key):
-                _step_rows(part, before.clone(), group)
+            tensors = {"weight": parameter, "grad": parameter.grad} | {k: v for k, v in state.items() if k != STEP}
+            # ``[rows, row]`` of this rank; the same memory, but for gradients that are not contiguous.
+            shards = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+            own = {n: t.reshape(len(t), -1) if t.numel() else t.new_empty(0, 0) for n, t in shards.items()}
+            index = linear_indices(parameter) if parameter.dtype == torch.bfloat16 else []
+            count, row = own["weight"].shape
+            at_once = max(1, STEPPED_AT_ONCE // max(1, row))
+            for start in range(0, count if row else 0, at_once):
+                rows = slice(start, start + at_once)
+                bits = random_bits([index[0][rows], *index[1:]], key) if index else []
+                _step_rows({name: tensor[rows] for name, tensor in own.items()}, bits, before.clone(), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As it is: torch would give all of the state the parameter's dtype."""
+        """Without a conversion: torch would give all of the state the parameter's dtype."""
         super().load_state_dict(state_dict | {"state": {}})
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        for number, (parameter, _) in zip(numbers, self._parameters_and_groups(), strict=True):
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
                 self.state[parameter] = dict(state_dict["state"][number])
-
-    def _parameters_and_groups(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        return ((parameter, group) for group in self.param_groups for parameter in group["params"])
 
     def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
         block = block_of(parameter.shape) if self._eight_bits else 0
         state[STEP] = torch.zeros((), device=local(parameter).device)
         for moment in (FIRST, SECOND):
-            if block:
-                state[moment] = torch.zeros_like(parameter, dtype=torch.uint8)
-                state[moment + SCALE] = _scales(parameter, block)
-            else:
+            if not block:
                 state[moment] = torch.zeros_like(parameter, dtype=torch.float32 if self._eight_bits else None)
+                continue
+            state[moment] = torch.zeros_like(parameter, dtype=torch.uint8)
+            blocks = parameter.shape[1:].numel() // block
+            scales = torch.zeros((len(local(parameter)), blocks), device=local(parameter).device)
+            if isinstance(parameter, DTensor):
+                scales = DTensor.from_local(
+                    scales,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=torch.Size((parameter.shape[0], blocks)),
+                    stride=(blocks, 1),
+                )
+            state[moment + SCALE] = scales
 
 
-class _Part:
-    """Some rows of a parameter on this rank, of its gradient and of its state; ``bits``: 16 per number, or none."""
+def _step_rows(tensors: dict[str, Tensor], bits: list[Tensor], step: Tensor, group: dict[str, Any]) -> None:
+    """AdamW's step of some rows of a parameter, of its gradient and of its state.
 
-    def __init__(self, tensors: dict[str, Tensor], bits: list[Tensor]) -> None:
-        self.tensors, self.bits = tensors, bits
-
-
-def _parts(parameter: Tensor, state: dict[str, Tensor], key: int) -> Iterator[_Part]:
-    assert parameter.grad is not None
-    tensors = {"weight": parameter, "grad": parameter.grad} | {k: v for k, v in state.items() if k != STEP}
-    own = {name: _rows(tensor.detach()) for name, tensor in tensors.items()}
-    where = linear_indices(parameter) if parameter.dtype == torch.bfloat16 else []
-    count, row = own["weight"].shape
-    step = max(1, STEPPED_AT_ONCE // max(1, row))
-    for start in range(0, count if row else 0, step):
-        rows = slice(start, start + step)
-        bits = random_bits([where[0][rows], *where[1:]], key) if where else []
-        yield _Part({name: tensor[rows] for name, tensor in own.items()}, bits)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """This rank's part, ``[rows, row]``; the same memory, but for gradients that lie otherwise."""
-    own = local(tensor)
-    return own.reshape(len(own), -1) if own.numel() else own.new_empty(0, 0)
-
-
-def _step_rows(part: _Part, step: Tensor, group: dict[str, Any]) -> None:
-    """AdamW's step of these rows."""
-    kept = part.tensors
-    weight, grad = kept["weight"].float(), kept["grad"].float()
-    moments = [
-        decode(kept[moment], kept[moment + SCALE], signed=moment == FIRST)
-        if moment + SCALE in kept
-        else kept[moment].float()
+    Args:
+        bits: 16 random bits per number, for the weight and each moment; none if nothing is rounded.
+    """
+    weight, grad = tensors["weight"].float(), tensors["grad"].float()
+    averages = [
+        decode(tensors[moment], tensors[moment + SCALE], signed=moment == FIRST)
+        if moment + SCALE in tensors
+        else tensors[moment].float()
         for moment in (FIRST, SECOND)
     ]
     first, second = group["betas"]
     adamw(
-        [weight], [grad], moments[:1], moments[1:], [], [step], fused=True, amsgrad=False, beta1=first, beta2=second,
-        lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-    )  # fmt: skip
-    _store(kept["weight"], weight, part.bits, 0)
-    for number, (moment, values) in enumerate(zip((FIRST, SECOND), moments, strict=True), start=1):
-        if moment + SCALE in kept:
-            block = values.shape[1] // kept[moment + SCALE].shape[1]
-            codes, scales = encode(values, block, signed=moment == FIRST)
-            kept[moment].copy_(codes)
-            kept[moment + SCALE].copy_(scales)
-        else:
-            _store(kept[moment], values, part.bits, number)
-
-
-def _store(kept: Tensor, values: Tensor, bits: list[Tensor], number: int) -> None:
-    """``values``, in the dtype of ``kept``, which may be the same tensor."""
-    if kept.dtype == torch.bfloat16:
-        kept.copy_(round_stochastically(values, bits[number]))
-    elif kept.data_ptr() != values.data_ptr():
-        kept.copy_(values)
-
-
-def _scales(parameter: Tensor, block: int) -> Tensor:
-    """Zeros, ``[rows, blocks in a row]``, on the ranks that have these rows."""
-    shape = (parameter.shape[0], parameter.shape[1:].numel() // block)
-    if not isinstance(parameter, DTensor):
-        return torch.zeros(shape, device=parameter.device)
-    own = torch.zeros((len(parameter.to_local()), shape[1]), device=parameter.to_local().device)
-    return DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        [weight],
+        [grad],
+        averages[:1],
+        averages[1:],
+        [],
+        [step],
+        fused=True,
+        amsgrad=False,
+        beta1=first,
+        beta2=second,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
     )
+    for number, (name, values) in enumerate(zip(("weight", FIRST, SECOND), (weight, *averages), strict=True)):
+        stored = tensors[name]
+        if name + SCALE in tensors:
+            block = values.shape[1] // tensors[name + SCALE].shape[1]
+            codes, scales = encode(values, block, signed=name == FIRST)
+            stored.copy_(codes)
+            tensors[name + SCALE].copy_(scales)
+        elif stored.dtype == torch.bfloat16:
+            stored.copy_(round_stochastically(values, bits[number]))
+        elif stored.data_ptr() != values.data_ptr():
+            stored.copy_(values)
 
 
 LARGEST = 256
@@ -158,7 +149,7 @@ _SMALLEST_SCALE = 1e-12
 
 
 def block_of(shape: torch.Size) -> int:
-    """Numbers in a block: the largest divisor of a row's size that is no larger than 256; 0: it stays as it is."""
+    """Numbers in a block: the largest divisor of a row's size that is at most 256; 0: the tensor is not encoded."""
     if len(shape) < 2:
         return 0
     row = shape[1:].numel()
@@ -168,7 +159,7 @@ def block_of(shape: torch.Size) -> int:
 
 @cache
 def codebook(signed: bool, device: torch.device) -> Tensor:
-    """``[256]``, rising: what each code stands for, of a block's largest number.
+    """``[256]``, ascending: the value of each code, as a share of a block's largest number.
 
     Seven decades, each with twice as many values as the one below it: the paper's dynamic tree.
     """
@@ -182,14 +173,14 @@ def codebook(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _borders(signed: bool, device: torch.device) -> Tensor:
-    book = codebook(signed, device)
-    return (book[1:] + book[:-1]) / 2
+    values = codebook(signed, device)
+    return (values[1:] + values[:-1]) / 2
 
 
 def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes, uint8 ``[rows, row]``, and scales ``[rows, row / block]`` of float32 ``values`` ``[rows, row]``.
 
-    Without sign, what is not 0 gets no code of 0: a step is divided by the root of it.
+    Unsigned values other than 0 never get the code of 0: a step is divided by their root.
     """
     blocks = values.view(len(values), -1, block)
     scales = blocks.abs().amax(-1).clamp_(min=_SMALLEST_SCALE)
@@ -209,32 +200,32 @@ _WORD = 0xFFFF
 
 
 def linear_indices(parameter: Tensor) -> list[Tensor]:
-    """Of this rank's part: per dimension, what an index there adds to a number's place in the whole tensor."""
+    """Of this rank's shard: per dimension, what an index there adds to a number's flat index in the whole tensor."""
     sizes, offsets = tuple(parameter.shape), (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-    found, stride = [], 1
+    indices, stride = [], 1
     for size, offset, whole in zip(reversed(sizes), reversed(offsets), reversed(parameter.shape), strict=True):
-        found.append((torch.arange(size, device=parameter.device) + offset) * stride)
+        indices.append((torch.arange(size, device=parameter.device) + offset) * stride)
         stride *= whole
-    return found[::-1]
+    return indices[::-1]
 
 
-def random_bits(where: list[Tensor], key: int) -> list[Tensor]:
-    """Three numbers of 16 random bits for each place, int32, ``[rows, row]`` of what ``where`` spans.
+def random_bits(indices: list[Tensor], key: int) -> list[Tensor]:
+    """Three numbers of 16 random bits for each flat index, int32, ``[rows, row]``, of the ``linear_indices``.
 
-    They are a hash of place and key (the finalizer of SplitMix64, Steele et al. 2014).
+    They are a hash of index and key (the finalizer of SplitMix64, Steele et al. 2014).
     """
-    begin = Random(key).getrandbits(64)  # keys that are neighbours are far apart
-    bits = torch.full((1,) * len(where), _signed(begin), dtype=torch.int64, device=where[0].device)
-    for dimension, index in enumerate(where):
-        bits = bits + index.view([-1 if d == dimension else 1 for d in range(len(where))])
+    begin = Random(key).getrandbits(64)  # of neighbouring keys they are far apart
+    bits = torch.full((1,) * len(indices), _signed(begin), dtype=torch.int64, device=indices[0].device)
+    for dimension, index in enumerate(indices):
+        bits = bits + index.view([-1 if d == dimension else 1 for d in range(len(indices))])
     bits.mul_(_signed(0x9E3779B97F4A7C15))
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
-    bits = bits.view(len(where[0]), -1)
+    bits = bits.view(len(indices[0]), -1)
     return [((bits >> shift) & _WORD).int() for shift in (0, 16, 32)]
 
 

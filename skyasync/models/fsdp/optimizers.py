@@ -1,15 +1,16 @@
 """Optimizers, gradient norms and clipping: AdamW, in full or with a low-precision state, or Muon for the matrices of a
 model's layers and AdamW for all else.
 
-Invariant: Muon turns a matrix whole, whatever its shards: every rank gathers it, does the same with it, and keeps its
-own part, so one gradient makes the same weights bit for bit on any number of ranks. The arithmetic is torch's own Muon,
-its step scaled so that AdamW's learning rates and weight decay fit (``match_rms_adamw``: Liu et al. 2025, "Muon is
-Scalable for LLM Training").
+Invariant: Muon orthogonalizes a matrix whole, whatever its shards: every rank gathers it, computes the same update and
+keeps its own part. One gradient gives bitwise the same weights on any number of ranks. The arithmetic is torch's own
+Muon; its steps are scaled so that AdamW's learning rates and weight decay fit (``match_rms_adamw``: Liu et al. 2025,
+"Muon is Scalable for LLM Training").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,15 +37,15 @@ def make_optimizer(
     Muon has the two-dimensional weights of decoder layers: neither embeddings nor a head, nor stacked experts.
 
     Args:
-        seed: of weights that are rounded by chance.
+        seed: of stochastic rounding.
     """
     learnt = list(learnt)
-    turned: set[nn.Parameter] = set()
+    matrices: set[nn.Parameter] = set()
     if settings.name == "muon":
-        turned = {p for layer in decoder_layers(wrapper) for p in layer.parameters() if p.dim() == 2}
+        matrices = {p for layer in decoder_layers(wrapper) for p in layer.parameters() if p.dim() == 2}
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in learnt if p in turned], "weight_decay": settings.weight_decay, "muon": True},
-        {"params": [p for p in learnt if p.dim() > 1 and p not in turned], "weight_decay": settings.weight_decay},
+        {"params": [p for p in learnt if p in matrices], "weight_decay": settings.weight_decay, "muon": True},
+        {"params": [p for p in learnt if p.dim() > 1 and p not in matrices], "weight_decay": settings.weight_decay},
         {"params": [p for p in learnt if p.dim() <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -54,48 +55,24 @@ def make_optimizer(
         groups = [{"muon": False, **group} for group in groups]
         return MuonAdamW(groups, momentum=settings.muon_momentum, **options)
     if is_low_precision(settings):
+
+        def accumulate_in_float32(parameter: Tensor) -> None:
+            """FSDP2 and autograd add a micro-batch's gradient to the existing one, in the dtype of that."""
+            assert parameter.grad is not None
+            if parameter.grad.dtype != torch.float32:
+                parameter.grad = parameter.grad.float()
+
         for parameter in learnt:
             if parameter.dtype == torch.bfloat16:
-                _add_up_in_float32(parameter)
+                parameter.grad_dtype = None  # of any dtype
+                parameter.register_post_accumulate_grad_hook(accumulate_in_float32)
         return LowPrecisionAdamW(groups, eight_bits=settings.name == "adamw_8bit", seed=seed, **options)
     return torch.optim.AdamW(groups, **options)
 
 
 def is_low_precision(settings: OptimizerConfig) -> bool:
-    """Moments of eight bits, or weights rounded by chance: both go by the rows of a matrix (``LowPrecisionAdamW``)."""
+    """An eight-bit optimizer state, or stochastic rounding: both go by the rows of a matrix (``LowPrecisionAdamW``)."""
     return settings.name == "adamw_8bit" or settings.bf16_stochastic_round
-
-
-def master_dtype(settings: OptimizerConfig, computing: torch.dtype, section: str) -> torch.dtype:
-    """Dtype of the weights between steps.
-
-    Args:
-        computing: dtype of the role's model.
-        section: the role's, for errors.
-
-    Raises:
-        UserError: if weights are to be rounded to a dtype that is not the model's.
-    """
-    if not settings.bf16_stochastic_round:
-        return torch.float32
-    if computing != torch.bfloat16:
-        raise UserError(
-            f"{section}.optimizer_config.bf16_stochastic_round=true is for weights in bfloat16, and here they are "
-            f"{str(computing).removeprefix('torch.')}: set {section}.model.dtype=bfloat16, or remove it"
-        )
-    return torch.bfloat16
-
-
-def _add_up_in_float32(parameter: nn.Parameter) -> None:
-    """FSDP2 and autograd add a micro-batch's gradient to the existing one, in the dtype of that."""
-
-    def longer(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if parameter.grad.dtype != torch.float32:
-            parameter.grad = parameter.grad.float()
-
-    parameter.grad_dtype = None  # of any dtype
-    parameter.register_post_accumulate_grad_hook(longer)
 
 
 class MuonAdamW(torch.optim.AdamW):
@@ -112,7 +89,7 @@ class MuonAdamW(torch.optim.AdamW):
         self._momentum = momentum
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """AdamW looks for its own moments in all groups that it is given."""
+        """AdamW looks for its own state in all groups that it is given."""
         super().__setstate__({**state, "param_groups": [g for g in state["param_groups"] if not g["muon"]]})
         self.param_groups = state["param_groups"]
 
@@ -126,85 +103,65 @@ class MuonAdamW(torch.optim.AdamW):
             self.param_groups = everything
         for group in everything:
             for parameter in group["params"] if group["muon"] else ():
-                if parameter.grad is not None:
-                    self._turn(parameter, group["lr"], group["weight_decay"])
-
-    def _turn(self, parameter: Tensor, lr: float, weight_decay: float) -> None:
-        state = self.state[parameter]
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter)
-        assert parameter.grad is not None
-        state[MOMENTUM].lerp_(parameter.grad, 1 - self._momentum)
-        update = parameter.grad.lerp(state[MOMENTUM], self._momentum)
-        if isinstance(update, DTensor) and isinstance(parameter, DTensor):
-            whole = _orthogonal(update.full_tensor(), lr)
-            # Every rank has the whole: nothing is sent.
-            moved: Tensor = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        else:
-            moved = _orthogonal(update, lr)
-        parameter.mul_(1 - lr * weight_decay).add_(moved)
-
-
-def _orthogonal(update: Tensor, lr: float) -> Tensor:
-    """What torch's Muon adds to a matrix for this update: it is given one of zeros, and neither momentum nor decay."""
-    added = nn.Parameter(torch.zeros_like(update))
-    added.grad = update
-    torch.optim.Muon(
-        [added], lr=lr, momentum=0.0, nesterov=False, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-    ).step()
-    return added.detach()
+                if parameter.grad is None:
+                    continue
+                state, lr = self.state[parameter], group["lr"]
+                if MOMENTUM not in state:
+                    state[MOMENTUM] = torch.zeros_like(parameter)
+                state[MOMENTUM].lerp_(parameter.grad, 1 - self._momentum)
+                update = parameter.grad.lerp(state[MOMENTUM], self._momentum)
+                # What torch's Muon adds to a matrix of zeros, without momentum and decay.
+                added = nn.Parameter(torch.zeros(update.shape, dtype=update.dtype, device=update.device))
+                added.grad = update.full_tensor() if isinstance(update, DTensor) else update
+                torch.optim.Muon(
+                    [added], lr=lr, momentum=0.0, nesterov=False, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+                ).step()
+                step = added.detach()
+                if isinstance(parameter, DTensor):  # every rank has the whole: nothing is sent
+                    step = distribute_tensor(step, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.mul_(1 - lr * group["weight_decay"]).add_(step)
 
 
 _ROUNDING = 1e-3
-"""Of a gradient's norm: kernels that add up in no fixed order differ by far less."""
+"""Share of a gradient's norm; summation in no fixed order differs by far less."""
 
 
-def total_norm(gradients: Sequence[Tensor], mesh: Mesh | None) -> Tensor:
-    """Of all ranks' shards; what the tensor dimension has whole counts on its first rank."""
-    if mesh is None or mesh.tensor is None:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-    first = mesh.tensor.get_local_rank() == 0  # torch's function takes tensors of one mesh
-    counted = [local(g) for g in gradients if first or is_tensor_parallel(g)]
-    squares = torch.zeros((), dtype=torch.float64, device=local(gradients[0]).device)
-    if counted:
-        squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
-    dist.all_reduce(squares)
-    return squares.sqrt().float()
-
-
-def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """As torch's ``clip_grads_with_norm_``, which takes tensors of one mesh."""
-    if gradients:
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
-
-
+@dataclass
 class TrainedPart:
-    """A part of a model with an optimizer, a clipped gradient norm and metrics of its own."""
+    """A part of a model with its own optimizer, gradient norm and metrics."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float) -> None:
-        self.module, self.optimizer, self.totals = module, optimizer, Totals()
-        self._max_norm, self._norm = max_grad_norm, torch.zeros(())
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    max_grad_norm: float
+    totals: Totals = field(default_factory=Totals)
+    norm: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def measure(self, scale: float, mesh: Mesh | None) -> Tensor:
-        """Scale the gradient; its norm. All ranks call it."""
+        """Scale the gradient; its norm over all ranks' shards. All ranks call it."""
         gradients = self._gradients()
         if scale != 1.0:
             for gradient in gradients:
                 gradient.mul_(scale)
-        self._norm = total_norm(gradients, mesh)
-        return self._norm
+        if mesh is None or mesh.tensor is None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            return self.norm
+        # torch's function takes tensors of one mesh. What the tensor dimension replicates counts on its first rank.
+        first = mesh.tensor.get_local_rank() == 0
+        counted = [local(g) for g in gradients if first or is_tensor_parallel(g)]
+        squares = torch.zeros((), dtype=torch.float64, device=local(gradients[0]).device)
+        if counted:
+            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        dist.all_reduce(squares)
+        self.norm = squares.sqrt().float()
+        return self.norm
 
     def clip(self) -> None:
-        """The gradient that was measured, to the configured norm."""
-        if self._max_norm:
-            clip(self._gradients(), self._norm, self._max_norm)
-
-    def step(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+        """Clip the measured gradient, as torch's ``clip_grads_with_norm_``, which takes tensors of one mesh."""
+        gradients = self._gradients()
+        if self.max_grad_norm and gradients:
+            factor = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 
     def drop_gradient(self) -> None:
         self.totals = Totals()
@@ -214,36 +171,35 @@ class TrainedPart:
         return [p.grad for p in self.module.parameters() if p.grad is not None]
 
 
-def check_replicated_gradients(model: TokenModel, mesh: Mesh | None) -> bool:
-    """True: what all ranks of the tensor axis hold whole has one gradient.
+def check_replicated_gradients(model: TokenModel, mesh: Mesh | None) -> None:
+    """Compare the gradients of what all ranks of the tensor dimension hold whole.
 
-    A plan that forgets a parameter which works on a part of the heads is found out before a weight changes; the ranks'
-    copies would drift apart in silence.
+    A tensor-parallel plan may lack a parameter that works on a part of the heads. The ranks' copies of it would drift
+    apart without an error; here it is found before a weight changes.
 
     Raises:
-        UserError: on all ranks of the axis, naming a parameter whose gradients differ.
+        UserError: on all ranks of the dimension, naming a parameter whose gradients differ.
     """
     named = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
     whole = [(name, local(grad)) for name, grad in named if not is_tensor_parallel(grad)]
     if mesh is None or mesh.tensor is None or not whole:
-        return True
-    seen = torch.stack([torch.stack([grad.norm(), grad.sum()]) for _, grad in whole]).double()
-    most, least = seen.clone(), seen.clone()
+        return
+    own = torch.stack([torch.stack([grad.norm(), grad.sum()]) for _, grad in whole]).double()
+    most, least = own.clone(), own.clone()
     dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.tensor_group)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.tensor_group)
-    apart = ((most - least).amax(1) > _ROUNDING * most[:, 0]).nonzero().flatten().tolist()
-    if apart:
-        family, name = type(model.model).__name__, whole[apart[0]][0]
+    different = ((most - least).amax(1) > _ROUNDING * most[:, 0]).nonzero().flatten().tolist()
+    if different:
+        family, name = type(model.model).__name__, whole[different[0]][0]
         raise UserError(
-            f"trainer.parallel.tensor={mesh.axes.tensor}: the ranks found different gradients for {name}, which all "
+            f"trainer.parallel.tensor={mesh.shape.tensor}: the ranks have different gradients of {name}, which all "
             f"hold whole: transformers' plan for {family} splits what it works on and does not say so: set "
             f"trainer.parallel.tensor=1"
         )
-    return True
 
 
 def is_tensor_parallel(gradient: Tensor) -> bool:
-    """Whether the tensor axis has it in parts: its mesh is then that of shards and that axis."""
+    """Whether the tensor dimension splits it: its mesh then has the dimensions of shards and of tensor."""
     if not isinstance(gradient, DTensor) or gradient.device_mesh.ndim == 1:
         return False
     return not gradient.placements[-1].is_replicate()

@@ -1,9 +1,9 @@
-"""Frozen weights in fewer bits (QLoRA, arXiv 2305.14314): sharded and gathered as codes, computed with as numbers.
+"""Low-precision frozen weights (QLoRA, arXiv 2305.14314): sharded and gathered as codes, computed with as numbers.
 
-Invariant: what is computed with, sent to engines and exported is one thing, the numbers that the codes stand for.
-Blocks lie within rows and shards are whole rows, so the codes are the same on any number of ranks. FSDP2 gathers the
-codes and has them turned into numbers, a layer at a time (its ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``);
-whatever else is done with such a weight is done with its numbers.
+Invariant: what is computed with, sent to engines and exported is the same: the numbers that the codes stand for.
+Blocks are parts of rows and shards are whole rows, so the codes are the same on any number of ranks. FSDP2 gathers the
+codes and dequantizes them, a layer at a time (its ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``); any other
+operation on such a weight takes its numbers.
 
 NF4 is bitsandbytes' own, in blocks of 64 or 32 with a float32 scale each; int8 is a row's largest magnitude over 127.
 """
@@ -25,11 +25,11 @@ from skyasync.heap import give_back
 
 KEY = "trainer.policy.lora.base_dtype"
 BLOCKS = {"nf4": (64, 32)}
-"""Numbers that share a scale: the first of these that divides a row; of the other kinds a row is one block."""
+"""Numbers that share a scale: the first of these that divides a row; for other kinds a row is one block."""
 
 SCALE = 4  # bytes of one
 ON_A_CPU = 1 << 14
-"""Numbers that are made codes at a time there."""
+"""Numbers that are quantized at once."""
 
 _aten: Any = torch.ops.aten
 
@@ -50,9 +50,9 @@ class QuantizedRows(torch.Tensor):
     def __new__(
         cls: type[QuantizedRows], packed: Tensor, about: tuple[str, int], size: Sequence[int], dtype: torch.dtype
     ) -> QuantizedRows:
-        found: QuantizedRows = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=packed.device)
-        found.packed, found.about = packed, about
-        return found
+        rows: QuantizedRows = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=packed.device)
+        rows.packed, rows.about = packed, about
+        return rows
 
     def __init__(self, *args: object) -> None: ...
 
@@ -65,7 +65,7 @@ class QuantizedRows(torch.Tensor):
         return _decode(self.packed, self.about, self.dtype).view(self.shape)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """By this FSDP recognizes memory that it has already."""
+        """FSDP compares it to recognize its own memory."""
         return self.packed.untyped_storage()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -102,10 +102,10 @@ class QuantizedRows(torch.Tensor):
 
 
 def quantize_base(model: PreTrainedModel, kind: str) -> None:
-    """Hold a sharded model's frozen matrices as codes: of its linear layers, but for the head.
+    """Quantize a sharded model's frozen matrices: of its linear layers, but for the head.
 
     Raises:
-        UserError: if there is none, or one that cannot be cut so.
+        UserError: if there is none, or one whose rows cannot be divided.
     """
     homes = {id(p): layer for layer in model.modules() if isinstance(layer, FSDPModule) for p in layer.parameters()}
     for name, weight in _matrices(model, kind):
@@ -117,27 +117,27 @@ def quantize_base(model: PreTrainedModel, kind: str) -> None:
             )
         weight._local_tensor = QuantizedRows.of(weight.to_local(), kind)
         if home := homes.get(id(weight)):
-            home._apply(lambda tensor: tensor)  # FSDP takes note, and lets go of the numbers before the next
+            home._apply(lambda tensor: tensor)  # FSDP registers the codes and frees the numbers
             give_back()
 
 
 def round_to_quantized(model: PreTrainedModel, kind: str) -> None:
-    """Make a plain model's matrices the numbers that ``quantize_base`` leaves of them."""
+    """Replace a plain model's matrices by their numbers after ``quantize_base``."""
     for _, weight in _matrices(model, kind):
         weight.data = QuantizedRows.of(weight.data, kind).numbers()
 
 
 def _matrices(model: PreTrainedModel, kind: str) -> Iterator[tuple[str, nn.Parameter]]:
-    head, found = model.get_output_embeddings(), False
+    head, any_matrix = model.get_output_embeddings(), False
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or module is head or module.weight.requires_grad:
             continue
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
         if _block(weight.shape[1], kind):
-            found = True
+            any_matrix = True
             yield name, weight
-    if not found:
+    if not any_matrix:
         raise UserError(
             f"{KEY}={kind}: {type(model).__name__} has no linear layer whose rows are blocks of "
             f"{' or '.join(map(str, BLOCKS.get(kind, ()))) or 'any length'}: leave the key empty"
@@ -145,26 +145,25 @@ def _matrices(model: PreTrainedModel, kind: str) -> Iterator[tuple[str, nn.Param
 
 
 def _block(width: int, kind: str) -> int:
-    """0: rows of this length cannot be cut."""
+    """Numbers in a block of a row; 0: rows of this length cannot be divided."""
     return next((block for block in BLOCKS.get(kind, (width,)) if width % block == 0), 0)
 
 
 def _encode(weight: Tensor, kind: str) -> Tensor:
-    """On a CPU some rows at a time: bitsandbytes weighs all sixteen codes of each number there, in 200 bytes of it."""
+    """Uint8 ``[rows, bytes]``, some rows at a time on a CPU: bitsandbytes needs 200 bytes per number there."""
+    packed: list[Tensor] = []
     at_once = max(1, ON_A_CPU // max(1, weight.shape[1])) if weight.device.type == "cpu" else max(1, len(weight))
-    return torch.cat([_encode_rows(rows, kind) for rows in weight.split(at_once)])
-
-
-def _encode_rows(rows: Tensor, kind: str) -> Tensor:
-    if kind == "int8":
-        scales = (rows.float().abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        codes = (rows.float() / scales).round().to(torch.int8)
-    else:
-        block = _block(rows.shape[1], kind)
-        codes, state = _library().quantize_4bit(rows.contiguous(), blocksize=block, quant_type=kind)
-        scales = state.absmax
-    pieces = [part.contiguous().view(rows.shape[0], -1).view(torch.uint8) for part in (codes, scales)]
-    return torch.cat(pieces, 1)
+    for rows in weight.split(at_once):
+        if kind == "int8":
+            scales = (rows.float().abs().amax(1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+            codes = (rows.float() / scales).round().to(torch.int8)
+        else:
+            block = _block(rows.shape[1], kind)
+            codes, state = _library().quantize_4bit(rows.contiguous(), blocksize=block, quant_type=kind)
+            scales = state.absmax
+        parts = [part.contiguous().view(rows.shape[0], -1).view(torch.uint8) for part in (codes, scales)]
+        packed.append(torch.cat(parts, 1))
+    return torch.cat(packed)
 
 
 def _decode(packed: Tensor, about: tuple[str, int], dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,13 @@
 """The mesh of a model's ranks: which of them shard weights among each other, split sequences, split matrices.
 
 Invariant: there is one mesh, and every process group comes from it. All ranks of the default process group make it
-together. Weights are sharded (FSDP2) over the ranks that differ in rows or in their part of a sequence, so that the
-gradient's sum over these is the reduction that FSDP2 makes anyway; a matrix that is split is split over ``tensor``.
+together. Weights are sharded (FSDP2) over the ranks that differ in rows or in their slice of a sequence: FSDP2's
+reduction is then the sum of the gradient over these ranks. A matrix that is split is split over ``tensor``.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
-from skyasync.models.axes import Axes
+from skyasync.models import MeshShape
 
 DATA, CONTEXT, TENSOR, REPLICA, SHARD = "data", "context", "tensor", "replica", "shard"
 
@@ -31,9 +29,9 @@ HOST, LOOPBACK = torch.device("cpu"), "127.0.0.1"
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh of one model. A group is None where its axis has one rank."""
+    """The mesh of one model. The group of a dimension with one rank is None."""
 
-    axes: Axes
+    shape: MeshShape
     shard: DeviceMesh
     tensor: DeviceMesh | None = None
     data_group: dist.ProcessGroup | None = None
@@ -41,32 +39,20 @@ class Mesh:
     tensor_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def make(cls, device_type: str, axes: Axes, fsdp_size: int = 0) -> Mesh:
-        if axes.sharing == 1:
-            if fsdp_size in (0, axes.ranks):
-                mesh = init_device_mesh(device_type, (axes.ranks,))
+    def make(cls, device_type: str, shape: MeshShape, fsdp_size: int = 0) -> Mesh:
+        if shape.non_data == 1:
+            if fsdp_size in (0, shape.ranks):
+                mesh = init_device_mesh(device_type, (shape.ranks,))
             else:  # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among replicas
-                shape = (axes.ranks // fsdp_size, fsdp_size)
-                mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICA, SHARD))
-            return cls(axes, mesh, data_group=dist.group.WORLD if axes.ranks > 1 else None)
-        mesh = init_device_mesh(
-            device_type, (axes.data, axes.context, axes.tensor), mesh_dim_names=(DATA, CONTEXT, TENSOR)
-        )
-        # Of gathering what both axes have cut: a line for every kind of parameter, that it takes two collectives.
+                replicas = shape.ranks // fsdp_size
+                mesh = init_device_mesh(device_type, (replicas, fsdp_size), mesh_dim_names=(REPLICA, SHARD))
+            return cls(shape, mesh, data_group=dist.group.WORLD if shape.ranks > 1 else None)
+        sizes, names = (shape.data, shape.context, shape.tensor), (DATA, CONTEXT, TENSOR)
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        # It warns of every kind of parameter that two dimensions shard: gathering it takes two collectives.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-        shard = mesh[DATA, CONTEXT]._flatten(SHARD)
-
-        def group(name: str, size: int) -> dist.ProcessGroup | None:
-            return mesh[name].get_group() if size > 1 else None
-
-        return cls(
-            axes,
-            shard,
-            mesh[TENSOR] if axes.tensor > 1 else None,
-            group(DATA, axes.data),
-            group(CONTEXT, axes.context),
-            group(TENSOR, axes.tensor),
-        )
+        groups = [mesh[name].get_group() if size > 1 else None for name, size in zip(names, sizes, strict=True)]
+        return cls(shape, mesh[DATA, CONTEXT]._flatten(SHARD), mesh[TENSOR] if shape.tensor > 1 else None, *groups)
 
 
 def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -87,41 +73,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(parameter: DTensor, whole: Tensor) -> Tensor:
-    """This rank's part of a tensor, laid out as ``parameter`` is."""
-    part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    assert isinstance(part, DTensor)
-    return part.to_local()
-
-
 def process_group_backend(device_type: str, cpu_offload: str, *, colocated: bool = False) -> str:
-    """NCCL takes tensors of GPUs alone; weights that lie on the host are gathered by gloo.
+    """NCCL takes tensors of GPUs alone; weights in host memory are gathered by gloo.
 
     Args:
-        colocated: weights lie on the host while engines have the GPUs, and an engine may join late.
+        colocated: weights are in host memory while engines use the GPUs, and an engine may join late.
     """
     if device_type != "cuda":
         return "gloo"
     return "cpu:gloo,cuda:nccl" if cpu_offload == PARAMETERS or colocated else "nccl"
-
-
-def loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo" if "lo" in names else "lo0"
-
-
-def offload_policy(kind: str, device: torch.device) -> OffloadPolicy:
-    """FSDP2's, of weights that are computed with on ``device``."""
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if kind == PARAMETERS else OffloadPolicy()
-
-
-def place(model: nn.Module, kind: str, device: torch.device) -> None:
-    """Everything where a call finds it: on the device, or all but the weights, which FSDP2 brings from the host."""
-    if kind != PARAMETERS:
-        model.to(device)
-        return
-    model.to(HOST)
-    move_buffers(model, device)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -136,8 +96,8 @@ def move_weights(model: nn.Module, device: torch.device) -> None:
     model._apply(lambda tensor: moved(tensor, device))
 
 
-def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """All of the optimizer's state, steps included: the fused AdamW wants them where the parameters are."""
+def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """All of the optimizer's state, also steps: the fused AdamW needs them on the parameters' device."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, Tensor):
@@ -145,5 +105,5 @@ def move_moments(optimizer: torch.optim.Optimizer, device: torch.device) -> None
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the device already: the tensor itself."""
+    """A tensor that is on the device already is not copied."""
     return tensor.to(device)

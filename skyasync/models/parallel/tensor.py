@@ -1,14 +1,14 @@
-"""A model's matrices split over the tensor axis, by the plan that transformers has for its family.
+"""A model's matrices split over the tensor dimension, by the plan that transformers has for its family.
 
-Invariant: the model's gradient is that of the whole model. What the plan splits is split there; embeddings, norms and
-routers are whole on every rank of the axis, which computes the same with them. A linear head is split by vocabulary,
-where the axis divides it, and answers with this rank's part of the logits; embeddings tied to it are split too.
+Invariant: the model's gradient is that of the whole model. Embeddings, norms and routers are whole on every rank of the
+dimension, which computes the same with them. A linear head is split by vocabulary, if the dimension divides it, and
+returns this rank's part of the logits; embeddings tied to it are split too.
 
 A split product is a sum over ranks. transformers' styles round each rank's part to bfloat16 before the sum; here the
-parts travel as float32 and their sum is rounded once, as on one rank:
+parts are sent as float32 and their sum is rounded once, as on one rank:
 
-    columns: y = x W' + b by this rank's rows of W;  dx = round(sum over ranks of dy W)
-    rows:    y = round(sum over ranks of x W' + b) by its columns;  dx = dy W
+    column-wise: y = x W' + b by this rank's rows of W;  dx = round(sum over ranks of dy W)
+    row-wise:    y = round(sum over ranks of x W' + b) by its columns;  dx = dy W
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import (
     ALL_PARALLEL_STYLES,
@@ -37,6 +37,7 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from skyasync.errors import UserError
+from skyasync.models.fsdp.sharding import local
 from skyasync.models.parallel.context import ATTENDING
 from skyasync.models.parallel.vocabulary import Vocabulary, sum_gradients_over_group, sum_over_group
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 KEY = "trainer.parallel.tensor"
 COLUMNS, ROWS = "skyasync_columns", "skyasync_rows"
 NORM, EMBEDDING, EXPERTS = "skyasync_norm_of_own_heads", "skyasync_vocabulary_embedding", "skyasync_whole_experts"
-_OWN_PIECES = {
+_SUPPORTED = {
     COLUMNS,
     ROWS,
     "colwise_gather_output",
@@ -57,24 +58,35 @@ _OWN_PIECES = {
     EXPERTS,
     EMBEDDING,
 }
-"""Styles whose parts are single pieces of a weight; packed ones are not, and checkpoints of shards hold pieces."""
-
+"""Styles whose parts are slices of a weight, as checkpoints of shards need; those of packed weights are not."""
 
 _OURS = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": NORM}
-"""Ours instead of transformers' styles."""
+"""Replacements of transformers' styles."""
 
 _ADAPTED = {COLUMNS: "lora_B", ROWS: "lora_A"}
-"""The half of an adapter that is split as the adapted layer."""
+"""The half of an adapter that is split like the adapted layer."""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
-    """Split a model that has no memory yet; returns which part of the logits its head answers with, None for all.
+    """Split a model that has no memory yet; returns which part of the logits its head computes, None for all.
 
     Raises:
         UserError: for a family without a plan, or a size that does not divide its heads or experts.
     """
     size, head = mesh.size(), model.get_output_embeddings()
-    _check(model, size)
+    config, family = model.config.get_text_config(), type(model).__name__
+    if len(model.tp_plan) < 2:  # a head alone is no plan
+        raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1")
+    others = set(getattr(config, "layer_types", None) or ()) - ATTENDING
+    if others:
+        raise UserError(
+            f"{KEY}={size} splits heads, and {family} has layers of another kind ({min(others)}): set {KEY}=1"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count % size:
+            fits = [str(n) for n in range(1, count + 1) if count % n == 0]
+            raise UserError(f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}")
     plan = _plan(model)
     by_vocabulary = isinstance(head, nn.Linear) and head.out_features % size == 0
     embeddings = model.get_input_embeddings()
@@ -85,27 +97,30 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     if tied:
         plan[_key(model, embeddings)] = EMBEDDING
     for name, style in plan.items():
-        if style not in _OWN_PIECES:
+        if style not in _SUPPORTED:
             raise UserError(
-                f"{KEY}: transformers splits {name} of {type(model).__name__} by {style}, which "
+                f"{KEY}: transformers splits {name} of {family} by {style}, which "
                 f"gradients or checkpoints of shards do not take here: set {KEY}=1"
             )
     apply_tensor_parallelism(model, mesh, plan)
     if tied:
         head.weight = embeddings.weight
-    return Vocabulary.of(mesh, head.out_features) if by_vocabulary else None
+    if not by_vocabulary:
+        return None
+    share = head.out_features // size
+    return Vocabulary(mesh.get_group(), size, share * mesh.get_local_rank(), share)
 
 
 def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the halves of adapters of split layers: B with the outputs, A with the inputs.
 
-    The other half is whole on every rank, which finds the whole of its gradient.
+    The other half is whole on every rank, which computes all of its gradient.
 
     Args:
         layers: peft's, by the names that the linear layers in them have in the plan.
 
     Raises:
-        UserError: naming a layer that is split in a way which adapters do not follow.
+        UserError: naming a layer that is split in a way that adapters do not follow.
     """
     from peft.tuners.lora.model import add_lora_tp_hooks_dtensor
 
@@ -128,20 +143,20 @@ def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedMod
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:
-    """The library's for this model, with experts left whole and without its head."""
-    found = dict(model.tp_plan)
+    """transformers' plan for this model, with whole experts and without its head."""
+    plan = dict(model.tp_plan)
     head = model.get_output_embeddings()
     if head is not None:
-        found.pop(_key(model, head), None)
-    experts = [name for name, style in found.items() if style == "moe_tp_experts"]
-    for name, style in found.items():
+        plan.pop(_key(model, head), None)
+    experts = [name for name, style in plan.items() if style == "moe_tp_experts"]
+    for name, style in plan.items():
         if name in experts:
-            found[name] = EXPERTS
+            plan[name] = EXPERTS
         elif any(name.startswith(f"{module}.") for module in experts):
-            found[name] = "grouped_gemm"
+            plan[name] = "grouped_gemm"
         else:
-            found[name] = _OURS.get(style, style)
-    return found
+            plan[name] = _OURS.get(style, style)
+    return plan
 
 
 def _key(model: PreTrainedModel, module: nn.Module) -> str:
@@ -149,27 +164,11 @@ def _key(model: PreTrainedModel, module: nn.Module) -> str:
     return str(replace_layer_number_by_wildcard(name))
 
 
-def _check(model: PreTrainedModel, size: int) -> None:
-    config, family = model.config.get_text_config(), type(model).__name__
-    if len(model.tp_plan) < 2:  # a head alone is no plan
-        raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1")
-    kinds = set(getattr(config, "layer_types", None) or ()) - ATTENDING
-    if kinds:
-        raise UserError(
-            f"{KEY}={size} splits heads, and {family} has layers of another kind ({min(kinds)}): set {KEY}=1"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
-        count = getattr(config, name, None)
-        if isinstance(count, int) and count % size:
-            fits = [str(n) for n in range(1, count + 1) if count % n == 0]
-            raise UserError(f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}")
-
-
 class NormOfOwnHeads(TensorParallelLayer):
-    """A norm that each rank applies to its own heads, with weights that all have.
+    """A norm that each rank applies to its own heads, with weights that all ranks have.
 
-    The library's adds up gradients in a hook, once per backward pass, what has been added up before included: with
-    several micro-batches that is too much.
+    transformers' style sums the accumulated gradient over ranks in every backward pass: with several micro-batches that
+    is too much.
     """
 
     @contextmanager
@@ -184,7 +183,7 @@ class NormOfOwnHeads(TensorParallelLayer):
 
 
 class VocabularyEmbedding(TensorParallelLayer):
-    """Embeddings of which each rank holds those of a part of the vocabulary, as a head that is tied to them does."""
+    """Embeddings of which each rank holds a part of the vocabulary, like a head that is tied to them."""
 
     def shard_param(self, module: nn.Embedding, param: str, mesh: DeviceMesh) -> None:
         whole = module._parameters[param]
@@ -204,18 +203,17 @@ class VocabularyEmbedding(TensorParallelLayer):
             own = tokens - first
             others = (own < 0) | (own >= size)
             with _use_local_dtensor_params(module):
-                found = look_up(own.masked_fill(others, 0))
-            return sum_over_group(found.masked_fill(others[..., None], 0.0), group)
+                embedded = look_up(own.masked_fill(others, 0))
+            return sum_over_group(embedded.masked_fill(others[..., None], 0.0), group)
 
         module.forward = forward  # type: ignore[method-assign, assignment]
         return module
 
 
 class WholeExperts(MoeExpertsParallel):
-    """Experts of which each rank has some, whole; all ranks see all tokens, and their answers are added up.
+    """Experts of which each rank has some, whole; all ranks see all tokens, and their outputs are summed.
 
-    A token's experts on other ranks become the number behind the last of this rank's, which the library's experts leave
-    out.
+    A token's experts on other ranks get the number after the last of this rank's, which transformers' experts skip.
     """
 
     def transform_inputs_pre_forward(
@@ -239,7 +237,7 @@ class WholeExperts(MoeExpertsParallel):
 
 
 class _Float32Sum:
-    """Before a style of transformers': its linear layers compute by ``product``."""
+    """Mixin for a style of transformers: its linear layers compute by ``product``."""
 
     product: type[Function]
 
@@ -249,15 +247,12 @@ class _Float32Sum:
         group = mesh.get_group()
 
         def forward(states: Tensor) -> Tensor:
-            found: Tensor = self.product.apply(states, _local(module.weight), _local(module.bias), group)
-            return found
+            bias = None if module.bias is None else local(module.bias)
+            output: Tensor = self.product.apply(states, local(module.weight), bias, group)
+            return output
 
         module.forward = forward  # type: ignore[method-assign, assignment]
         return module
-
-
-def _local(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class _ColumnProduct(Function):
@@ -271,7 +266,7 @@ class _ColumnProduct(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         states, weight = ctx.saved_tensors
         own = gradients[0].flatten(0, -2)
-        of_states = _summed(_wide(own, weight), ctx.group).to(states.dtype) if ctx.needs_input_grad[0] else None
+        of_states = sum_over_group(_wide(own, weight), ctx.group).to(states.dtype) if ctx.needs_input_grad[0] else None
         return (None if of_states is None else of_states.view(states.shape), *_of_parameters(ctx, own, states), None)
 
 
@@ -279,7 +274,7 @@ class _RowProduct(Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(states, weight)
-        whole = _summed(_wide(states.flatten(0, -2), weight.t()), group)
+        whole = sum_over_group(_wide(states.flatten(0, -2), weight.t()), group)
         if bias is not None:
             whole += bias
         return whole.to(states.dtype).view(*states.shape[:-1], weight.shape[0])
@@ -293,24 +288,18 @@ class _RowProduct(Function):
 
 
 def _of_parameters(ctx: Any, gradient: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
-    """Of the weight and of the bias, which each rank finds for its part, or for a bias that all have."""
+    """Gradients of this rank's part of the weight, and of its part of the bias or of a bias that all ranks have."""
     of_weight = gradient.t() @ states.flatten(0, -2) if ctx.needs_input_grad[1] else None
     return of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:
-    """Their product in float32 at least, in which kernels add up anyway."""
+    """Their product in float32 at least, in which kernels accumulate anyway."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.device.type == "cuda":
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
-
-
-def _summed(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    whole = part.clone()  # what was multiplied may be kept for the backward pass
-    dist.all_reduce(whole, group=group)
-    return whole
 
 
 class Float32Colwise(_Float32Sum, ColwiseParallel):

@@ -1,13 +1,12 @@
-"""Log-probabilities from logits of which each rank of the tensor axis has a part of the vocabulary.
+"""Log-probabilities from logits of which each rank of the tensor dimension has a part of the vocabulary.
 
-Invariant: no rank holds the whole vocabulary, unless the distribution has filters, which must look at all of it: then
-the logits are gathered, as many as one rank without tensor parallelism would hold. All results are the same on every
-rank. A sum over ranks hands its gradient to each part; what each rank uses in a part of the work gets the sum of the
-parts' gradients.
+Invariant: no rank holds the whole vocabulary, unless the distribution has filters, which need all of it: then the
+logits are gathered, as many as one rank without tensor parallelism would hold. All results are the same on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
-from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,6 @@ class Vocabulary:
     ranks: int
     first: int
     size: int
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, vocabulary: int) -> Vocabulary:
-        size = vocabulary // mesh.size()
-        return cls(mesh.get_group(), mesh.size(), size * mesh.get_local_rank(), size)
 
     def scores(
         self, logits: Tensor, targets: Tensor, *, entropy: bool, entropy_gradient: bool
@@ -45,27 +38,27 @@ class Vocabulary:
         others = (own < 0) | (own >= self.size)
         chosen = logits.gather(1, own.masked_fill(others, 0)).masked_fill(others, 0.0)
         powers = (logits - most[:, None]).exp()
-        found = sum_over_group(torch.cat([powers.sum(-1, keepdim=True), chosen], 1), self.group)
-        total = found[:, 0]
+        sums = sum_over_group(torch.cat([powers.sum(-1, keepdim=True), chosen], 1), self.group)
+        total = sums[:, 0]
         normalizer = most + total.log()
-        logprobs = found[:, 1:] - normalizer[:, None]
+        logprobs = sums[:, 1:] - normalizer[:, None]
         if not entropy:
             return logprobs, None
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             mean = sum_over_group((powers * logits).sum(-1), self.group) / total
             return logprobs, normalizer - mean
 
-    def likeliest(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest tokens and their log-probabilities, ``[n, k]``; no gradient."""
+    def most_likely(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens and their log-probabilities, ``[n, k]``; no gradient."""
         most = self._most(logits)
         total = sum_over_group((logits - most[:, None]).exp().sum(-1), self.group)
         own, tokens = logits.topk(min(k, self.size))
-        parts = [[torch.empty_like(part) for _ in range(self.ranks)] for part in (own, tokens)]
-        for part, mine in zip(parts, (own, tokens + self.first), strict=True):
-            dist.all_gather(part, mine.contiguous(), group=self.group)
-        values, tokens = (torch.cat(part, 1) for part in parts)
-        found, which = values.topk(min(k, values.shape[1]))
-        return tokens.gather(1, which), found - (most + total.log())[:, None]
+        gathered = [[torch.empty_like(part) for _ in range(self.ranks)] for part in (own, tokens)]
+        for parts, mine in zip(gathered, (own, tokens + self.first), strict=True):
+            dist.all_gather(parts, mine.contiguous(), group=self.group)
+        values, tokens = (torch.cat(parts, 1) for parts in gathered)
+        values, index = values.topk(min(k, values.shape[1]))
+        return tokens.gather(1, index), values - (most + total.log())[:, None]
 
     def _most(self, logits: Tensor) -> Tensor:
         most = logits.detach().amax(-1)
@@ -117,13 +110,8 @@ class _SumOfGradients(Function):
         return whole, None
 
 
-def sum_over_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of what each has a part of; the gradient of a part is that of the sum."""
-    whole: Tensor = _SumOverGroup.apply(tensor, group)
-    return whole
+sum_over_group: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOverGroup.apply
+"""The sum over ranks; each rank's tensor gets the gradient of the sum."""
 
-
-def sum_gradients_over_group(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What all ranks have alike and each uses in its part of the work: the gradient is the sum of the parts'."""
-    same: Tensor = _SumOfGradients.apply(tensor, group)
-    return same
+sum_gradients_over_group: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOfGradients.apply
+"""The same tensor, which all ranks have and each uses in its part of the work: its gradient is the ranks' sum."""

@@ -1,29 +1,28 @@
-"""What a trainer saves of a run, and resumes from.
+"""Saving the state of a run, and resuming from it.
 
-Invariant: a checkpoint holds everything that decides the rest of the run, except the data, which it recognises: with
-other data the run does not go on. It is always the state between two steps, never that of a step half done.
+Invariant: a checkpoint holds everything that decides the rest of the run except the data, of which it has a digest: a
+run with other data does not resume. It is always the state between two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyasync.callbacks import RunExtension
-from skyasync.config.resume import Resume, keeps_checkpoints, saves
-from skyasync.errors import UserError, nearest
+from skyasync.config.resume import Resume, saves
+from skyasync.errors import UserError
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state, refusal
 from skyasync.trainer.checkpoint.settings_check import check_recorded, record
 from skyasync.trainer.context import Metrics, RunContext
-from skyasync.trainer.extensions import load_states, save_states
+from skyasync.trainer.extensions import load_states, nearest_metric, save_states
 from skyasync.trainer.extensions.prompt_ledger import PromptLedger
 from skyasync.trainer.learner import Learner
 from skyasync.utils import manifest
-from skyasync.utils.manifest import FileSum
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
+from skyasync.utils.manifest import Sums
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +44,9 @@ class Checkpointer:
         complete: those that are new, until they are taken from here.
         ledger: the prompts, whose open ones checkpoints keep.
         saved_step: of the newest checkpoint, or where the run began.
+        between_steps: false while a step changes weights and position, and if it failed at that.
+        problem: why the newest checkpoint is missing; empty if it is not.
+        saves_on_exit: a run that is cancelled saves its last whole step.
     """
 
     def __init__(
@@ -53,22 +55,19 @@ class Checkpointer:
         self.checkpoints: Checkpoints | None = None
         self.complete: list[Path] = []
         self.ledger = ledger
+        self.saved_step = 0
+        self.between_steps = True
+        self.problem = ""
         self._context, self._cfg, self._phases = context, context.cfg.trainer, context.phases
         self._learner, self._extensions = learner, extensions
-        self.saved_step = 0
-        self._saves_on_exit = context.cfg.trainer.ckpt_on_exit
-        self._between_steps = True  # false while a step changes weights and position, and if it failed at that
-        self._failures, self._problem = 0, ""  # in a row, and what the last of them was
+        self.saves_on_exit = context.cfg.trainer.ckpt_on_exit
+        self._failures = 0  # in a row
         self._task: asyncio.Task[Path] | None = None  # writes while training goes on
-        self._task_step, self._task_s = 0, 0.0
+        self._task_step, self._write_s = 0, 0.0
         self._metric_seen = False  # ``ckpt_best_metric``, ever
         self._better: dict[int, float] = {}  # steps that were better than all before, not written yet: the metric
 
-    def step_begun(self) -> None:
-        """From here to ``step_done`` weights and position do not belong together."""
-        self._between_steps = False
-
-    async def uninterrupted(self, step: Coroutine[Any, Any, None]) -> None:
+    async def uninterrupted(self, step: Coroutine[Any, Any, object]) -> None:
         """Await what changes the weights.
 
         With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update cannot be saved. A
@@ -81,7 +80,7 @@ class Checkpointer:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            if not self._saves_on_exit:
+            if not self.saves_on_exit:
                 task.cancel()
             try:
                 await asyncio.wait([task])
@@ -91,18 +90,10 @@ class Checkpointer:
             task.result()
             raise
 
-    def step_done(self) -> None:
-        """Weights and position belong together again."""
-        self._between_steps = True
-
     @property
-    def wanted_on_exit(self) -> bool:
+    def needed_on_exit(self) -> bool:
         """A run that ends now should leave a checkpoint of its last whole step, and has none of it yet."""
-        return self._saves_on_exit and self._between_steps and self._context.progress.step > self.saved_step
-
-    def save_on_exit(self) -> None:
-        """From here on as with ``ckpt_on_exit``, if this run keeps checkpoints: the run is to end."""
-        self._saves_on_exit = self._saves_on_exit or keeps_checkpoints(self._cfg)
+        return self.saves_on_exit and self.between_steps and self._context.progress.step > self.saved_step
 
     def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
         """Whether the current step is the best so far by ``ckpt_best_metric``: then its checkpoint is to be kept.
@@ -116,8 +107,7 @@ class Checkpointer:
         if name not in metrics:
             if self._metric_seen:
                 return False  # no group of this step was worth training, for example
-            close = nearest(name, metrics, count=1)
-            hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+            hint = nearest_metric(name, metrics)
             raise UserError(f"trainer.ckpt_best_metric={name}: step {step} has no such metric: {hint}")
         self._metric_seen = True
         value, before, best = metrics[name], list(self._better.values()), self.checkpoints.best
@@ -128,6 +118,8 @@ class Checkpointer:
             return False
         self._better[step] = value
         return True
+
+    # ---------------------------------------------------------------- save
 
     async def save(self, *, patient: bool = True) -> Path | None:
         """Write model, optimizer, data position and versions; complete or absent. The folder, if there is one now.
@@ -140,24 +132,46 @@ class Checkpointer:
         """
         if self.checkpoints is None:
             return None
+        progress, prompts = self._context.progress, self._context.prompts
         with self._phases.timed("checkpoint"):
             async with self._phases.limited("checkpoint"):
                 self._phases.metrics.update(await self.arrived(wait=True, patient=patient))
-                state = self.state()
-                if self._cfg.ckpt_async and patient:
-                    await self._begin(self.checkpoints, state)
-                    return None
-                writing = self.checkpoints.save(state, self._write, record(self._context.cfg))
-                return await self._settle(writing, state.step, patient)
+                state = TrainState(
+                    step=progress.step,
+                    position=progress.position,
+                    seed=self._cfg.seed,
+                    dataset_size=prompts.rows,
+                    kl_coef=self._learner.kl_controller.value,
+                    trained_early=sorted(progress.trained_early),
+                    data=prompts.digest,
+                    stream=prompts.mark(progress.position),
+                )
+                if not (self._cfg.ckpt_async and patient):
+                    return await self._settle(self._write(self.checkpoints, state), state.step, patient)
+                copied = asyncio.Event()  # or failed
+                self._task_step = state.step
+                self._task = asyncio.create_task(self._write(self.checkpoints, state, copied))
+                self._task.add_done_callback(lambda _: copied.set())
+                await copied.wait()
+                return None
 
-    async def _write(self, folder: Path) -> Mapping[str, FileSum] | None:
-        await self._write_own(folder)
-        return await self._context.dispatch.save(folder)
-
-    async def _write_own(self, folder: Path) -> None:
-        """What this process knows besides the ``TrainState``."""
-        save_states(self._extensions, folder)
-        await self.ledger.save(folder)
+    async def _write(self, checkpoints: Checkpoints, state: TrainState, copied: asyncio.Event | None = None) -> Path:
+        """Write all files. With ``copied``, which is set when there is a copy to be written, training goes on."""
+        dispatch, began = self._context.dispatch, self._phases.now()
+        with checkpoints.unfinished(state.step) as unfinished:
+            save_states(self._extensions, unfinished.path)
+            await self.ledger.save(unfinished.path)
+            files: Sums | None
+            if copied is None:
+                files = await dispatch.save(unfinished.path)
+            else:
+                await dispatch.begin_save(unfinished.path)
+                copied.set()
+                while (files := await dispatch.saved()) is None:  # noqa: ASYNC110  (it is in other processes)
+                    await asyncio.sleep(POLL_S)
+            folder = unfinished.finish(state, files, record(self._context.cfg))
+        self._write_s = self._phases.now() - began
+        return folder
 
     async def arrived(self, *, wait: bool = False, patient: bool = True) -> Metrics:
         """Take note of a checkpoint that was written during training, if it is done: what it took, and its error."""
@@ -167,47 +181,66 @@ class Checkpointer:
         await asyncio.wait([task])
         self._task = None
         await self._settle(task, step, patient)
-        return {"checkpoint/write_s": self._task_s}
+        return {"checkpoint/write_s": self._write_s}
 
-    @property
-    def exports(self) -> dict[str, str]:
-        """Role -> folder that its final model goes to."""
-        critic = self._cfg.critic.export_path if ROLES[CRITIC_ROLE].asked(self._context.cfg) else ""
-        folders = {POLICY: self._cfg.export_path, CRITIC_ROLE: critic}
-        return {role: folder for role, folder in folders.items() if folder}
+    async def _settle(self, writing: Awaitable[Path], step: int, patient: bool) -> Path | None:
+        """The folder that was written; None if the disk did not take it and the run goes on."""
+        try:
+            folder = await writing
+        except TimeoutError:  # an OSError too, and none of the disk's
+            raise
+        except OSError as error:
+            self._failures += 1
+            self._better.pop(step, None)
+            newest = f"the newest is of step {self.saved_step}" if self.saved_step else "there is none yet"
+            self.problem = f"the checkpoint of step {step} could not be saved: {error} ({newest})"
+            if not patient:
+                raise UserError(self.problem) from error
+            if self._failures >= self._cfg.ckpt_patience:
+                raise UserError(
+                    f"{self.problem}; that is {self._failures} in a row (trainer.ckpt_patience): make room or another "
+                    f"trainer.ckpt_path, and go on with trainer.resume_mode=latest"
+                ) from error
+            log.warning(
+                "%s; the run goes on, failure %d of %d in a row (trainer.ckpt_patience)",
+                self.problem,
+                self._failures,
+                self._cfg.ckpt_patience,
+            )
+            return None
+        self.saved_step, self._failures, self.problem = step, 0, ""
+        if (value := self._better.pop(step, None)) is not None and self.checkpoints is not None:
+            self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
+        self.complete.append(folder)
+        return folder
 
     async def close(self) -> None:
-        """Nothing is left of a checkpoint that is still being written."""
+        """Cancel and remove a checkpoint that is still being written."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
             self._task = None
 
-    def check_end(self) -> None:
-        """Raises UserError if the newest checkpoint that was due is missing: a run that seems well would hide it."""
-        if self._problem:
-            raise UserError(f"the run has ended, but {self._problem}")
+    # ---------------------------------------------------------------- load
 
     async def resume(self) -> bool:
-        """Resume from the checkpoint that is wanted, if there is one."""
+        """Resume from the checkpoint that ``trainer.resume_mode`` names, if there is one."""
         resume = Resume.of(self._cfg)
-        if self.checkpoints is None or not resume.wanted:
+        if self.checkpoints is None or not resume.requested:
             return False
         async with self._phases.limited("loading of the checkpoint"):
-            folder = await self._whole(resume, self.checkpoints)
+            folder = await self._undamaged(resume, self.checkpoints)
             if folder is None:
                 return False
             changes = check_recorded(folder, self._context.cfg)
-            state = self._load_state(folder)
+            state = await self._load(folder)
             self._context.prompts.go_on(state.stream)
-            log.info("going on from %s, behind step %d", folder, state.step)
+            log.info("going on from %s, after step %d", folder, state.step)
             for line in changes:
                 log.info("changed since that checkpoint: %s", line)
-            await self._context.dispatch.load(folder)
             self.ledger.resume(folder)
             load_states(self._extensions, folder)
-        self._set_coefficient(state)
-        self._context.progress.resumed(state.step, state.position, state.ahead)
+        self._context.progress.resumed(state.step, state.position, state.trained_early)
         self.saved_step = state.step
         return True
 
@@ -219,24 +252,21 @@ class Checkpointer:
         """
         async with self._phases.limited("loading of the checkpoint"):
             await self.arrived(wait=True)
-            folder = self.checkpoints and await self._whole(Resume(wanted=True), self.checkpoints)
+            folder = self.checkpoints and await self._undamaged(Resume(requested=True), self.checkpoints)
             if not folder:
                 raise UserError("trainer.on_spike=rollback: there is no checkpoint to go back to")
-            state = self._load_state(folder)
-            await self._context.dispatch.load(folder)
-        self._set_coefficient(state)
-        return state.step
+            return (await self._load(folder)).step
 
-    def _load_state(self, folder: Path) -> TrainState:
+    async def _load(self, folder: Path) -> TrainState:
         prompts = self._context.prompts
-        return load_state(folder, seed=self._cfg.seed, dataset_size=prompts.rows, data=prompts.digest)
-
-    def _set_coefficient(self, state: TrainState) -> None:
+        state = load_state(folder, seed=self._cfg.seed, dataset_size=prompts.rows, data=prompts.digest)
+        await self._context.dispatch.load(folder)
         if self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self._learner.kl_controller.value = state.kl_coef
+        return state
 
-    async def _whole(self, resume: Resume, checkpoints: Checkpoints) -> Path | None:
-        """The checkpoint that is wanted and in which every byte is as it was written."""
+    async def _undamaged(self, resume: Resume, checkpoints: Checkpoints) -> Path | None:
+        """The checkpoint to resume from in which every byte is as it was written."""
         while folder := choose(resume, checkpoints):
             sums = manifest.read(folder) if (folder / manifest.NAME).exists() else {}
             if not sums:
@@ -250,73 +280,3 @@ class Checkpointer:
                 raise refusal(folder, wrong[0])
             checkpoints.skip(folder, wrong[0])
         return None
-
-    def state(self) -> TrainState:
-        """Progress and data between two steps."""
-        progress, prompts = self._context.progress, self._context.prompts
-        return TrainState(
-            step=progress.step,
-            position=progress.position,
-            seed=self._cfg.seed,
-            dataset_size=prompts.rows,
-            kl_coef=self._learner.kl_controller.value,
-            ahead=sorted(progress.ahead),
-            data=prompts.digest,
-            stream=prompts.mark(progress.position),
-        )
-
-    async def _begin(self, checkpoints: Checkpoints, state: TrainState) -> None:
-        """Returns when there is a copy to be written."""
-        copied = asyncio.Event()
-        self._task_step = state.step
-        self._task = asyncio.create_task(self._write_during_training(checkpoints, state, copied))
-        self._task.add_done_callback(lambda _: copied.set())
-        await copied.wait()
-
-    async def _write_during_training(self, checkpoints: Checkpoints, state: TrainState, copied: asyncio.Event) -> Path:
-        dispatch, began = self._context.dispatch, self._phases.now()
-        with checkpoints.unfinished(state.step) as unfinished:
-            await self._write_own(unfinished.path)
-            await dispatch.begin_save(unfinished.path)
-            copied.set()
-            while (files := await dispatch.saved()) is None:  # noqa: ASYNC110  (it is in other processes)
-                await asyncio.sleep(POLL_S)
-            folder = unfinished.finish(state, files, record(self._context.cfg))
-        self._task_s = self._phases.now() - began
-        return folder
-
-    async def _settle(
-        self, writing: Coroutine[Any, Any, Path] | asyncio.Task[Path], step: int, patient: bool
-    ) -> Path | None:
-        """The folder that was written; None if the disk did not take it and the run goes on."""
-        try:
-            folder = await writing
-        except TimeoutError:  # an OSError too, and none of the disk's
-            raise
-        except OSError as error:
-            self._fail(step, error, patient)
-            return None
-        self.saved_step, self._failures, self._problem = step, 0, ""
-        if (value := self._better.pop(step, None)) is not None and self.checkpoints is not None:
-            self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
-        self.complete.append(folder)
-        return folder
-
-    def _fail(self, step: int, error: OSError, patient: bool) -> None:
-        self._failures += 1
-        self._better.pop(step, None)
-        newest = f"the newest is of step {self.saved_step}" if self.saved_step else "there is none yet"
-        self._problem = f"the checkpoint of step {step} could not be saved: {error} ({newest})"
-        if not patient:
-            raise UserError(self._problem) from error
-        if self._failures >= self._cfg.ckpt_patience:
-            raise UserError(
-                f"{self._problem}; that is {self._failures} in a row (trainer.ckpt_patience): make room or another "
-                f"trainer.ckpt_path, and go on with trainer.resume_mode=latest"
-            ) from error
-        log.warning(
-            "%s; the run goes on, failure %d of %d in a row (trainer.ckpt_patience)",
-            self._problem,
-            self._failures,
-            self._cfg.ckpt_patience,
-        )

@@ -2,10 +2,10 @@
 
 Invariant: a folder named ``step_<k>`` was complete, and on the disk, when it got that name: it is written under
 another, its files and folders are synced, and it is renamed last. ``manifest.json`` in it says what every file must
-hold; ``state.json`` the step, the position in the prompt stream, and when the checkpoint was written, which orders
-checkpoints: the times of files are those of the last copy. ``config.json`` holds the settings. ``best.json`` beside
-them names the best one, which is never removed for being old. A damaged checkpoint is never used, and never left out
-silently.
+hold; ``state.json`` the step, the position in the prompt stream, and when the checkpoint was written. That time orders
+checkpoints: the times of files are those of the last copy. ``config.json`` holds the settings. ``best.json``, next to
+the folders, names the best one, which is never removed for being old. A damaged checkpoint is never used, and never
+left out silently.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,14 @@ log = logging.getLogger(__name__)
 CONFIG, BEST = "config.json", "best.json"
 _UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
 _LISTED = "manifest"  # in state.json: there is one, so that without it the folder is damaged
+_EARLY = "ahead"  # in state.json: ``TrainState.trained_early``
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """What a run needs to resume, besides the workers' own state.
+    """The state of a run without that of the workers.
 
-    All prompts before ``position`` have been trained, and those in ``ahead``, which overtook others;
+    All prompts before ``position`` have been trained, and those in ``trained_early``, which overtook others;
     ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
     """
 
@@ -45,9 +47,9 @@ class TrainState:
     seed: int
     dataset_size: int
     kl_coef: float = 0.0  # of an adaptive controller
-    ahead: list[int] = field(default_factory=list)
+    trained_early: list[int] = field(default_factory=list)
     data: str = ""  # a digest of what the prompts say
-    stream: list[int] = field(default_factory=list)  # where ``position`` is in data that is not held
+    stream: list[int] = field(default_factory=list)  # where ``position`` is in streamed data
 
 
 @dataclass(frozen=True)
@@ -73,32 +75,27 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
-        self.folder, self._keep = folder, keep
+        self.folder, self.keep = folder, keep
         self.best = read_best(folder)
         self.damaged: set[Path] = set()  # as far as is known
         self._swept = False
 
-    async def save(
-        self,
-        state: TrainState,
-        write: Callable[[Path], Awaitable[Mapping[str, FileSum] | None]],
-        config: Mapping[str, Any] | None = None,
-    ) -> Path:
-        """Write a checkpoint; ``write(folder)`` adds the workers' state, and says what it wrote if it knows.
-
-        Whatever goes wrong, nothing is left of it and the checkpoints before are as they were.
-        """
-        with self.unfinished(state.step) as folder:
-            return folder.finish(state, await write(folder.path), config)
-
-    def unfinished(self, step: int) -> Unfinished:
-        """A new checkpoint to be filled; without ``finish`` nothing remains of it."""
+    @contextmanager
+    def unfinished(self, step: int) -> Iterator[Unfinished]:
+        """A new checkpoint to be filled. Without ``finish`` nothing of it is left, and older ones are as they were."""
         if not self._swept:  # what a run that was killed has left
             for left in [*self.folder.glob(f"step_*{_UNFINISHED}"), *self.folder.glob(f"step_*{_DISCARDED}")]:
                 shutil.rmtree(left, ignore_errors=True)
             self._swept = True
-        now_ns = max([time.time_ns(), *(1 + (written_ns(p) or 0) for p in self._folders())])
-        return Unfinished(self.folder / _name(step), now_ns, self._written)
+        now_ns = max([time.time_ns(), *(1 + (written_ns(folder) or 0) for folder in self.newest_first())])
+        final = self.folder / f"step_{step:06d}"
+        path = final.with_name(final.name + _UNFINISHED)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(0o700, parents=True)
+        try:
+            yield Unfinished(path, final, now_ns, self)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)  # unless it was renamed
 
     def latest(self) -> Path | None:
         """The checkpoint that was written last and shows no damage at a glance; others are logged."""
@@ -115,13 +112,11 @@ class Checkpoints:
         that cannot be read has the place that its step has.
         """
         when: dict[Path, int] = {}
-        for folder in sorted(self._folders(), key=lambda p: (len(p.name), p.name)):
+        folders = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
+        for folder in sorted(folders, key=lambda p: (len(p.name), p.name)):
             known = written_ns(folder)
             when[folder] = max(when.values(), default=0) if known is None else known
         return sorted(when, key=when.__getitem__)[::-1]
-
-    def _folders(self) -> list[Path]:
-        return [p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix]
 
     def of_step(self, step: int) -> Path:
         """The folder of a step's checkpoint.
@@ -129,7 +124,7 @@ class Checkpoints:
         Raises:
             UserError: if there is none, naming those there are.
         """
-        if (folder := self.folder / _name(step)).is_dir():
+        if (folder := self.folder / f"step_{step:06d}").is_dir():
             return folder
         steps = sorted(int(name) for p in self.newest_first() if (name := p.name.removeprefix("step_")).isdigit())
         there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
@@ -140,14 +135,6 @@ class Checkpoints:
         log.warning("checkpoint %s is damaged and left out: %s", folder, problem)
         self.damaged.add(folder)
 
-    def _written(self, folder: Path) -> None:
-        self.damaged.discard(folder)
-        if self._keep:
-            whole = [old for old in self.newest_first() if old not in self.damaged]
-            for old in whole[self._keep :]:
-                if self.best is None or old.name != self.best.folder:
-                    _discard(old)
-
     def is_best(self, folder: Path, metric: str, value: float) -> None:
         """This checkpoint is the best one from here on; the one that was may go when the next is written."""
         self.best = Best(folder.name, metric, value)
@@ -156,25 +143,19 @@ class Checkpoints:
         os.replace(scratch, self.folder / BEST)
 
 
+@dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint under another name, in a ``with`` block; ``path`` is the folder to be filled."""
+    """A checkpoint under another name; ``path`` is the folder to be filled, ``final`` the one that it becomes."""
 
-    def __init__(self, final: Path, written_ns: int, written: Callable[[Path], None]) -> None:
-        self.path = final.with_name(final.name + _UNFINISHED)
-        self._final, self._written_ns, self._written = final, written_ns, written
-
-    def __enter__(self) -> Unfinished:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(0o700, parents=True)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)  # nothing is left of it unless it was renamed
+    path: Path
+    final: Path
+    written_ns: int
+    checkpoints: Checkpoints
 
     def finish(
         self, state: TrainState, written: Mapping[str, FileSum] | None = None, config: Mapping[str, Any] | None = None
     ) -> Path:
-        """Add what the controller knows, make sure that all is on the disk, and give it its name.
+        """Add the controller's files, make sure that all is on the disk, and give it its name; old ones are removed.
 
         Args:
             written: of files that are synced already; the others are read.
@@ -186,26 +167,39 @@ class Unfinished:
                 sums[name] = manifest.sum_of(path)
         if missing := list(manifest.misfits(self.path, sums)):
             raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
-        texts = {STATE: asdict(state) | {_LISTED: manifest.NAME, WRITTEN: self._written_ns}, CONFIG: config}
-        for name, values in texts.items():
-            if values is not None:
+        values = asdict(state)
+        values |= {_EARLY: values.pop("trained_early"), _LISTED: manifest.NAME, WRITTEN: self.written_ns}
+        texts = {STATE: values, CONFIG: config}
+        for name, content in texts.items():
+            if content is not None:
                 with manifest.summed(self.path / name, sums, name) as file:
-                    file.write(json.dumps(values, indent=2, default=str).encode())
+                    file.write(json.dumps(content, indent=2, default=str).encode())
         manifest.write(self.path, sums)
-        _replace(self.path, self._final)
-        self._written(self._final)
-        return self._final
+        former = _set_aside(self.final) if self.final.exists() else None
+        os.replace(self.path, self.final)
+        manifest.sync_folder(self.final.parent)
+        if former is not None:  # the new one is safe
+            shutil.rmtree(former, ignore_errors=True)
+        checkpoints = self.checkpoints
+        checkpoints.damaged.discard(self.final)
+        if checkpoints.keep:
+            undamaged = [old for old in checkpoints.newest_first() if old not in checkpoints.damaged]
+            for old in undamaged[checkpoints.keep :]:
+                if checkpoints.best is None or old.name != checkpoints.best.folder:
+                    shutil.rmtree(_set_aside(old), ignore_errors=True)  # half removed it must not have that name
+        return self.final
 
 
 def glance(folder: Path) -> str:
-    """What is wrong with a checkpoint, "" if nothing is; of its large files only the sizes are compared."""
+    """The problem of a checkpoint, "" if there is none; of its large files only the sizes are compared."""
     try:
         values = json.loads((folder / STATE).read_text(encoding="utf-8"))
         listed = values.get(_LISTED)
     except FileNotFoundError:
         return f"{STATE} is missing" if folder.is_dir() else "there is no such folder"
     except (OSError, ValueError, AttributeError) as error:
-        return f"{STATE} cannot be read: {getattr(error, 'strerror', None) or 'it is no JSON object'}"
+        reason = error.strerror if isinstance(error, OSError) else None
+        return f"{STATE} cannot be read: {reason or 'it is no JSON object'}"
     if not (listed or (folder / manifest.NAME).exists()):
         return ""  # of a version that wrote none
     try:
@@ -230,10 +224,11 @@ def load_state(folder: Path, *, seed: int, dataset_size: int, data: str = "") ->
         UserError: if it belongs to another seed or dataset: the prompts would not be the right ones.
     """
     values = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    values["trained_early"] = values.pop(_EARLY, [])
     known = {entry.name for entry in fields(TrainState)}
     state = TrainState(**{name: value for name, value in values.items() if name in known})
-    for name, here in (("seed", seed), ("dataset_size", dataset_size)):
-        refuse_other(folder, name, getattr(state, name), here)
+    refuse_other(folder, "seed", state.seed, seed)
+    refuse_other(folder, "dataset_size", state.dataset_size, dataset_size)
     if state.data and data and state.data != data:
         raise UserError(
             f"checkpoint {folder} was made with other prompts than data.train_data has now (digest {state.data}, this "
@@ -266,23 +261,23 @@ def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str],
         if problem := glance(folder):
             raise refusal(folder, problem)
         return folder
-    found = checkpoints.newest_first()
-    if skip is None and len(found) > 1 and written_ns(found[0]) == 0:
+    folders = checkpoints.newest_first()
+    if skip is None and len(folders) > 1 and written_ns(folders[0]) == 0:
         log.warning(
             "the checkpoints in %s are of an earlier version and do not say when they were written: the newest is "
             "taken to be the one of the largest step, %s (trainer.resume_mode=STEP takes another)",
             checkpoints.folder,
-            found[0].name,
+            folders[0].name,
         )
-    for folder in found:
+    for folder in folders:
         if folder in checkpoints.damaged:
             continue
         if not (problem := glance(folder)):
             return folder
         (skip or checkpoints.skip)(folder, problem)
-    if found:
+    if folders:
         raise UserError(
-            f"trainer.resume_mode=latest: all checkpoints in {checkpoints.folder} are damaged ({len(found)} found): "
+            f"trainer.resume_mode=latest: all checkpoints in {checkpoints.folder} are damaged ({len(folders)} found): "
             f"delete them, or set trainer.resume_mode=none, to start from scratch"
         )
     return None
@@ -294,24 +289,6 @@ def refusal(folder: Path, problem: str) -> UserError:
         f"checkpoint {folder} cannot be used: {problem}; choose another one, or set trainer.resume_mode=latest for "
         f"the newest that is whole"
     )
-
-
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
-
-
-def _replace(unfinished: Path, final: Path) -> None:
-    """The new folder takes the name; one that had it goes first, and is removed when the new one is safe."""
-    former = _set_aside(final) if final.exists() else None
-    os.replace(unfinished, final)
-    manifest.sync_folder(final.parent)
-    if former is not None:
-        shutil.rmtree(former, ignore_errors=True)
-
-
-def _discard(folder: Path) -> None:
-    """Take the name away first: a folder half removed is no checkpoint any more."""
-    shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
 def _set_aside(folder: Path) -> Path:

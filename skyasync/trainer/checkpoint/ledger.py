@@ -33,7 +33,7 @@ UNDONE = "undone"  # in a line: prompts that earlier lines have as trained
 
 @dataclass
 class Ledger(Generic[G]):
-    """Of one run; prompts go by name (epoch and row).
+    """The prompts of one run, by name (epoch and row).
 
     Attributes:
         versions: open prompt -> the policy version when it was started.
@@ -42,11 +42,11 @@ class Ledger(Generic[G]):
 
     versions: dict[str, int] = field(default_factory=dict)
     finished: dict[str, G] = field(default_factory=dict)
-    _given_back: dict[str, G] = field(default_factory=dict)  # of a checkpoint, not asked for yet
+    _given_back: dict[str, G] = field(default_factory=dict)  # of a checkpoint, not requested yet
     _ended: dict[str, dict[str, str]] = field(default_factory=dict)  # since the last line: name -> why
 
     def start(self, name: str, version: int) -> G | None:
-        """A prompt is wanted. Its group, if the run before had finished it; else it is in flight from here on."""
+        """A prompt is requested. Its group, if the run before had finished it; else it is in flight from here on."""
         self.versions.setdefault(name, version)
         group = self._given_back.pop(name, None)
         if group is not None:
@@ -59,7 +59,7 @@ class Ledger(Generic[G]):
             self.finished[name] = group
 
     def close(self, names: Iterable[str], end: End, reason: str = "") -> None:
-        """How they ended. One that was never started (a plan brought it from elsewhere) is counted all the same."""
+        """Note how they ended. One that was never started (a plan has it from another source) is counted too."""
         for name in names:
             self.versions.pop(name, None)
             self.finished.pop(name, None)
@@ -70,34 +70,30 @@ class Ledger(Generic[G]):
         self._ended.setdefault(UNDONE, {}).update(dict.fromkeys(names, reason))
 
     def line(self) -> Line:
-        """What has ended since the last call, for the run's ``ledger.jsonl``: names, with a reason if one is known."""
+        """The prompts that have ended since the last call, by end: their names, with a reason if one is known."""
         ended, self._ended = {end: names for end, names in self._ended.items() if names}, {}
         return {end: dict(names) if any(names.values()) else list(names) for end, names in ended.items()}
 
     def restore(self, versions: Mapping[str, int], finished: Mapping[str, G]) -> None:
-        """What a checkpoint kept of the open prompts."""
+        """Take over the open prompts of a checkpoint."""
         self.versions, self.finished, self._given_back = dict(versions), {}, dict(finished)
 
 
 def audit(lines: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:
     """Every prompt of a ``ledger.jsonl`` and how it ended, as ``end@step``; more than one entry is one too many."""
-    found: dict[str, list[str]] = {}
+    outcomes: dict[str, list[str]] = {}
     for line in lines:
-        for name in _names(line, UNDONE):
-            found[name] = [end for end in found.get(name, []) if not end.startswith("trained@")]
-            found[name].append(f"given_up@{line['step']}")
+        names = {end: [str(n) for n in value] for end, value in line.items() if isinstance(value, Mapping | list)}
+        for name in names.get(UNDONE, ()):
+            outcomes[name] = [end for end in outcomes.get(name, []) if not end.startswith("trained@")]
+            outcomes[name].append(f"given_up@{line['step']}")
         for end in ("trained", "rejected", "given_up"):
-            for name in _names(line, end):
-                found.setdefault(name, []).append(f"{end}@{line['step']}")
-    return found
+            for name in names.get(end, ()):
+                outcomes.setdefault(name, []).append(f"{end}@{line['step']}")
+    return outcomes
 
 
-def trained_behind(lines: Iterable[Mapping[str, object]], step: int) -> list[str]:
-    """The prompts that steps behind this one have trained, if that has not been undone."""
-    ends = ((name, end.partition("@")) for name, ends in audit(lines).items() for end in ends)
-    return [name for name, (end, _, when) in ends if end == "trained" and int(when) > step]
-
-
-def _names(line: Mapping[str, object], end: str) -> list[str]:
-    names = line.get(end, ())
-    return [str(name) for name in names] if isinstance(names, Iterable) else []
+def trained_after(lines: Iterable[Mapping[str, object]], step: int) -> list[str]:
+    """The prompts that steps after this one have trained, if that has not been undone."""
+    by_name = ((name, outcome.partition("@")) for name, outcomes in audit(lines).items() for outcome in outcomes)
+    return [name for name, (end, _, when) in by_name if end == "trained" and int(when) > step]

@@ -24,7 +24,7 @@ from skyasync.trainer.checkpoint.checkpoints import CONFIG
 MODEL = "trainer.policy.model.path"
 ADAPTERS = "trainer.policy.lora"
 
-#: Where a run is, how it shows itself, and what it settles by itself: nothing follows from a change.
+#: Where a run is, what it shows, and what it sets automatically: a change has no effect on the results.
 _SILENT = frozenset(
     f"trainer.{name}"
     for name in ("resume_mode", "run_name", "runs_dir", "ckpt_path", "terminal", "policy.threads", "critic.threads")
@@ -37,17 +37,15 @@ _SHAPE = (
 _ORDER = "the prompts would come in another order"
 
 Values = Mapping[str, Any]
-#: A key, its value in this run, its value in the checkpoint, and why they must be equal.
-Required = tuple[str, Any, Any, str]
 
 
 def record(cfg: Config) -> dict[str, Any]:
-    """What is written into a checkpoint; JSON knows all of it, or its text."""
+    """The record of the settings and the model for a checkpoint, in types of JSON or that have a text."""
     return {"config": hidden(asdict(cfg)), "model": _shape(cfg.trainer.policy.model.path)}
 
 
 def check_recorded(folder: Path, cfg: Config) -> list[str]:
-    """What has changed since a checkpoint was made, ``key: old -> new``; nothing if it does not say.
+    """The settings that have changed since a checkpoint was made, ``key: old -> new``; none if it has no record.
 
     Raises:
         UserError: for a change that its state cannot follow.
@@ -60,12 +58,26 @@ def check_recorded(folder: Path, cfg: Config) -> list[str]:
         if now != then:
             raise UserError(
                 f"{key}={written(now)}, but checkpoint {folder} was made with {written(then)}: {why}; resume "
-                f"with the recorded value, or set trainer.resume_mode=none to start anew"
+                f"with the recorded value, or set trainer.resume_mode=none to start from scratch"
             )
-    return [f"{path}: {old} -> {new}" for path, old, new in _changes(before, here, Keys.of(type(cfg)))]
+    changes = []
+    for entry in Keys.of(type(cfg)):
+        old, new = _at(before, entry.path, entry.default), _at(here, entry.path, entry.default)
+        if entry.path in _SILENT or old == new:
+            continue
+        if entry.is_mapping and isinstance(old, Mapping) and isinstance(new, Mapping):
+            for name in sorted({*old, *new}):
+                if old.get(name) != new.get(name):
+                    then, now = (written(side[name]) if name in side else "(not set)" for side in (old, new))
+                    changes.append(f"{entry.path}.{name}: {then} -> {now}")
+        else:
+            changes.append(f"{entry.path}: {written(old)} -> {written(new)}")
+    return changes
 
 
-def _required(before: Values, model: Values, here: Values) -> Iterator[Required]:
+def _required(before: Values, model: Values, here: Values) -> Iterator[tuple[str, Any, Any, str]]:
+    """Keys, their values in this run and in the checkpoint, and why they must be equal."""
+
     def both(key: str, default: object = None) -> tuple[Any, Any]:
         return _at(here, key, default), _at(before, key, default)
 
@@ -91,20 +103,6 @@ def _shape(path: str) -> dict[str, Any]:
         return {}
     values = read_shape(file, f"{MODEL}={path}")
     return {name: values[name] for name in _SHAPE if values.get(name) is not None}
-
-
-def _changes(before: Values, here: Values, keys: Keys) -> Iterator[tuple[str, str, str]]:
-    for key in keys:
-        old, new = _at(before, key.path, key.default), _at(here, key.path, key.default)
-        if key.path in _SILENT or old == new:
-            continue
-        if not (key.is_mapping and isinstance(old, Mapping) and isinstance(new, Mapping)):
-            yield key.path, written(old), written(new)
-            continue
-        for name in sorted({*old, *new}):
-            if old.get(name) != new.get(name):
-                then, now = (written(side[name]) if name in side else "(not set)" for side in (old, new))
-                yield f"{key.path}.{name}", then, now
 
 
 def _proportions(config: Values) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What accompanies a run without being part of its plan: a list of ``RunExtension``, each in a file of its own.
+"""Extensions of a run, which are not part of its plan: a list of ``RunExtension``, one subject per file.
 
 The prompt ledger, the divergence guard and the profiler are in every trainer's list. The supervisor of the engines
 (``skyasync.inference.supervisor``), the resource monitor (``skyasync.run.resource_monitor``) and the user's callbacks
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyasync.callbacks import RunExtension
-from skyasync.errors import UserError
+from skyasync.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from skyasync.trainer.trainer import RayPPOTrainer
@@ -29,20 +31,26 @@ async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
         TimeoutError: if one takes longer than ``trainer.step_timeout_s``.
     """
     for extension in list(trainer.extensions):
-        answer = getattr(extension, event)(trainer, *about)
+        answer = methodcaller(event, trainer, *about)(extension)
         if inspect.isawaitable(answer):
             async with trainer.context.phases.limited(f"{type(extension).__name__}.{event}"):
                 await answer
 
 
+def nearest_metric(name: str, metrics: Mapping[str, float]) -> str:
+    """The end of an error about a metric that does not exist: the nearest name."""
+    close = nearest(name, metrics, count=1)
+    return f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+
+
 def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
-    """Write what the extensions want to keep into a checkpoint; no file if that is nothing.
+    """Write the state of the extensions into a checkpoint; no file if none has a state.
 
     Raises:
         UserError: if JSON does not know what one of them returns.
     """
     states = {}
-    for name, extension in _named(extensions):
+    for name, extension in _by_name(extensions).items():
         if state := extension.state_dict():
             try:
                 states[name] = json.loads(json.dumps(state))
@@ -56,18 +64,20 @@ def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
 
 
 def load_states(extensions: Sequence[RunExtension], folder: Path) -> None:
-    """Give each extension what it has in a checkpoint."""
+    """Give each extension its state in a checkpoint."""
     if (folder / FILE).exists():
         states = json.loads((folder / FILE).read_text(encoding="utf-8"))
-        for name, extension in _named(extensions):
+        for name, extension in _by_name(extensions).items():
             if name in states:
                 extension.load_state_dict(states[name])
 
 
-def _named(extensions: Sequence[RunExtension]) -> Iterator[tuple[str, RunExtension]]:
+def _by_name(extensions: Sequence[RunExtension]) -> dict[str, RunExtension]:
     """By class; the second of a class is ``Name#2``."""
-    counts: dict[str, int] = {}
+    by_name: dict[str, RunExtension] = {}
+    counts: Counter[str] = Counter()
     for extension in extensions:
         name = type(extension).__name__
-        counts[name] = counts.get(name, 0) + 1
-        yield (name if counts[name] == 1 else f"{name}#{counts[name]}"), extension
+        counts[name] += 1
+        by_name[name if counts[name] == 1 else f"{name}#{counts[name]}"] = extension
+    return by_name

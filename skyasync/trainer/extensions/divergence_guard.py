@@ -1,8 +1,8 @@
 """Updates that are left out because they are not finite, and metrics that are beyond a limit.
 
-Invariant: what is left out or undone is logged, counted in the step's metrics, and ends the run when it comes
-``max_bad_steps`` times in a row. Every decision is made here, in one process, from values that all ranks share: no rank
-can decide otherwise than its neighbours.
+Invariant: updates that are left out and steps that are undone are logged and counted in the step's metrics;
+``max_bad_steps`` of them in a row end the run. Every decision is made here, in one process, from values that all ranks
+share: all ranks act alike.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from skyasync.callbacks import RunExtension, Watched
-from skyasync.errors import NonFiniteError, UserError, nearest
+from skyasync.errors import NonFiniteError, UserError
 from skyasync.rollout.types import Group, Trajectory
 from skyasync.trainer.context import RunContext
+from skyasync.trainer.extensions import nearest_metric
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ NAMED = 3  # episodes by name, of those whose rewards are not finite
 
 
 def bad_rewards(groups: Sequence[Group]) -> list[Trajectory]:
-    """Those whose reward is not finite."""
+    """The trajectories whose reward is not finite."""
     return [t for group in groups for t in group.trajectories if not math.isfinite(t.reward)]
 
 
@@ -35,7 +36,7 @@ def describe(bad: Sequence[Trajectory]) -> str:
 
 
 class DivergenceGuard(RunExtension):
-    """Of one run.
+    """Decides which updates of a run are left out, and which steps are undone.
 
     Attributes:
         skips: an update that is not finite is left out.
@@ -49,7 +50,7 @@ class DivergenceGuard(RunExtension):
         self.unfit = ""
         self._dropped = 0  # updates in a row
         self._undone = 0  # steps in a row
-        self._judged: dict[str, float] = {}  # metrics of the current step
+        self._checked: dict[str, float] = {}  # metrics of the current step
         self._seen: set[str] = set()  # names in ``spike_limits`` that some step had
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
@@ -57,50 +58,46 @@ class DivergenceGuard(RunExtension):
         if "policy/loss" in metrics:  # else nothing was trained
             for name in self._cfg.spike_limits.keys() - self._seen - metrics.keys():
                 if not name.startswith(("eval/", "sync/")):  # which are not in every step
-                    close = nearest(name, metrics, count=1)
-                    hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+                    hint = nearest_metric(name, metrics)
                     raise UserError(f"trainer.spike_limits names {name}, and a step has no such metric: {hint}")
-        self._judged = {}
+        self._checked = {}
 
     # ---------------------------------------------------------------- not finite
 
-    def examine(self, groups: Sequence[Group]) -> None:
-        """Rewards that are not finite: no update of the current step is made of its groups.
+    def check_rewards(self, groups: Sequence[Group], *, trained: bool = False) -> None:
+        """Log rewards that are not finite.
+
+        Args:
+            trained: the groups are those of the current step: no update is made of them, if some are not finite.
 
         Raises:
-            NonFiniteError: if they are to end the run.
+            NonFiniteError: if they end the run.
         """
-        if problem := self.check_rewards(groups):
-            self._count(REWARDS, len(bad_rewards(groups)))
-            self.unfit = problem
-
-    def check_rewards(self, groups: Sequence[Group]) -> str:
-        """What is wrong with them, "" for nothing; it is logged.
-
-        Raises:
-            NonFiniteError: if it is to end the run.
-        """
-        problem = describe(bad_rewards(groups))
-        if problem and not self.skips:
+        bad = bad_rewards(groups)
+        if not bad:
+            return
+        problem = describe(bad)
+        if not self.skips:
             raise NonFiniteError(f"{problem} (trainer.on_nonfinite=raise)")
-        if problem:
-            log.warning("step %d: %s", self._phases.step, problem)
-        return problem
+        log.warning("step %d: %s", self._phases.step, problem)
+        if trained:
+            self._count(REWARDS, len(bad))
+            self.unfit = problem
 
     def drop(self, problem: str) -> None:
         """An update is left out."""
         self._dropped += 1
         self._count(SKIPPED)
         log.warning(
-            "step %d: an optimizer step is left out, weights and moments stay as they were: %s; that is %d of %d in a "
-            "row (trainer.max_bad_steps)",
+            "step %d: an optimizer step is left out, weights and optimizer state stay as they were: %s; that is %d of "
+            "%d in a row (trainer.max_bad_steps)",
             self._phases.step,
             problem,
             self._dropped,
             self._cfg.max_bad_steps,
         )
 
-    def updated(self) -> None:
+    def count_update(self) -> None:
         """An update was not left out."""
         if self._dropped < self._cfg.max_bad_steps:
             self._dropped = 0
@@ -122,33 +119,37 @@ class DivergenceGuard(RunExtension):
     # ---------------------------------------------------------------- too large
 
     def spikes(self, metrics: Mapping[str, float]) -> list[str]:
-        """What is beyond its limit and was not before in this step, in words; each is logged and counted.
+        """A line for each metric that is beyond its limit and was not before in this step; it is logged and counted.
 
         Raises:
-            UserError: if it is to end the run.
+            UserError: if it ends the run.
         """
-        found = []
+        lines = []
         for name, limit in self._cfg.spike_limits.items():
             value = metrics.get(name)
-            if value is None or self._judged.get(name) == value:
+            if value is None or self._checked.get(name) == value:
                 continue
-            self._judged[name] = value
+            self._checked[name] = value
             self._seen.add(name)
             if value > limit:
-                found.append(f"{name}={value:.4g} is beyond its limit, {limit:g} (trainer.spike_limits)")
-        for line in found:
+                lines.append(f"{name}={value:.4g} is beyond its limit, {limit:g} (trainer.spike_limits)")
+        for line in lines:
             self._count(SPIKES)
             log.warning("step %d: %s", self._phases.step, line)
-        if found and self._cfg.on_spike == "raise":
-            raise UserError(f"step {self._phases.step}: {found[0]}, which ends the run (trainer.on_spike=raise)")
-        return found
+        if lines and self._cfg.on_spike == "raise":
+            raise UserError(f"step {self._phases.step}: {lines[0]}, which ends the run (trainer.on_spike=raise)")
+        return lines
 
-    def undo(self, lines: Sequence[str]) -> None:
-        """A step is to be undone.
+    def must_undo(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step with these metrics is undone.
 
         Raises:
-            UserError: if it is one too many in a row.
+            UserError: if it is one too many in a row, or a spike ends the run.
         """
+        lines = self.spikes(metrics)
+        if not (lines and self.rolls_back):
+            self._undone = 0
+            return False
         self._undone += 1
         if self._undone >= self._cfg.max_bad_steps:
             raise UserError(
@@ -156,25 +157,17 @@ class DivergenceGuard(RunExtension):
                 f"{self._cfg.max_bad_steps}): {lines[0]}; lower trainer.policy.optimizer_config.lr, or raise the limit "
                 f"in trainer.spike_limits"
             )
+        return True
 
     def undone(self, step: int) -> None:
-        """The models are what they were after that step."""
+        """The models are what they were after that step; a run that resumes from here leaves the data out too."""
         self._phases.metrics[UNDONE] = float(step)
         log.warning(
-            "step %d: weights and moments are those of step %d again; what was trained since is not trained another "
+            "step %d: weights and optimizer state are those of step %d again; the data since is not trained another "
             "time (trainer.on_spike=rollback)",
             self._phases.step,
             step,
         )
-
-    @property
-    def undid(self) -> bool:
-        """The current step was undone: a run that resumes from here is to leave its data out too."""
-        return UNDONE in self._phases.metrics
-
-    def went_well(self) -> None:
-        """Nothing of this step is undone."""
-        self._undone = 0
 
     def _count(self, name: str, many: int = 1) -> None:
         self._phases.metrics[name] = self._phases.metrics.get(name, 0.0) + many

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from skyasync.callbacks import TrainerCallback, Watched
-from skyasync.errors import UserError, nearest
+from skyasync.errors import UserError
+from skyasync.trainer.extensions import nearest_metric
 
 
 class EarlyStopping(TrainerCallback):
@@ -45,8 +46,7 @@ class EarlyStopping(TrainerCallback):
         value = metrics.get(self._metric)
         if value is None:
             if required and not self._seen:
-                close = nearest(self._metric, metrics, count=1)
-                hint = f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+                hint = nearest_metric(self._metric, metrics)
                 raise UserError(f"EarlyStopping: there is no metric {self._metric}: {hint}")
             return
         self._seen = True

@@ -1,7 +1,7 @@
 """The ledger of a run's prompts, as its steps write it and its checkpoints keep it.
 
-Invariant: what is finished and not yet trained is in every checkpoint (``ckpt_rollouts``), as the generator gave it,
-before any hook has changed it; a run that resumes from there gets it back instead of generating it again.
+Invariant: groups that are finished and not yet trained are in every checkpoint (``ckpt_rollouts``), as the generator
+gave them, before any hook has changed them. A run that resumes does not generate them again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skyasync.config.resume import saves
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.generator_api import Generator, TrajectoryGenerator
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
-from skyasync.trainer.checkpoint.ledger import Ledger, Line, trained_behind
+from skyasync.trainer.checkpoint.ledger import Ledger, Line, trained_after
 from skyasync.trainer.context import RunContext
 
 log = logging.getLogger(__name__)
@@ -34,36 +34,33 @@ class PromptLedger(RunExtension):
 
     Attributes:
         ledger: the state of each prompt, by its name.
+        undone: why the current step, and those since a checkpoint, count for nothing; empty if they count.
     """
 
     def __init__(self, context: RunContext, generator: Generator) -> None:
         self.ledger: Ledger[Group] = Ledger()
         self._generator, self._prompts = generator, context.prompts
         self._samples = context.cfg.generator.n_samples_per_prompt
-        self._keeps = context.cfg.trainer.ckpt_rollouts and saves(context.cfg.trainer)
+        self._saves = context.cfg.trainer.ckpt_rollouts and saves(context.cfg.trainer)
         self._ids: dict[str, PromptId] = {}  # of open prompts
-        self._rejected: dict[str, str] = {}  # found in the current step, and why
-        self._undone = ""  # why the current step, and those since a checkpoint, count for nothing
+        self._rejected: dict[str, str] = {}  # in the current step, and why
+        self.undone = ""
 
     def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
-        """These are rolled out now; the groups of those that need not be, since a checkpoint had them."""
+        """Note that these are rolled out now. Returns the groups that a checkpoint had, which need no rollout."""
         self._ids |= {str(prompt.id): prompt.id for prompt in prompts}
-        found = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
-        return {identity: _copy(group) for identity, group in found.items() if group is not None}
+        groups = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
+        return {identity: _copy(group) for identity, group in groups.items() if group is not None}
 
     def on_rollout(self, trainer: Watched, groups: Sequence[Group]) -> None:
-        for group in groups if self._keeps else ():
+        for group in groups if self._saves else ():
             self.ledger.finish(str(group.prompt.id), _copy(group))
 
-    def reject(self, before: Sequence[Group], kept: Sequence[Group], why: str) -> None:
-        """Some of the groups are left out of the current step."""
-        if len(kept) < len(before):
-            left = {str(group.prompt.id) for group in kept}
+    def reject(self, before: Sequence[Group], after: Sequence[Group], why: str) -> None:
+        """Note that some groups are left out of the current step: those of ``before`` that are not in ``after``."""
+        if len(after) < len(before):
+            left = {str(group.prompt.id) for group in after}
             self._rejected |= {name: why for group in before if (name := str(group.prompt.id)) not in left}
-
-    def leave_out(self) -> None:
-        """No update is made of the current step: its numbers are not finite."""
-        self._undone = LEFT_OUT
 
     def undo(self, step: int, lines: Iterable[Line]) -> None:
         """The models are what they were after that step again, and so the current step trains nothing either.
@@ -71,70 +68,75 @@ class PromptLedger(RunExtension):
         Args:
             lines: of the run's ``ledger.jsonl``.
         """
-        self._undone = f"its step was undone, back to step {step} (trainer.on_spike=rollback)"
-        self.ledger.undo(trained_behind(lines, step), self._undone)
+        self.undone = f"its step was undone, back to step {step} (trainer.on_spike=rollback)"
+        self.ledger.undo(trained_after(lines, step), self.undone)
 
     def close(self, rollout: Rollout) -> Line:
-        """A step has trained this; what is to be written about it."""
-        failed = {str(group.prompt.id) for group in rollout.groups if _failed(group)}
+        """Close the prompts that a step has trained. Returns the line for ``ledger.jsonl``."""
+        failed = {
+            str(group.prompt.id)
+            for group in rollout.groups
+            if all(trajectory.metrics.get("given_up") for trajectory in group.trajectories)
+        }
         rejected = {str(identity): NO_SIGNAL for identity in rollout.rejected} | self._rejected
         trained = {str(group.prompt.id): None for group in rollout.groups}
         others = [name for name in trained if name not in failed and name not in rejected]
-        self.ledger.close(others, "given_up" if self._undone else "trained", self._undone)
+        self.ledger.close(others, "given_up" if self.undone else "trained", self.undone)
         for name in sorted(rejected.keys() - failed):
             self.ledger.close([name], "rejected", rejected[name])
         self.ledger.close(sorted(failed), "given_up", FAILED)
-        self._rejected, self._undone = {}, ""
+        self._rejected, self.undone = {}, ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
 
     async def save(self, folder: Path) -> None:
-        """Write the open prompts into a checkpoint: finished groups, and the tokens so far of what is in flight."""
-        if not self._keeps:
+        """Write the open prompts into a checkpoint: finished groups, and the tokens so far of those in flight."""
+        if not self._saves:
             return
-        begun = await self._generator.begun() if isinstance(self._generator, TrajectoryGenerator) else []
+        partial = await self._generator.partial_rollouts() if isinstance(self._generator, TrajectoryGenerator) else []
         if not self.ledger.versions:
             return
         versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
         in_flight = self.ledger.versions.keys() - self.ledger.finished.keys()
-        partial = [trajectory for trajectory in begun if str(trajectory.id.prompt) in in_flight]
-        kept = saved.RolloutState(versions, list(self.ledger.finished.values()), partial)
-        if kept.tokens < TURN_TOKENS:
-            saved.write(folder / saved.FILE, kept)
+        partial = [trajectory for trajectory in partial if str(trajectory.id.prompt) in in_flight]
+        state = saved.RolloutState(versions, list(self.ledger.finished.values()), partial)
+        if state.tokens < TURN_TOKENS:
+            saved.write(folder / saved.FILE, state)
         else:
-            await asyncio.to_thread(saved.write, folder / saved.FILE, kept)
+            await asyncio.to_thread(saved.write, folder / saved.FILE, state)
 
     def resume(self, folder: Path) -> None:
-        """Take over what a checkpoint kept, if it fits this run: groups are given back when ``start`` asks for them."""
-        if not self._keeps or not (folder / saved.FILE).exists():
+        """Take over a checkpoint's rollouts, if they fit this run: ``start`` gives the groups back."""
+        if not self._saves or not (folder / saved.FILE).exists():
             return
-        kept = saved.read(folder / saved.FILE, self._prompts.of_identity)
-        if any(len(group.trajectories) != self._samples for group in kept.groups):
+        state = saved.read(folder / saved.FILE, self._prompts.of_identity)
+        if any(len(group.trajectories) != self._samples for group in state.groups):
             log.warning(
-                "the rollouts in %s are left out and generated anew: they are not of generator.n_samples_per_prompt=%d",
+                "the rollouts in %s are left out and generated again: they are not of generator.n_samples_per_prompt"
+                "=%d",
                 folder,
                 self._samples,
             )
             return
-        self._ids = {str(identity): identity for identity in kept.versions}
-        groups = {str(group.prompt.id): group for group in kept.groups}
-        self.ledger.restore({str(identity): version for identity, version in kept.versions.items()}, groups)
-        log.info("%d finished groups of that checkpoint will be trained as they are", len(kept.groups))
+        self._ids = {str(identity): identity for identity in state.versions}
+        groups = {str(group.prompt.id): group for group in state.groups}
+        self.ledger.restore({str(identity): version for identity, version in state.versions.items()}, groups)
+        log.info("%d finished groups of that checkpoint will be trained as they are", len(state.groups))
         if isinstance(self._generator, TrajectoryGenerator):
-            self._generator.go_on_from(kept.begun)
-            if kept.begun:
-                written = sum(len(action.tokens) for each in kept.begun for action in each.actions)
-                log.info("%d episodes of it go on from the %d tokens that they had", len(kept.begun), written)
+            self._generator.resume_from(state.partial)
+            if state.partial:
+                tokens = sum(len(action.tokens) for each in state.partial for action in each.actions)
+                log.info("%d episodes of it go on from the %d tokens that they had", len(state.partial), tokens)
 
-    def open_positions(self, position: int, ahead: frozenset[int]) -> dict[int, int]:
+    def open_positions(self, position: int, trained_early: frozenset[int]) -> dict[int, int]:
         """Where the open prompts are in the stream, from ``position`` on, and the version when each was started."""
-        left, found = dict(self.ledger.versions), {}
-        for place in range(position, self._prompts.total):
+        left, versions = dict(self.ledger.versions), {}
+        for each in range(position, self._prompts.total):
             if not left:
                 break
-            if place not in ahead and (name := str(self._prompts.prompt(place).id)) in left:
-                found[place] = left.pop(name)
-        return found
+            if each not in trained_early and (name := str(self._prompts.prompt(each).id)) in left:
+                versions[each] = left.pop(name)
+        return versions
 
 
 def _copy(group: Group) -> Group:
@@ -147,7 +149,3 @@ def _copy(group: Group) -> Group:
         own.metrics = dict(trajectory.metrics)
         trajectories.append(own)
     return Group(group.prompt, trajectories)
-
-
-def _failed(group: Group) -> bool:
-    return all(trajectory.metrics.get("given_up") for trajectory in group.trajectories)

@@ -1,23 +1,25 @@
-"""What a run reports: metrics to trackers, samples and trajectories to files, how busy its parts were.
+"""The reports of a run: metrics to trackers, samples and trajectories to files, how busy its parts were, profiles.
 
-Invariant: a step is logged once, when all of it is done, with everything that was found out about it. One that is saved
-has its line in the run's folder before. A file that the disk does not take is left out, and the run goes on.
+Invariant: a step is logged once, when all of it is done, with all its metrics. One that is saved has its line in the
+run's folder before. A file that the disk does not take is left out, and the run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from skyasync.arrays import Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
-from skyasync.observe.progress import Sample
-from skyasync.observe.usage import UsageMeter
+from skyasync.observability.progress import LatestSample
+from skyasync.observability.usage import UsageMeter
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
 from skyasync.rollout.types import Group, Rollout
@@ -39,7 +41,7 @@ class Reporter(RunExtension):
 
     def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
         self.last_metrics: Metrics = {}
-        self.last_sample: Sample | None = None
+        self.last_sample: LatestSample | None = None
         self._context, self._decode = context, decode
         self._samples = context.cfg.trainer.save_samples  # per step
         self._trajectories = context.cfg.trainer.dump_trajectories
@@ -65,22 +67,24 @@ class Reporter(RunExtension):
         return rollout_metrics(groups) | repeat_metrics(repeats)
 
     async def trained(self, step: int, rollout: Rollout, parts: Sequence[UpdateBatch] = ()) -> None:
-        """This was trained in this step: write a few samples of it, or all trajectories.
+        """Write a few samples of what a step has trained, or all trajectories.
 
         Args:
             parts: the batches that it became, for the trainer's log-probabilities of the tokens.
         """
         self._trained = sum(len(group.trajectories) for group in rollout.groups)
-        if self._context.run_dir is None:
+        run_dir, rows = self._context.run_dir, TrainedRows(parts)
+        if run_dir is None:
             return
-        rows = TrainedRows(parts)
         if self._samples and self._decode is not None:
-            await self._write("samples", step, self._write_samples(step, rollout.groups, self._decode, rows))
+            records = sample_records(list(rollout.groups), self._samples, self._decode, rows.logprobs)
+            self.last_sample = LatestSample.of(step, records[0]) if records else None
+            await self._write("samples", step, run_dir.write_samples, step, records)
         if self._trajectories:
-            await self._write("trajectories", step, self._write_trajectories(step, rollout, rows))
+            await self._write_trajectories("trajectories", step, rollout, rows)
 
     async def keep_bad(self, rollout: Rollout, parts: Sequence[UpdateBatch]) -> None:
-        """Write down what could not be learned from, for ``skyasync replay RUN --nonfinite``."""
+        """Write a batch that could not be learned from, for ``skyasync replay RUN --nonfinite``."""
         if self._context.run_dir is None:
             return
         step, rows = self._context.phases.step, TrainedRows(parts)
@@ -89,50 +93,59 @@ class Reporter(RunExtension):
         except UserError:
             log.warning("the batch of step %d is not written: that takes pyarrow (uv pip install pyarrow)", step)
             return
-        await self._write("batch", step, self._write_trajectories(step, rollout, rows, recorded.NONFINITE))
+        await self._write_trajectories("batch", step, rollout, rows, recorded.NONFINITE)
 
     async def ended(self, step: int, prompts: Mapping[str, object]) -> None:
         """Write how the prompts of this step ended."""
-        run_dir = self._context.run_dir
-        if run_dir is not None:
+        if self._context.run_dir is not None:
+            await self._write("ledger's line", step, self._context.run_dir.write_ledger, step, prompts)
 
-            async def write() -> None:
-                run_dir.write_ledger(step, prompts)
-
-            await self._write("ledger's line", step, write())
-
-    async def _write_samples(
-        self, step: int, groups: Sequence[Group], decode: Callable[..., str], rows: TrainedRows
-    ) -> None:
-        assert self._context.run_dir is not None
-        records = sample_records(list(groups), self._samples, decode, rows.logprobs)
-        self.last_sample = Sample.of(step, records[0]) if records else None
-        self._context.run_dir.write_samples(step, records)
-
-    async def _write_trajectories(self, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
+    async def _write_trajectories(self, what: str, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
         assert self._context.run_dir is not None
         total = self._context.length.steps
-        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.ahead, total)
+        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.trained_early, total)
         path = recorded.path_of(self._context.run_dir.path, step, *kind)
-        await asyncio.to_thread(recorded.write, path, whole, rows.logprobs)
+        await self._write(what, step, asyncio.to_thread, recorded.write, path, whole, rows.logprobs)
 
-    async def _write(self, what: str, step: int, writing: Awaitable[None]) -> None:
+    async def _write(self, what: str, step: int, write: Callable[..., Any], *args: object) -> None:
         try:
-            await writing
+            if inspect.isawaitable(writing := write(*args)):
+                await writing
             self._failed.discard(what)
         except OSError as error:
             if what not in self._failed:
                 log.warning("the %s of step %d were not written, and the run goes on: %s", what, step, error)
             self._failed.add(what)
 
-    def keep(self, metrics: Metrics, step: int) -> None:
+    def write_now(self, metrics: Metrics, step: int) -> None:
         """Before a checkpoint of this step: a run that resumes from it does not make the step again."""
-        if hasattr(self._context.tracker, "keep"):
+        if hasattr(self._context.tracker, "keep"):  # a tracker of the user's may have none
             self._context.tracker.keep(metrics, step)
 
     def log(self, metrics: Metrics, step: int) -> None:
         self._context.tracker.log(metrics, step=step)
         self.last_metrics = {**self.last_metrics, **metrics}
+
+
+class Profiler(RunExtension):
+    """Profiles of some steps (``trainer.profile_steps``): what the workers' processes did, by torch's profiler.
+
+    A profile covers all that the workers do from the beginning of its step to its last update.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._steps = context, frozenset(context.cfg.trainer.profile_steps)
+        self._open: Path | None = None
+
+    async def on_step_begin(self, trainer: Watched, step: int) -> None:
+        if step in self._steps and self._context.run_dir is not None:
+            self._open = self._context.run_dir.path / "profile" / f"step_{step:06d}"
+            await self._context.dispatch.begin_profile()
+
+    async def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        if self._open is not None:
+            folder, self._open = self._open, None
+            await self._context.dispatch.end_profile(folder)
 
 
 class TrainedRows:
@@ -147,26 +160,22 @@ class TrainedRows:
 
     def __init__(self, parts: Sequence[UpdateBatch] = ()) -> None:
         self._parts = [part for part in parts if part.proximal_logprobs is not None]
-        self._rows: dict[int, dict[int, tuple[int, int]]] = {}  # by length, as far as it was asked for: by digest
+        self._rows: dict[int, dict[int, tuple[int, int]]] = {}  # by length, as far as it was requested: by digest
 
     def logprobs(self, tokens: Ints) -> Floats | None:
-        """The proximal policy's, one per token (0 if it was not asked); None for a sequence that was not trained."""
+        """The proximal policy's, one per token (0 if it was not computed); None for a sequence that was not trained."""
         length = len(tokens)
         if length not in self._rows:
             self._rows[length] = {
-                _digest(ints(part.tokens[row, :length].cpu().numpy())): (number, row)
+                xxhash.xxh3_64_intdigest(ints(part.tokens[row, :length].cpu().numpy()).tobytes()): (number, row)
                 for number, part in reversed(list(enumerate(self._parts)))  # the last one written counts
                 for row in (part.attention_mask.sum(1) == length).nonzero().flatten().tolist()
             }
-        found = self._rows[length].get(_digest(tokens))
-        if found is None:
+        place = self._rows[length].get(xxhash.xxh3_64_intdigest(tokens.tobytes()))
+        if place is None:
             return None
-        part, row = found
+        part, row = place
         values = self._parts[part].proximal_logprobs
         assert values is not None
         logprobs: Floats = values[row, :length].float().cpu().numpy()
         return logprobs
-
-
-def _digest(tokens: Ints) -> int:
-    return xxhash.xxh3_64_intdigest(tokens.tobytes())

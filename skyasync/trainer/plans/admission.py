@@ -14,20 +14,20 @@ Invariants
   dropped to keep it; ``take`` waits for a slow prompt when the bound demands it, and only then.
 - The machine cannot jam: when everything admitted has finished, ``take`` gives a batch or the run is over.
 
-Why the hard bound holds. With batches of P prompts, a prompt admitted at v has its deadline at v + S. A state
-in which at most ``(d - t) * P`` prompts have a deadline before or at d, for every d, after the batch of version
-t, can meet all deadlines by taking the oldest first. There are at most ``(S + 1) * P`` slots, and a slot is
-freed only after the swap that follows the training, so admission cannot leave that state, and ``take`` gives
-no batch that would. With all slots in use there is no slack: after the first S + 1 steps a batch is exactly the P
-prompts admitted together, every one of which has had S steps to finish. With fewer slots than
-``(S + 1) * P`` finished prompts may overtake slow ones, as far as the deadlines allow.
+Why the hard bound holds. With batches of P prompts, a prompt admitted at v has its deadline at v + S. After the batch
+of version t, a state is safe if for every d at most ``(d - t) * P`` prompts have a deadline before or at d. From a safe
+state, taking the oldest first meets all deadlines. There are at most ``(S + 1) * P`` slots. A slot is freed only after
+the weight sync that follows the training, so admission keeps the state safe, and ``take`` gives no batch that would
+not. With all slots in use there is no slack: after the first S + 1 steps a batch is exactly the P prompts admitted
+together, every one of which has had S steps to finish. With fewer slots than ``(S + 1) * P`` finished prompts may
+overtake slow ones, as far as the deadlines allow.
 
-Where weights are handed over every n-th step only, n batches are taken between two swaps: a prompt that is admitted
-at a swap ages by as many steps, and the same argument holds, as long as S is at least n - 1.
+If weights are synced every n-th step only, n batches are taken between two syncs. The staleness of a prompt then grows
+by as many steps. The same argument holds, as long as S is at least n - 1.
 
 The mean bound has the same slots: AReaL's capacity ``(eta + version + 1) * batch - (accepted + running)`` equals
-the number of free slots, because every version has trained one batch (Fu et al. 2025). What
-differs is that finished prompts may overtake without limit, so only the mean age is bounded.
+the number of free slots, because every version has trained one batch (Fu et al. 2025). The difference is that finished
+prompts may overtake without limit, so only the mean staleness is bounded.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from typing import Literal, NamedTuple
 
 from skyasync.config.schema import Config
 
-_ROUNDING = 1e-9  # so that a ratio of 0.1 ahead of 10 prompts is one prompt
+_ROUNDING = 1e-9  # so that a ratio of 0.1 of 10 prompts is one prompt
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What bounds generation.
+class AdmissionLimits:
+    """The limits on generation.
 
     Args:
         batch_size: prompts per training step (P).
         total: prompts of the whole run.
         max_staleness: versions between a prompt's admission and its training (S).
         bound: "hard" for every prompt, or "mean".
-        generation_ratio: batches generated ahead, with fractions (ROLL's meaning); 0 is ``max_staleness``.
+        generation_ratio: batches generated early, with fractions (ROLL's meaning); 0 is ``max_staleness``.
         generate_batch_size: prompts admitted and not yet trained (OpenRLHF's oversampling); 0 is no such limit.
         max_concurrent: prompts being generated at once; 0 is no such limit.
-        sync_interval: batches trained from one swap, which frees their slots, to the next.
-        steps: batches of the run; by default as many as the prompts make. Where prompts are rejected there are fewer.
+        sync_interval: batches trained from one weight sync, which frees their slots, to the next.
+        steps: batches of the run; by default as many as the prompts make. If prompts are rejected there are fewer.
         most_rejected: when so many prompts (at least one) were rejected, the step makes do with those that it has.
     """
 
@@ -80,8 +80,8 @@ class Limits:
             )
 
     @classmethod
-    def of(cls, cfg: Config, total: int, **rejecting: float) -> Limits:
-        """Those of a ``skyasync.config.Config``."""
+    def of(cls, cfg: Config, total: int, **rejecting: float) -> AdmissionLimits:
+        """The limits that the settings give, for ``total`` prompts."""
         trainer, generator = cfg.trainer, cfg.generator
         return cls(
             batch_size=trainer.train_batch_size,
@@ -98,17 +98,17 @@ class Limits:
     @property
     def slots(self) -> int:
         """Prompts that may be admitted and not yet done."""
-        ahead = min(self.generation_ratio or self.max_staleness, self.max_staleness)
-        slots = int((ahead + 1) * self.batch_size + _ROUNDING)
+        batches = 1 + min(self.generation_ratio or self.max_staleness, self.max_staleness)
+        slots = int(batches * self.batch_size + _ROUNDING)
         return min(slots, self.generate_batch_size or slots)
 
 
 class Batch(NamedTuple):
-    """Positions to be trained, in order; then all before ``position``, and those in ``ahead``, will be trained."""
+    """Positions to be trained, in order; then all before ``position``, and ``trained_early``, will be trained."""
 
     positions: list[int]
     position: int
-    ahead: frozenset[int]
+    trained_early: frozenset[int]
 
 
 class Admission:
@@ -117,38 +117,37 @@ class Admission:
     Args:
         version: of the weights that the engines have.
         position: all prompts before it have been trained (a resumed run).
-        ahead: prompts at or behind ``position`` that have been trained too.
-        begun: position -> version, of prompts that had been admitted when the run was interrupted. They keep their
-            age, and run again; with bounds that have become too tight for that, they are admitted anew like any other.
+        trained_early: prompts at or after ``position`` that have been trained too.
+        interrupted: position -> version, of prompts that had been admitted when the run was interrupted. They keep
+            their version, and run again. If bounds have become too tight for that, they are admitted like any other.
+
+    Attributes:
+        interrupted: those positions that run without having been admitted here: the caller starts them first.
     """
 
     def __init__(
         self,
-        limits: Limits,
+        limits: AdmissionLimits,
         version: int = 0,
         position: int = 0,
-        ahead: Collection[int] = (),
-        begun: Mapping[int, int] | None = None,
+        trained_early: Collection[int] = (),
+        interrupted: Mapping[int, int] | None = None,
     ) -> None:
         self.limits = limits
         self.version = version
-        self._position, self._ahead = position, set(ahead)
+        self._position, self._trained_early = position, set(trained_early)
         self._next = position
-        self._running: dict[int, int] = dict(begun or {})  # position -> version at admission
+        self._running: dict[int, int] = dict(interrupted or {})  # position -> version at admission
         self._finished: dict[int, list[int]] = {}  # version at admission -> heap of positions
         self._untaken: Counter[int] = Counter(self._running.values())  # version at admission -> running and finished
         self._taken = 0  # since the last sync
-        self._left = limits.total - position - len(self._ahead)  # neither taken nor rejected
-        self._wanted = limits.steps * limits.batch_size  # by the batches that are still to be taken
+        self._left = limits.total - position - len(self._trained_early)  # neither taken nor rejected
+        self._to_take = limits.steps * limits.batch_size  # by the batches that are still to be taken
         self._rejected = 0  # since the last batch
         if not self._can_be_met():
             self._running, self._untaken = {}, Counter()
-        self._skip = frozenset([*ahead, *self._running])
-
-    @property
-    def begun(self) -> list[int]:
-        """What runs without having been admitted here: the caller starts it first."""
-        return sorted(self._running)
+        self.interrupted = sorted(self._running)
+        self._skip = frozenset([*trained_early, *self._running])
 
     @property
     def running(self) -> int:
@@ -168,11 +167,11 @@ class Admission:
     @property
     def exhausted(self) -> bool:
         """No prompt will be admitted any more."""
-        return self._peek() >= self.limits.total or self._wanted <= 0
+        return self._peek() >= self.limits.total or self._to_take <= 0
 
     @property
     def making_do(self) -> bool:
-        """So many prompts were rejected since the last batch that the next one is not filled up any more."""
+        """Too many prompts were rejected since the last batch: the next one is not filled up any more."""
         return self._rejected >= max(self.limits.most_rejected, 1)
 
     def admit(self) -> list[int]:
@@ -180,7 +179,7 @@ class Admission:
         free: float = self.limits.slots - self.charged
         if self.limits.max_concurrent:
             free = min(free, self.limits.max_concurrent - self.running)
-        free = 0 if self.making_do else min(free, self._wanted - self._untaken.total())
+        free = 0 if self.making_do else min(free, self._to_take - self._untaken.total())
         admitted: list[int] = []
         while free > len(admitted) and not self.exhausted:
             admitted.append(self._peek())
@@ -203,23 +202,25 @@ class Admission:
     def take(self) -> Batch | None:
         """The next batch, oldest prompts first, or None while it would have to contain one that still runs.
 
-        It is empty where all that was left has been rejected.
+        It is empty if all that was left has been rejected.
         """
         size = min(self.limits.batch_size, self._left)
         if self.making_do and not self._running:
             size = min(size, self.finished)
-        chosen = self._oldest_finished(size)
+        chosen: Counter[int] = Counter()  # of each version: so many of its finished prompts, the oldest first
+        for version in sorted(self._finished):
+            chosen[version] = min(len(self._finished[version]), size - chosen.total())
         if sum(chosen.values()) < size or not (size or self._rejected) or not self._others_can_wait(chosen):
             return None
         positions = sorted(heapq.heappop(self._finished[v]) for v, count in chosen.items() for _ in range(count))
         self._untaken -= chosen
         self._finished = {v: heap for v, heap in self._finished.items() if heap}
-        self._taken += self.limits.batch_size  # also of a smaller one: what it lacks must not start before the swap
+        self._taken += self.limits.batch_size  # also of a smaller one: what it lacks must not start before the sync
         self._left -= size
-        self._wanted -= self.limits.batch_size
+        self._to_take -= self.limits.batch_size
         self._rejected = 0
         self._record(positions)
-        return Batch(positions, self._position, frozenset(self._ahead))
+        return Batch(positions, self._position, frozenset(self._trained_early))
 
     def sync(self, version: int) -> None:
         """The engines have these weights; the slots of what has been taken are free."""
@@ -235,13 +236,6 @@ class Admission:
             self._next += 1
         return self._next
 
-    def _oldest_finished(self, size: int) -> Counter[int]:
-        """How many finished prompts of which version make up a batch of the oldest."""
-        chosen: Counter[int] = Counter()
-        for version in sorted(self._finished):
-            chosen[version] = min(len(self._finished[version]), size - chosen.total())
-        return chosen
-
     def _others_can_wait(self, chosen: Counter[int]) -> bool:
         """Whether all deadlines can be met if these are taken now."""
         if self.limits.bound == "mean":
@@ -256,18 +250,18 @@ class Admission:
 
     def _can_be_met(self) -> bool:
         """Whether batches of the oldest, from here on, meet all deadlines."""
-        if self._untaken.total() > min(self.limits.slots, self._wanted):
+        if self._untaken.total() > min(self.limits.slots, self._to_take):
             return False
-        due = 0
+        total = 0
         for version in sorted(self._untaken):
-            due += self._untaken[version]
+            total += self._untaken[version]
             batches = version + self.limits.max_staleness - self._step + 1
-            if self.limits.bound == "hard" and due > batches * self.limits.batch_size:
+            if self.limits.bound == "hard" and total > batches * self.limits.batch_size:
                 return False
         return True
 
     def _record(self, positions: list[int]) -> None:
-        self._ahead.update(positions)
-        while self._position in self._ahead:
-            self._ahead.remove(self._position)
+        self._trained_early.update(positions)
+        while self._position in self._trained_early:
+            self._trained_early.remove(self._position)
             self._position += 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from skyasync.config.schema import Config
@@ -12,29 +10,30 @@ from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer, Rollout
 from skyasync.trainer.context import Metrics
 from skyasync.trainer.plans import PLANS
-from skyasync.trainer.plans.admission import Admission, Batch, Limits
+from skyasync.trainer.plans.admission import Admission, AdmissionLimits
+from skyasync.trainer.rollouts import merged
 from skyasync.utils.task_group import run_together, together
 
 
 @PLANS.register("fully_async")
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
-    """Fully asynchronous: groups stream in as they finish, weights are swapped in flight, staleness is bounded.
+    """Fully asynchronous: groups stream in as they finish, weights are synced in flight, staleness is bounded.
 
     ```
-     admission ──▶ rollouts, one task per prompt ──▶ finished ──▶ train ──▶ swap ──▶ end of step
+     admission ──▶ rollouts, one task per prompt ──▶ finished ──▶ train ──▶ sync ──▶ end of step
          ▲           (engines go on during training)                          │
          └──────────────────────── free slots, new version ◀──────────────────┘
     ```
 
     | who waits       | for what                                   | woken by                                          |
     |-----------------|--------------------------------------------|---------------------------------------------------|
-    | generation loop | a free slot                                | training loop, after each swap; a finished        |
-    |                 |                                            | rollout, where only the concurrency was at its    |
+    | generation loop | a free slot                                | training loop, after each sync; a finished        |
+    |                 |                                            | rollout, if only the concurrency was at its       |
     |                 |                                            | limit; one that is rejected                       |
-    | a rollout       | the engines                                | they answer or fail; a swap holds them back       |
+    | a rollout       | the engines                                | they answer or fail; a sync holds them back       |
     |                 |                                            | briefly                                           |
-    | a rollout       | the gate (partial_rollout=wait, evaluation | whoever closed it, which itself waits only for    |
-    |                 | with eval_mode=pause)                      | rollouts inside to end                            |
+    | a rollout       | the gate (partial_rollout=wait, evaluation | the sync or evaluation that closed it, which      |
+    |                 | with eval_mode=pause)                      | waits only for rollouts inside to end             |
     | training loop   | a batch that ``admission`` lets it take    | a rollout that finishes. When all have finished   |
     |                 |                                            | there is a batch: see ``admission``               |
 
@@ -42,7 +41,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     (``sync``).
 
     What is trained, and in which order: a batch is in the order of the prompt stream, oldest first. Prompts that
-    were open at a checkpoint are not in its position: a resumed run admits them first, as old as they are, and has
+    were open at a checkpoint are not in its position: a resumed run admits them first, with their versions, and has
     those that were finished from the checkpoint. None is lost and none is trained twice. With ``max_staleness=0`` all
     prompts of a step start together, nothing starts before the step has ended, and the engines see what they see in the
     synchronous plan.
@@ -68,22 +67,21 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     async def train(self) -> None:
         async with self.running():
             progress, prompts = self.context.progress, self.context.prompts
-            limits = Limits.of(self.cfg, prompts.total, **self._rejecting())
-            open_before = self.checkpointer.ledger.open_positions(progress.position, progress.ahead)  # by a run before
-            self.admission = Admission(limits, progress.step, progress.position, progress.ahead, open_before)
+            refill, rejecting = self.context.refill, dict[str, float]()
+            if refill.active:
+                rejecting = {"steps": self.total_steps - self.global_step, "most_rejected": refill.most_rejected}
+            limits = AdmissionLimits.of(self.cfg, prompts.total, **rejecting)
+            early, ledger = progress.trained_early, self.checkpointer.ledger
+            interrupted = ledger.open_positions(progress.position, early)  # in the run before
+            self.admission = Admission(limits, progress.step, progress.position, early, interrupted)
             self._finished: dict[int, tuple[list[Group], Metrics]] = {}
             self._rejected: list[Group] = []  # since the last batch
             self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
             await run_together(self._run_generation(), self._run_training())
 
-    def _rejecting(self) -> dict[str, float]:
-        if not self.context.refill.active:
-            return {}
-        return {"steps": self.total_steps - self.global_step, "most_rejected": self.context.refill.most_rejected}
-
     async def _run_generation(self) -> None:
         async with together() as rollouts:
-            for position in self.admission.begun:
+            for position in self.admission.interrupted:
                 rollouts.start(self._roll_out(position))
             while not self.admission.exhausted:
                 for position in self.admission.admit():
@@ -118,29 +116,16 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         while (batch := self.admission.take()) is None:
             self._rollout_finished.clear()
             await self._rollout_finished.wait()
-        return self._assemble(batch)
-
-    def _assemble(self, batch: Batch) -> Rollout:
         finished = [self._finished.pop(position) for position in batch.positions]
         rejected, self._rejected = self._rejected, []
-        status = {
+        metrics = merged([metrics for _, metrics in finished]) | {
             "rollout/running": float(self.admission.running),
             "rollout/finished": float(self.admission.finished),
         }
-        groups = [group for found, _ in finished for group in found]
-        metrics = merge([metrics for _, metrics in finished])
-        return self.assemble(groups, metrics | status, batch.position, batch.ahead, rejected)
+        groups = [group for rolled_out, _ in finished for group in rolled_out]
+        return self.assemble(groups, metrics, batch.position, batch.trained_early, rejected)
 
     def _release(self) -> None:
-        if self.policy_version == self.global_step:  # this step's weights have been handed over
+        if self.policy_version == self.global_step:  # the engines have this step's weights
             self.admission.sync(self.policy_version)
             self._slot_freed.set()
-
-
-def merge(metrics: Sequence[Metrics]) -> Metrics:
-    """The mean of what the rollouts of a batch report; of times the longest, as if they had been one call."""
-    values: dict[str, list[float]] = {}
-    for reported in metrics:
-        for name, value in reported.items():
-            values.setdefault(name, []).append(value)
-    return {name: max(found) if name.startswith("time/") else fmean(found) for name, found in values.items()}

@@ -11,59 +11,59 @@ from skyasync.rollout.types import Group, Prompt
 from skyasync.trainer import RayPPOTrainer, Rollout
 from skyasync.trainer.context import Metrics
 from skyasync.trainer.plans import PLANS
-from skyasync.trainer.plans.fully_async import merge
-from skyasync.utils.task_group import Tasks, run_together, together
+from skyasync.trainer.rollouts import merged
+from skyasync.utils.task_group import StrictTaskGroup, run_together, together
 
 
 @dataclass
 class Arrivals:
-    """The rollouts of one batch: each has a place, in the order of the stream, and ends kept or rejected.
+    """The rollouts of one batch: each has a slot, in the order of the stream, and is accepted or rejected at its end.
 
-    A pure record. ``in_order`` lets a group out only when all before it have been decided; ``portion`` so many places
-    at a time, less only at the end: what is trained together is then the same, however the rollouts end.
+    A pure record. ``in_order`` lets a group out only when all before it have been decided. ``portion`` lets out so many
+    slots at a time, less only at the end: what is trained together is then the same, in whatever order rollouts end.
     """
 
     in_order: bool
     started: int
     portion: int = 0
     ended: int = 0
-    kept: list[Group] = field(default_factory=list)
+    accepted: list[Group] = field(default_factory=list)
     rejected: list[Group] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
-    waiting: dict[int, list[Group]] = field(default_factory=dict)  # by place: ended, not yet taken
-    _next: int = 0  # the first place that has not been taken
+    waiting: dict[int, list[Group]] = field(default_factory=dict)  # by slot: ended, not yet taken
+    _next: int = 0  # the first slot that has not been taken
 
     def start(self) -> int:
-        """The place of another rollout."""
+        """The slot of another rollout."""
         self.started += 1
         return self.started - 1
 
-    def end(self, place: int, groups: list[Group], metrics: Metrics, *, kept: bool = True) -> None:
-        """The rollout at this place has ended."""
+    def end(self, slot: int, groups: list[Group], metrics: Metrics, *, accepted: bool = True) -> None:
+        """The rollout in this slot has ended."""
         self.ended += 1
-        self.waiting[place] = groups if kept else []
+        self.waiting[slot] = groups if accepted else []
         self.metrics.append(metrics)
-        if not kept:
+        if not accepted:
             self.rejected += groups
 
     def take(self) -> list[Group]:
-        """All groups that may be trained now (or a portion of them), in the order of their places."""
+        """All groups that may be trained now (or a portion of them), in the order of their slots."""
         groups: list[Group] = []
-        while not groups and (places := self._takeable()):  # all of a portion may have been rejected
-            self._next = places[-1] + 1
-            for place in places:
-                groups += self.waiting.pop(place)
-        self.kept += groups
+        while not groups:  # all of a portion may have been rejected
+            if self.in_order or self.portion:
+                slots = list(takewhile(self.waiting.__contains__, count(self._next)))
+            else:
+                slots = sorted(self.waiting)
+            if self.portion:
+                enough = len(slots) >= self.portion or self.ended == self.started
+                slots = slots[: self.portion] if enough else []
+            if not slots:
+                break
+            self._next = slots[-1] + 1
+            for slot in slots:
+                groups += self.waiting.pop(slot)
+        self.accepted += groups
         return groups
-
-    def _takeable(self) -> list[int]:
-        if not (self.in_order or self.portion):
-            return sorted(self.waiting)
-        places = list(takewhile(self.waiting.__contains__, count(self._next)))
-        if not self.portion:
-            return places
-        enough = len(places) >= self.portion or self.ended == self.started
-        return places[: self.portion] if enough else []
 
     @property
     def complete(self) -> bool:
@@ -73,7 +73,7 @@ class Arrivals:
 
 @PLANS.register("streamed")
 class StreamedRayPPOTrainer(RayPPOTrainer):
-    """Streamed: on policy, and yet overlapped. Groups are trained as they finish, while the batch's tail is generated.
+    """Streamed: on policy, and yet overlapped. Groups are trained as they finish, while stragglers are generated.
 
     ```
     engines    g0 g1 g2 g3 ............ g4 (a long one)
@@ -94,11 +94,11 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     step. The gradient is that of the synchronous plan but for the order in which it is summed.
 
     With mini-batches an optimizer step follows as soon as the next ``policy_mini_batch_size`` groups, in the order
-    of the prompt stream, are complete. What is generated after it is still of the policy before: the engines get
-    weights at the end of the batch. That policy is then gone, so the behaviour log-probabilities stand for the
-    proximal ones.
+    of the prompt stream, are complete. Later groups of the batch are still of the policy before: the engines get
+    weights at the end of the batch. That policy is then gone, so the behaviour log-probabilities take the place of
+    the proximal ones.
 
-    What compares the prompts of a whole batch cannot be streamed and is refused (``skyasync.config.schema.algorithm``).
+    Settings that compare the prompts of a whole batch are not supported (``skyasync.config.schema.algorithm``).
     """
 
     streams = True
@@ -114,32 +114,29 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         several = self.cfg.trainer.policy_mini_batch_size > 0  # updates, with generation in between
         self._arrivals = Arrivals(several, len(prompts.prompts), self.cfg.trainer.stream_groups)
         self._arrived, self._last = asyncio.Event(), prompts
-        both = run_together(self._roll_out_all(prompts), self._train_all())
-        async with self.keeping_bad(lambda: self._rollout()):
+
+        async def roll_out_all() -> None:
+            async with together() as rollouts:
+                for slot, prompt in enumerate(prompts.prompts):
+                    rollouts.start(self._roll_out(rollouts, prompt, slot))
+
+        both = run_together(roll_out_all(), self._train_all())
+        async with self.keeping_bad(self._rollout):
             await (self.checkpointer.uninterrupted(both) if several else both)
 
-    async def _roll_out_all(self, prompts: PromptBatch) -> None:
-        async with together() as rollouts:
-            for place, prompt in enumerate(prompts.prompts):
-                rollouts.start(self._roll_out(rollouts, prompt, place))
-
-    async def _roll_out(self, rollouts: Tasks, prompt: Prompt, place: int) -> None:
+    async def _roll_out(self, rollouts: StrictTaskGroup, prompt: Prompt, slot: int) -> None:
+        arrivals, refill = self._arrivals, self.context.refill
         groups, metrics = await self.roll_out([prompt])
-        refilling = self.context.refill.active
-        if not refilling:
+        if not refill.active:
             groups = self.postprocess_generator_output(groups)
-        kept = not refilling or bool(self.filter_groups(groups))
-        if not kept and len(self._arrivals.rejected) + 1 < self.context.refill.most_rejected:
-            self._replace(rollouts)
-        self._arrivals.end(place, groups, metrics, kept=kept)
+        accepted = not refill.active or bool(self.filter_groups(groups))
+        if not accepted and len(arrivals.rejected) + 1 < refill.most_rejected:
+            more = refill.next_prompts(1)
+            if more.prompts:
+                self._last = more
+                rollouts.start(self._roll_out(rollouts, more.prompts[0], arrivals.start()))
+        arrivals.end(slot, groups, metrics, accepted=accepted)
         self._arrived.set()
-
-    def _replace(self, rollouts: Tasks) -> None:
-        """Start the next prompt of the stream in the place of one that was rejected, if there is one."""
-        more = self.context.refill.more(1)
-        if more.prompts:
-            self._last = more
-            rollouts.start(self._roll_out(rollouts, more.prompts[0], self._arrivals.start()))
 
     async def _train_all(self) -> None:
         in_gradient = 0
@@ -152,11 +149,11 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
                 self._arrived.clear()
                 await self.waiting("data", self._arrived.wait())
         with self.timed("train"):
-            self.checkpointer.step_begun()
+            self.checkpointer.between_steps = False
             await self.checkpointer.uninterrupted(self._last_step(update=in_gradient > 0))
 
     async def _train_some(self, groups: list[Group], in_gradient: int) -> int:
-        """Add their gradient, and step where a mini-batch is complete; returns how many groups wait for the step."""
+        """Add their gradient, and step when a mini-batch is complete; returns how many groups wait for the step."""
         batch, size = await self.prepare(groups), self.cfg.trainer.policy_mini_batch_size
         if batch is None:
             return in_gradient
@@ -165,13 +162,10 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
                 await self.forward_backward(part, complete=False)
                 in_gradient += count
                 if in_gradient == size:
-                    self.checkpointer.step_begun()
-                    await self.checkpointer.uninterrupted(self._update())
+                    self.checkpointer.between_steps = False
+                    await self.checkpointer.uninterrupted(self.optimizer_step())
                     in_gradient = 0
         return in_gradient
-
-    async def _update(self) -> None:
-        await self.optimizer_step()
 
     async def _last_step(self, *, update: bool) -> None:
         async with self.context.phases.limited("update"):
@@ -182,7 +176,8 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         await self.finish_step(self._rollout())
 
     def _rollout(self) -> Rollout:
-        """What of the batch has been taken so far."""
+        """The groups of the batch that have been taken so far."""
         done, last = self._arrivals, self._last
-        metrics = merge(done.metrics)
-        return self.assemble(done.kept, metrics, last.position, last.ahead, done.rejected, postprocessed=True)
+        return self.assemble(
+            done.accepted, merged(done.metrics), last.position, last.trained_early, done.rejected, postprocessed=True
+        )

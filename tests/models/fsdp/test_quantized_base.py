@@ -104,8 +104,8 @@ def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path:
 
 def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     batch = make_batch(groups=5)
-    axes = rank.worker.backend.spec.axes
-    rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
+    axes = rank.worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
     rank.worker.forward_backward(batch.select(rows).trim())
     gradient = torch.cat([_whole(p.grad) for p in rank.worker.backend.model.parameters() if p.grad is not None])
     return gradient.numpy(), rank.worker.optimizer_step()

@@ -67,8 +67,8 @@ def of_one(path: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
 
 def step(rank: Rank) -> Any:
     worker, batch = rank.worker, ragged()
-    axes = worker.backend.spec.axes
-    rows = split_for_ranks(batch, axes.data)[axes.rows_of(rank.rank)]
+    axes = worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
     mine = batch.select(rows).trim()
     logprobs = worker.logprobs(mine)
     worker.forward_backward(mine)
@@ -103,7 +103,9 @@ def test_plans_that_gather_have_one_ranks_gradient_as_well(ranks: Callable[[int]
 
 def valued(rank: Rank) -> Any:
     worker, batch = rank.worker, ragged()
-    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.mesh_shape.data)[
+        worker.backend.spec.mesh_shape.data_rank(rank.rank)
+    ]
     return rows.numpy(), worker.values(batch.select(rows).trim()).numpy()
 
 
@@ -220,7 +222,9 @@ def test_adapters_train_beside_what_is_split(
 def compared(rank: Rank) -> Any:
     """What a teacher says of whole distributions, and the gradient of following it."""
     worker, batch = rank.worker, ragged()
-    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.mesh_shape.data)[
+        worker.backend.spec.mesh_shape.data_rank(rank.rank)
+    ]
     mine = batch.select(rows).trim()
     mine.teacher_top_k = TeacherWorker.top_logprobs(worker, mine) * 1.1
     mine.teacher_top_k[..., :4] /= 1.1
@@ -278,7 +282,9 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
         worker.load(loaded)
     before = calls.digest_of_whole(worker)
     batch = ragged()
-    rows = split_for_ranks(batch, worker.backend.spec.axes.data)[worker.backend.spec.axes.rows_of(rank.rank)]
+    rows = split_for_ranks(batch, worker.backend.spec.mesh_shape.data)[
+        worker.backend.spec.mesh_shape.data_rank(rank.rank)
+    ]
     worker.update_policy(batch.select(rows).trim())
     worker.save(folder)
     written = worker.transfer_weights("file", "write")

@@ -50,7 +50,7 @@ def test_ranks_have_columns_from_both_ends_and_attend_to_as_much(width: int) -> 
     size, rows = 3, 2
     tokens = torch.arange(1, rows * width + 1).view(rows, width)
     layout = plain_layout(tokens, torch.ones_like(tokens, dtype=torch.bool), torch.ones_like(tokens).bool())
-    slices = [Context(cast(Any, None), rank, size, ends=True).slice(layout) for rank in range(size)]
+    slices = [Context(cast(Any, None), rank, size, ring=True).slice(layout) for rank in range(size)]
     positions = torch.cat([own.positions for own in slices if own.positions is not None], 1)
     assert positions.shape == (rows, -(-width // 6) * 6)
     seen = {tuple(pair) for own in slices for pair in zip(own.cells.tolist(), own.targets.tolist(), strict=True)}
@@ -71,7 +71,7 @@ def test_cudas_flash_kernel_takes_what_the_rounds_give_it_and_its_shapes_fit() -
         for states, keys, causal in ((query, key, True), (query, key[:, :, :8], False), (query[:, :, 8:], key, False)):
             out, sums = ring._attend(states, keys, keys, is_causal=causal, scale=0.1)
             assert (out.shape, sums.shape, sums.dtype) == (states.shape, states.shape[:-1], torch.float32)
-            found = ring._attend_back(
+            found = ring._attend_backward(
                 query=states, key=keys, value=keys, out=out, logsumexp=sums, is_causal=causal, scale=0.1, grad_out=out
             )
             assert [each.shape for each in found] == [states.shape, keys.shape, keys.shape]

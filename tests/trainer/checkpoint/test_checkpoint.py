@@ -11,6 +11,7 @@ from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state
 from skyasync.utils import manifest
+from tests.trainer.checkpoint.saved import saved
 from tests.virtual_time import virtual_time
 
 
@@ -23,7 +24,7 @@ async def write(folder):
 
 
 def save(checkpoints, step, writer=write):
-    return run_virtual(checkpoints.save(state(step), writer))
+    return run_virtual(saved(checkpoints, state(step), writer))
 
 
 def names(folder):
@@ -31,9 +32,9 @@ def names(folder):
 
 
 def test_what_was_saved_is_loaded(tmp_path):
-    saved = state(3, kl_coef=0.5)
-    folder = run_virtual(Checkpoints(tmp_path).save(saved, write))
-    assert load_state(folder, seed=42, dataset_size=10) == saved
+    before = state(3, kl_coef=0.5)
+    folder = run_virtual(saved(Checkpoints(tmp_path), before, write))
+    assert load_state(folder, seed=42, dataset_size=10) == before
     assert names(folder) == ["manifest.json", "state.json", "weights"]
 
 
@@ -140,13 +141,13 @@ def without_time(folder):
 def test_checkpoints_of_an_earlier_version_come_first_by_their_steps_and_a_line_says_so(tmp_path, caplog):
     for step in (9, 12, 10):
         without_time(save(Checkpoints(tmp_path), step))
-    assert choose(Resume(wanted=True), Checkpoints(tmp_path)).name == "step_000012"
+    assert choose(Resume(requested=True), Checkpoints(tmp_path)).name == "step_000012"
     assert "do not say when they were written" in caplog.text and "step_000012" in caplog.text
     caplog.clear()
     save(Checkpoints(tmp_path), 11)
     names = [p.name for p in Checkpoints(tmp_path).newest_first()]
     assert names == ["step_000011", "step_000012", "step_000010", "step_000009"]
-    assert choose(Resume(wanted=True), Checkpoints(tmp_path)).name == "step_000011" and not caplog.text
+    assert choose(Resume(requested=True), Checkpoints(tmp_path)).name == "step_000011" and not caplog.text
 
 
 def test_a_state_that_cannot_be_read_keeps_its_place_by_the_step(tmp_path):
@@ -182,7 +183,7 @@ async def test_cancellation_while_writing_leaves_no_checkpoint(tmp_path):
     async def slow(folder):
         await asyncio.sleep(100)
 
-    task = asyncio.create_task(Checkpoints(tmp_path).save(state(1), slow))
+    task = asyncio.create_task(saved(Checkpoints(tmp_path), state(1), slow))
     await asyncio.sleep(1)
     task.cancel()
     await asyncio.wait([task])

@@ -17,6 +17,7 @@ from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, glance
 from skyasync.utils import manifest
+from tests.trainer.checkpoint.saved import saved
 
 WEIGHTS = "policy/shard-00001.safetensors"
 
@@ -31,7 +32,7 @@ async def write(folder: Path) -> manifest.Sums:
 
 def save(checkpoints: Checkpoints, step: int) -> Path:
     state = TrainState(step=step, position=4 * step, seed=42, dataset_size=10)
-    return run_virtual(checkpoints.save(state, write, {"trainer": {"seed": 42}}))
+    return run_virtual(saved(checkpoints, state, write, {"trainer": {"seed": 42}}))
 
 
 def flip(path: Path, place: int = 1000) -> None:
@@ -119,7 +120,7 @@ def test_what_was_written_without_a_sum_is_listed_too(tmp_path: Path) -> None:
     async def unaware(folder: Path) -> None:
         (folder / "weights").write_text("new")
 
-    folder = run_virtual(Checkpoints(tmp_path).save(TrainState(1, 4, 42, 10), unaware))
+    folder = run_virtual(saved(Checkpoints(tmp_path), TrainState(1, 4, 42, 10), unaware))
     assert set(manifest.read(folder)) == {"weights", "state.json"}
     (folder / "weights").write_text("old")
     assert list(manifest.damage(folder, manifest.read(folder)))
@@ -132,7 +133,7 @@ def test_a_file_that_did_not_arrive_is_an_error_and_no_checkpoint(tmp_path: Path
         return sums
 
     with pytest.raises(OSError, match="is missing"):
-        run_virtual(Checkpoints(tmp_path).save(TrainState(1, 4, 42, 10), loses))
+        run_virtual(saved(Checkpoints(tmp_path), TrainState(1, 4, 42, 10), loses))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from skyasync.trainer.checkpoint.ledger import Ledger, audit, trained_behind
+from skyasync.trainer.checkpoint.ledger import Ledger, audit, trained_after
 
 
 class AnyRun(RuleBasedStateMachine):
@@ -56,7 +56,7 @@ class AnyRun(RuleBasedStateMachine):
         self.end_step()
         step = max(0, len(self.lines) - back)
         undone = sorted(name for name, when in self.trained_in.items() if when > step)
-        assert sorted(trained_behind(self.lines, step)) == undone
+        assert sorted(trained_after(self.lines, step)) == undone
         self.ledger.undo(undone, "undone")
         for name in undone:
             del self.trained_in[name]
@@ -111,9 +111,9 @@ def test_a_reason_is_written_beside_the_name() -> None:
 def test_what_was_trained_and_undone_is_given_up_and_no_more_trained() -> None:
     ledger: Ledger[str] = Ledger()
     lines = [{"step": 1, "trained": ["a"]}, {"step": 2, "trained": ["b"], "rejected": ["c"]}]
-    assert trained_behind(lines, 1) == ["b"] and trained_behind(lines, 0) == ["a", "b"]
+    assert trained_after(lines, 1) == ["b"] and trained_after(lines, 0) == ["a", "b"]
     ledger.undo(["b"], "why")
     lines.append({"step": 3, **ledger.line()})
     assert lines[-1] == {"step": 3, "undone": {"b": "why"}}
     assert audit(lines) == {"a": ["trained@1"], "b": ["given_up@3"], "c": ["rejected@2"]}
-    assert trained_behind(lines, 1) == [], "once"
+    assert trained_after(lines, 1) == [], "once"

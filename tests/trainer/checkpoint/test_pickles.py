@@ -16,7 +16,7 @@ ROOT = Path(skyasync.__file__).parent
 AMONG_PROCESSES = {
     "utils/rpc.py",
     "utils/subprocess_worker.py",
-    "rewards/judge_prompts.py",
+    "rewards/llm_judge.py",
     "rewards/reward_functions.py",
 }
 CALLS = {"torch.load", "np.load", "numpy.load", "yaml.unsafe_load"}

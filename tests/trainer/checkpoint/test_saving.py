@@ -162,7 +162,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     damaged = [line for line in lines(caplog) if " is damaged and left out: " in line]
     assert len(damaged) == 2, "each is named once"
     assert "step_000004 is damaged and left out: weights does not hold what was written" in "".join(damaged)
-    assert any(line.endswith("step_000002, behind step 2") for line in lines(caplog))
+    assert any(line.endswith("step_000002, after step 2") for line in lines(caplog))
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 

@@ -20,7 +20,7 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.local import LocalDispatch
-from skyasync.workers.roles import POLICY, wanted_roles
+from skyasync.workers.roles import POLICY, roles_with_ranks
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
@@ -37,7 +37,7 @@ class RecordingDispatch(LocalDispatch):
     """Remembers what it was trained on, and lets one look at the weights."""
 
     def __init__(self, cfg: Config) -> None:
-        super().__init__(cfg, roles=[role.name for role in wanted_roles(cfg)])
+        super().__init__(cfg, roles=[role.name for role in roles_with_ranks(cfg)])
         self.batches: list[UpdateBatch] = []
 
     async def start(self, total_steps: int = 0) -> None: ...
@@ -181,7 +181,7 @@ class LocalRun:
         self.cfg, self._engine_is_up = cfg, engine is not None
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
-        rules = EpisodeLimits(spares=cfg.generator.spare_samples_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
+        rules = EpisodeLimits(spares=cfg.generator.oversample_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
         self.engine: Any = engine or TransformersEngine(engine_config(cfg.trainer.policy.model.path))
         self.client = client([self.engine], 60)
         self.dispatch, self.tracker = dispatch or RecordingDispatch(cfg), Rows()
@@ -195,15 +195,17 @@ class LocalRun:
             generator=EpisodeGenerator(self.client, local_pool(), tokenizer, 64, rules),
         )
         probe = [[1, 2, 3, 4, 5], [9, 8, 7]]
-        turns = self.turns = (
+        colocation = self.colocation = (
             Colocation(self.dispatch, self.client, probe) if cfg.trainer.placement.colocate_all else None
         )
-        source, destination = (turns.source, turns.destination) if turns else (self.dispatch, self.client)
-        self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), turns=turns)
+        source, destination = (
+            (colocation.source, colocation.destination) if colocation else (self.dispatch, self.client)
+        )
+        self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), colocation=colocation)
 
     async def train(self) -> LocalRun:
-        if self.turns:
-            await self.turns.start()
+        if self.colocation:
+            await self.colocation.start()
         elif not self._engine_is_up:
             await self.client.start()
         try:

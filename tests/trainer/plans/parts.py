@@ -224,7 +224,7 @@ class RecordingTimeline:
     """What the trainer needs of a timeline, and whether it was closed."""
 
     def __init__(self) -> None:
-        from skyasync.observe.timeline import Timeline
+        from skyasync.observability.timeline import Timeline
 
         self._timeline = Timeline(None)
         self.span, self.spans, self.closed = self._timeline.span, self._timeline.spans, 0

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.trainer.plans.admission import Admission, Limits
+from skyasync.trainer.plans.admission import Admission, AdmissionLimits
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +23,10 @@ MANY = settings(max_examples=1500)
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
+def limits(draw: st.DrawFn) -> AdmissionLimits:
     batch = draw(st.integers(1, 4))
     staleness = draw(st.integers(0, 4))
-    return Limits(
+    return AdmissionLimits(
         batch_size=batch,
         total=draw(st.integers(1, 6 * batch)),
         max_staleness=staleness,
@@ -41,17 +41,17 @@ def limits(draw: st.DrawFn) -> Limits:
 class Run:
     """Drives the machine as a trainer would; ``choose(n)`` says which of n possible events comes next."""
 
-    limits: Limits
+    limits: AdmissionLimits
     version: int = 0
     position: int = 0
-    ahead: frozenset[int] = frozenset()
+    trained_early: frozenset[int] = frozenset()
     trained: list[int] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     most_charged: int = 0
     most_running: int = 0
 
     def __post_init__(self) -> None:
-        self.machine = Admission(self.limits, self.version, self.position, self.ahead)
+        self.machine = Admission(self.limits, self.version, self.position, self.trained_early)
         self.admitted_at: dict[int, int] = {}
         self.running: list[int] = []
         self.taken: list[int] = []
@@ -75,7 +75,7 @@ class Run:
         self.taken = batch.positions
         self.trained += batch.positions
         self.ages += [self.version - self.admitted_at[p] for p in batch.positions]
-        self.position, self.ahead = batch.position, batch.ahead
+        self.position, self.trained_early = batch.position, batch.trained_early
         return True
 
     def sync(self) -> None:
@@ -111,7 +111,7 @@ def drive(run: Run, data: st.DataObject, most_events: int = 10**9) -> None:
 @given(limits(), st.data())
 @settings(max_examples=3000)
 def test_every_prompt_is_trained_exactly_once_in_its_time_and_within_the_slots(
-    limits: Limits, data: st.DataObject
+    limits: AdmissionLimits, data: st.DataObject
 ) -> None:
     """Whatever the order of events."""
     run = Run(limits)
@@ -125,7 +125,7 @@ def test_every_prompt_is_trained_exactly_once_in_its_time_and_within_the_slots(
 @MANY
 @given(limits(), st.integers(0, 200), st.integers(0, 200), st.data())
 def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
-    limits: Limits, first: int, second: int, data: st.DataObject
+    limits: AdmissionLimits, first: int, second: int, data: st.DataObject
 ) -> None:
     run, trained = Run(limits), []
     for events in (first, second, 10**9):
@@ -141,15 +141,15 @@ def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
 
 @given(limits(), st.data())
 @settings(max_examples=500, deadline=None)
-def test_the_position_of_a_batch_says_what_has_been_trained(limits: Limits, data: st.DataObject) -> None:
+def test_the_position_of_a_batch_says_what_has_been_trained(limits: AdmissionLimits, data: st.DataObject) -> None:
     run = Run(limits)
     drive(run, data, data.draw(st.integers(0, 100)))
-    assert sorted(run.trained) == [*range(run.position), *sorted(run.ahead)]
+    assert sorted(run.trained) == [*range(run.position), *sorted(run.trained_early)]
 
 
 @given(limits(), st.data())
 @settings(max_examples=500, deadline=None)
-def test_mean_bound_admits_what_areals_formula_admits(limits: Limits, data: st.DataObject) -> None:
+def test_mean_bound_admits_what_areals_formula_admits(limits: AdmissionLimits, data: st.DataObject) -> None:
     """Compared while the stream lasts, since the formula does not know its end."""
     limits = replace(limits, bound="mean", generation_ratio=0.0, generate_batch_size=0, total=10**6)
     eta, batch, run = limits.max_staleness, limits.batch_size, Run(limits)
@@ -163,7 +163,7 @@ def test_mean_bound_admits_what_areals_formula_admits(limits: Limits, data: st.D
 
 @given(limits(), st.data())
 @settings(max_examples=300, deadline=None)
-def test_staleness_zero_gives_the_synchronous_batches_in_order(limits: Limits, data: st.DataObject) -> None:
+def test_staleness_zero_gives_the_synchronous_batches_in_order(limits: AdmissionLimits, data: st.DataObject) -> None:
     run = Run(replace(limits, max_staleness=0))
     drive(run, data)
     assert run.trained == list(range(limits.total))
@@ -173,7 +173,7 @@ def test_staleness_zero_gives_the_synchronous_batches_in_order(limits: Limits, d
 def test_all_slots_in_use_leave_no_choice_after_the_start() -> None:
     """Timing decides nothing then: a batch is what was admitted together."""
     rng = np.random.default_rng(0)
-    run = Run(Limits(batch_size=4, total=80, max_staleness=2))
+    run = Run(AdmissionLimits(batch_size=4, total=80, max_staleness=2))
     while not run.over:
         run.step(lambda n: int(rng.integers(n)))
     assert run.ages[12:72] == [2] * 60  # the last two batches find fewer prompts before them
@@ -181,7 +181,7 @@ def test_all_slots_in_use_leave_no_choice_after_the_start() -> None:
 
 
 def test_spare_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline() -> None:
-    machine = Admission(Limits(batch_size=1, total=10, max_staleness=3, generate_batch_size=2))
+    machine = Admission(AdmissionLimits(batch_size=1, total=10, max_staleness=3, generate_batch_size=2))
     trained = []
     for version in range(3):
         quick = [p for p in machine.admit() if p != 0]  # prompt 0 is slow
@@ -198,19 +198,21 @@ def test_spare_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 1.3, 2.0])
 def test_a_fractional_generation_ratio_is_prompts_ahead_of_the_batch(ratio: float) -> None:
-    limits = Limits(batch_size=10, total=1000, max_staleness=ceil(ratio), generation_ratio=ratio)
+    limits = AdmissionLimits(batch_size=10, total=1000, max_staleness=ceil(ratio), generation_ratio=ratio)
     assert len(Admission(limits).admit()) == 10 + Fraction(str(ratio)) * 10
 
 
 def test_slots_that_cannot_hold_a_batch_are_refused() -> None:
     with pytest.raises(ValueError, match="3 slots cannot hold the 1 x 4 prompts"):
-        Limits(batch_size=4, total=8, generate_batch_size=3)
+        AdmissionLimits(batch_size=4, total=8, generate_batch_size=3)
 
 
 # ------------------------------------------------------------------------------------ heavy tails
 
 
-def ages_of_slow_and_fast(durations: np.ndarray, limits: Limits, engine_slots: int) -> dict[int, tuple[int, float]]:
+def ages_of_slow_and_fast(
+    durations: np.ndarray, limits: AdmissionLimits, engine_slots: int
+) -> dict[int, tuple[int, float]]:
     """Positions in training order -> (version trained, duration), generation and training overlapping.
 
     ``engine_slots`` prompts run at once, and a training step takes as long as a batch's share of the engines.
@@ -252,7 +254,7 @@ def test_slow_prompts_are_trained_as_often_as_fast_ones(tail: str) -> None:
     """In every stretch of the run, not only at its end: the share of slow prompts is that of the stream."""
     durations = heavy_tails()[tail]
     slow = durations >= np.quantile(durations, 0.92)
-    limits = Limits(batch_size=64, total=4096, max_staleness=3)
+    limits = AdmissionLimits(batch_size=64, total=4096, max_staleness=3)
     trained = ages_of_slow_and_fast(durations, limits, engine_slots=64)
     per_step = Counter(version for p, (version, _) in trained.items() if slow[p])
     for first in range(4, 56, 8):  # behind the start, in stretches of 8 steps
@@ -266,7 +268,7 @@ def test_the_mean_bound_trains_fast_prompts_first_and_the_hard_bound_does_not() 
     durations = heavy_tails()["lognormal"]
     backlog = {}
     for bound in ("hard", "mean"):
-        limits = Limits(batch_size=64, total=4096, max_staleness=1, bound=bound)  # type: ignore[arg-type]
+        limits = AdmissionLimits(batch_size=64, total=4096, max_staleness=1, bound=bound)  # type: ignore[arg-type]
         trained = ages_of_slow_and_fast(durations, limits, engine_slots=64)
         backlog[bound] = np.mean([p // 64 != version for p, (version, _) in trained.items()])
     assert backlog["hard"] < 0.02 < backlog["mean"]

@@ -44,7 +44,7 @@ class Watched(LocalRun):
 
         async def generates(batch: Any) -> Any:
             output = await generate(batch)
-            self.caches.append(weakref.ref(self.engine._decoder._cache))
+            self.caches.append(weakref.ref(self.engine._decoder.cache))
             return output
 
         self.trainer.generator.generate = generates
@@ -74,7 +74,7 @@ class Turns:
         for part, name in ((run.dispatch, "forward_backward"), (run.dispatch, "export"), (run.sync, "sync"),
                            (run.generator, "generate")):  # fmt: skip
             setattr(part, name, self._noting(name, getattr(part, name)))
-        run.trainer.weight_updates.turns = self
+        run.trainer.weight_updates.colocation = self
 
     async def make_way_for_policy(self) -> None:
         self.made.append("policy")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.algorithms.returns import gae
+from skyasync.algorithms.values import gae
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.models.batch import ScoredBatch

@@ -12,8 +12,8 @@ import torch
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.inference.client import InferenceClient
-from skyasync.observe.jsonl import read_rows
-from skyasync.observe.run_dir import RunDirectory
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.trainer import RayPPOTrainer
@@ -85,7 +85,7 @@ def test_rollouts_of_another_group_size_are_left_out_in_a_line(
     second = make_run(AsyncRayPPOTrainer, **shared, generator__n_samples_per_prompt=4, trainer__resume_mode="latest")
     second.train()
     assert set(second.trained) == set(second.generator.asked)
-    assert "are left out and generated anew: they are not of generator.n_samples_per_prompt=4" in caplog.text
+    assert "are left out and generated again: they are not of generator.n_samples_per_prompt=4" in caplog.text
 
 
 class Long(RayPPOTrainer):
@@ -232,7 +232,7 @@ async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_h
     with pytest.raises(Broken):
         await first.train()
     kept = saved.read(tmp_path / "step_000002" / saved.FILE, first.trainer.context.prompts.of_identity)
-    had = {str(t.id): t for t in kept.begun}
+    had = {str(t.id): t for t in kept.partial}
     assert sum(len(t.actions[0].tokens) for t in had.values() if t.actions) >= 40
 
     second = await run(resume_mode="latest").train()

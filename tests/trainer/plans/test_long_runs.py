@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from skyasync.callbacks import TrainerCallback
-from skyasync.observe.progress import ProgressRecorder
-from skyasync.observe.run_dir import RunDirectory
-from skyasync.observe.timeline import Timeline
-from skyasync.observe.trackers import MultiTracker
+from skyasync.observability.progress import ProgressRecorder
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.observability.timeline import Timeline
+from skyasync.observability.trackers import MultiTracker
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.run import make_trainer
 from skyasync.simulate.settings import SimulationConfig

@@ -80,11 +80,11 @@ async def test_a_reference_of_another_model_is_loaded(model: str, tmp_path: Path
 
 
 def test_on_devices_of_its_own_the_reference_is_loaded(model: str) -> None:
-    from skyasync.workers.roles import wanted_roles
+    from skyasync.workers.roles import roles_with_ranks
 
     cfg = lora(model)
-    assert [role.name for role in wanted_roles(cfg)] == ["policy"]
+    assert [role.name for role in roles_with_ranks(cfg)] == ["policy"]
     cfg.trainer.ref.model.path = model  # as a run writes it before it starts
-    assert [role.name for role in wanted_roles(cfg)] == ["policy"]
+    assert [role.name for role in roles_with_ranks(cfg)] == ["policy"]
     cfg.trainer.placement.colocate_policy_ref = False
-    assert [role.name for role in wanted_roles(cfg)] == ["policy", "reference"]
+    assert [role.name for role in roles_with_ranks(cfg)] == ["policy", "reference"]

@@ -52,7 +52,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         for prompt in prompts:
             assert prompt.id not in self.admitted_at, "submitted twice"
             self.admitted_at[prompt.id] = self.policy_version
-        async with self.weight_updates.rollout():
+        async with self.weight_updates.gate.entered():
             await self.happens()
         return [Group(prompt, []) for prompt in prompts], {}
 
@@ -63,11 +63,11 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         await self.happens()
         self.history.ages.update(self.global_step - self.admitted_at[group.prompt.id] for group in rollout.groups)
         self.history.unsaved += [group.prompt.id for group in rollout.groups]
-        self.context.progress.trained(rollout.position, rollout.ahead)
+        self.context.progress.trained(rollout.position, rollout.trained_early)
         return {}
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        if not self.weight_updates.due(self.global_step >= self.total_steps):
+        if not self.weight_updates.scheduled(self.global_step >= self.total_steps):
             return
         if self.cfg.trainer.partial_rollout == "wait":
             async with self.weight_updates.without_rollouts():
@@ -79,7 +79,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
     async def end_step(self, status: dict[str, float]) -> None:
         await self.happens()
         if self.chance.random() < 0.5:
-            self.history.save((self.global_step, self.context.progress.position, self.context.progress.ahead))
+            self.history.save((self.global_step, self.context.progress.position, self.context.progress.trained_early))
 
 
 class History:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyasync.algorithms.returns import gae
+from skyasync.algorithms.values import gae
 from skyasync.config.schema import Config
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer

@@ -50,7 +50,7 @@ def test_every_group_is_taken_once_and_in_order_only_where_order_counts(order, d
     arrivals, taken = Arrivals(in_order, started=6), []
     groups = [Group(prompt, []) for prompt in dataset(6)]
     for place in order:
-        arrivals.end(place, [groups[place]], {}, kept=place not in dull)
+        arrivals.end(place, [groups[place]], {}, accepted=place not in dull)
         if data.draw(st.booleans()):
             taken += arrivals.take()
     taken += arrivals.take()
@@ -66,7 +66,7 @@ def test_what_is_trained_together_does_not_depend_on_what_ends_first(order, dull
     arrivals, taken = Arrivals(False, 7, portion), []
     groups = [Group(prompt, []) for prompt in dataset(7)]
     for place in order:
-        arrivals.end(place, [groups[place]], {}, kept=place not in dull)
+        arrivals.end(place, [groups[place]], {}, accepted=place not in dull)
         while data.draw(st.booleans()) and (some := arrivals.take()):
             taken.append([group.prompt.id.row for group in some])
     while some := arrivals.take():

@@ -1,10 +1,10 @@
-"""An SGLang server that somebody else has started; what all servers have in common is in ``inference.remote``.
+"""An SGLang server that the run does not start; what is the same for all servers is in ``inference.remote``.
 
 Its JSON is that of its own ``io_struct.py`` and ``http_server.py`` (0.5.23). Its log-probabilities are of the tempered
 distribution, after penalties and biases, and before top-k, top-p and min-p: those are not supported.
 
-Invariant: the server gets each name once. It ends by name, two seconds later, whatever a client hung up on, and would
-end a second request of that name.
+Invariant: the server gets each name once. If a client closes a connection, the server ends the request by its name two
+seconds later, and would end a second request of that name.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from skyasync.weight_sync.update import WeightUpdate
 GENERATE = "/generate"
 INTERVAL = 16  # tokens of a piece of an answer
 RESERVED = 5  # tokens that SGLang keeps free after a prompt
-ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _OFF = SamplingParams()
 
 
 class SGLangServerEngine(RemoteEngine):
     kind = "SGLang"
+    core_route = INFO  # which asks the server's scheduler
     how_to_start = "start it with: python -m sglang.launch_server --model-path MODEL --port PORT"
-    proves_weights = False  # it has no digests of what was sent: the probe runs after every sync
+    proves_weights = False  # it has no digests of what was sent: verification prompts run after every sync
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._names = count()
+        self._server_ids = (f"{self._run}-{number}" for number in count())
         self._open = asyncio.Event()  # requests may be sent
         self._open.set()
 
@@ -64,58 +65,52 @@ class SGLangServerEngine(RemoteEngine):
             dtype=str(info.get("dtype")),
         )
 
-    def _capacity(self, info: Mapping[str, Any]) -> int:
-        return int(info.get("max_total_num_tokens") or 0)
-
     async def _cache_used(self) -> int | None:
         loads = (await self._server.get("/v1/loads")).get("loads") or ()
         return sum(int(load["num_used_tokens"]) for load in loads) if loads else None
 
-    async def _reset(self) -> None:
+    async def _reset(self, info: Mapping[str, Any]) -> int:
         await self._server.post("/abort_request", {"abort_all": True})
         await self._server.post("/continue_generation", {})
         version = {"new_version": str(self.version), "abort_all_requests": False}
         await self._server.post("/update_weight_version", version)
+        return int(info.get("max_total_num_tokens") or 0)
 
-    def _new_id(self) -> str:
-        return f"{self._run}-{next(self._names)}"
-
-    async def _generate(self, begun: RemoteRequest) -> GenerationOutput:
+    async def _generate(self, pending: RemoteRequest) -> GenerationOutput:
         await self._open.wait()
-        begun.server_id = self._new_id()
+        pending.server_id = next(self._server_ids)
         body = {
-            "rid": begun.server_id,
-            "input_ids": begun.request.prompt_token_ids.tolist(),
-            "sampling_params": sampling_of(begun.request.sampling),
+            "rid": pending.server_id,
+            "input_ids": pending.request.prompt_token_ids.tolist(),
+            "sampling_params": sampling_of(pending.request.sampling),
             "return_logprob": True,
-            "extra_key": self._salt(begun.version),
+            "extra_key": self._salt(pending.version),
             "stream": True,
         }
         async for chunk in self._server.chunks(GENERATE, body):
             meta = chunk["meta_info"]
-            new = int(meta["completion_tokens"]) - len(begun.tokens)
+            new = int(meta["completion_tokens"]) - len(pending.tokens)
             if new > 0:  # a chunk repeats earlier ones unless the server was started otherwise
-                found: Sequence[Sequence[Any]] = (meta.get("output_token_logprobs") or ())[-new:]
-                if len(found) != new:
-                    name = begun.request.request_id
-                    raise RuntimeError(f"{new} tokens of {name} have {len(found)} log-probabilities")
-                begun.receive([int(each[1]) for each in found], [float(each[0]) for each in found])
-            if end := meta.get("finish_reason"):
-                if end["type"] not in ENDS or end.get("status_code"):  # it was not cut, but could not be computed
-                    raise RuntimeError(f"{self._server.name} failed on request {begun.request.request_id}: {end}")
-                return self._ended(begun, ENDS[end["type"]], meta.get("weight_versions"))
+                logprobs: Sequence[Sequence[Any]] = (meta.get("output_token_logprobs") or ())[-new:]
+                if len(logprobs) != new:
+                    name = pending.request.request_id
+                    raise RuntimeError(f"{new} tokens of {name} have {len(logprobs)} log-probabilities")
+                pending.receive([int(each[1]) for each in logprobs], [float(each[0]) for each in logprobs])
+            if reason := meta.get("finish_reason"):
+                if reason["type"] not in FINISH_REASONS or reason.get(
+                    "status_code"
+                ):  # it was not cut, but could not be computed
+                    raise RuntimeError(f"{self._server.name} failed on request {pending.request.request_id}: {reason}")
+                return self._ended(pending, FINISH_REASONS[reason["type"]], meta.get("weight_versions"))
         raise self._server.failure("it ended an answer without a reason")
 
-    async def _abort(self, chosen: Collection[RemoteRequest]) -> None:
-        for begun in chosen:
-            await self._server.post("/abort_request", {"rid": begun.server_id})
-
-    async def _check_core(self) -> None:
-        await self._server.get(INFO)  # which asks its scheduler
+    async def _abort(self, pending: Collection[RemoteRequest]) -> None:
+        for each in pending:
+            await self._server.post("/abort_request", {"rid": each.server_id})
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
         body = {
-            "rid": self._new_id(),
+            "rid": next(self._server_ids),
             "input_ids": [int(token) for token in sequence],
             "sampling_params": {"max_new_tokens": 0, "temperature": 0.0},
             "return_logprob": True,
@@ -123,22 +118,22 @@ class SGLangServerEngine(RemoteEngine):
             "extra_key": self._salt(self.version),
         }
         meta = (await self._server.post(GENERATE, body))["meta_info"]
-        found = meta.get("input_token_logprobs") or ()
-        if (meta.get("finish_reason") or {}).get("type") == "abort" or len(found) != len(sequence):
+        scores = meta.get("input_token_logprobs") or ()
+        if (meta.get("finish_reason") or {}).get("type") == "abort" or len(scores) != len(sequence):
             return None
-        return [float(each[0]) for each in found[1:]]
+        return [float(each[0]) for each in scores[1:]]
 
-    async def _pause(self, mode: PauseMode) -> None:
-        if mode == "wait":  # which it does not have
+    async def _schedule(self, mode: PauseMode | None) -> None:
+        if mode is None:
+            self._open.set()
+            await self._server.post("/continue_generation", {})
+            return
+        if mode == "wait":  # which the server does not have
             self._open.clear()
-            while sent := {begun.task for begun in self._begun.values() if begun.server_id and begun.task}:
+            while sent := {pending.task for pending in self._requests.values() if pending.server_id and pending.task}:
                 await asyncio.wait(sent)
-                await asyncio.sleep(0)  # those who have waited for it remove it from the table
+                await asyncio.sleep(0)  # the tasks that have waited for it remove it from the table
         await self._server.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
-
-    async def _resume(self) -> None:
-        self._open.set()
-        await self._server.post("/continue_generation", {})
 
     async def _load(self, update: WeightUpdate) -> None:
         with _as_folder(Path(update.info["path"])) as folder:
@@ -152,10 +147,11 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
     Raises:
         UserError: naming what it lacks.
     """
+    settings, off = vars(sampling), vars(_OFF)
     for name in BACKENDS["sglang_server"][1]["lacks"]:
-        if getattr(sampling, name) != getattr(_OFF, name) and not (name == "top_k" and sampling.top_k <= 0):
+        if settings[name] != off[name] and not (name == "top_k" and sampling.top_k <= 0):
             raise UserError(
-                f"{name}={getattr(sampling, name)!r} is not for SGLang servers: they do not have it, or their "
+                f"{name}={settings[name]!r} is not for SGLang servers: they do not have it, or their "
                 f"log-probabilities are of the distribution before it; remove it"
             )
     rare: dict[str, Any] = {
@@ -179,7 +175,7 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
 
 @contextmanager
 def _as_folder(file: Path) -> Iterator[Path]:
-    """The file in a folder of its own, next to it, as the server loads models.
+    """The file, linked into a folder next to it: the server loads folders.
 
     Raises:
         FileNotFoundError: if this machine does not have it.

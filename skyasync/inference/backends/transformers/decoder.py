@@ -20,14 +20,14 @@ from torch import Tensor
 from skyasync.arrays import Experts, joined_experts
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.backends.transformers.model import FORWARD_TOKENS, EmbeddedModel
-from skyasync.inference.backends.transformers.sampling import BatchSampler, asks_for_edits
+from skyasync.inference.backends.transformers.sampling import BatchSampler, edits_logits
 from skyasync.inference.interface import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.inference.stop_strings import StopStrings
 
 
 @dataclass(eq=False)
 class DecodingRow:
-    """A request on its way. ``limit`` is the most tokens it may get; ``owner`` is whoever wants to hear of it."""
+    """A request of the decoder. ``limit`` is the most tokens it may get; ``owner`` receives its outputs."""
 
     request: GenerationRequest
     prompt: list[int]
@@ -36,19 +36,18 @@ class DecodingRow:
     stop_ids: frozenset[int]
     stop_strings: StopStrings | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    streamed: bool = False
     owner: Any = None
     finish_reason: FinishReason | None = None
     error: str = ""
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     _logprobs: array[float] = field(default_factory=lambda: array("f"))
     _versions: array[int] = field(default_factory=lambda: array("i"))
-    _reported: int = 0  # tokens that ``progress`` has given
+    reported: int = 0  # tokens that ``progress`` has given
     experts: list[Experts] = field(default_factory=list)  # the prompt's, then of each token but the newest, if asked
 
     def __post_init__(self) -> None:
         self.sampling: SamplingParams = self.request.sampling
-        self.edited = asks_for_edits(self.sampling)
+        self.edited = edits_logits(self.sampling)
 
     @property
     def reserved(self) -> int:
@@ -64,22 +63,25 @@ class DecodingRow:
         self.token_ids.append(token)
         self._logprobs.append(logprob)
         self._versions.append(version)
-        self.finish_reason = self._finish_reason(token)
+        count, stops = len(self.token_ids), self.stop_strings
+        stopped = token in self.stop_ids
+        if stops and not stopped and count > self.sampling.min_tokens:
+            stopped = stops.completed_by_last(self.token_ids)
+        if stopped:
+            self.finish_reason = "stop"
+        elif count >= self.limit:
+            self.finish_reason = "length"
 
     def fail(self, why: str) -> None:
         self.finish_reason, self.error = "error", f"request {self.request.request_id!r} cannot be answered: {why}"
 
-    @property
-    def has_progress(self) -> bool:
-        return len(self.token_ids) > self._reported
-
     def progress(self) -> GenerationOutput:
-        """What has been added since the last call."""
-        start, self._reported = self._reported, len(self.token_ids)
+        """The new tokens since the last call."""
+        start, self.reported = self.reported, len(self.token_ids)
         return self.output(start)
 
     def output(self, start: int = 0) -> GenerationOutput:
-        """All there is from a token on."""
+        """The tokens from ``start`` on."""
         return GenerationOutput(
             self.request.request_id,
             np.array(self.token_ids[start:]),
@@ -90,21 +92,9 @@ class DecodingRow:
             self.error,
         )
 
-    def _finish_reason(self, token: int) -> FinishReason | None:
-        if token in self.stop_ids:
-            return "stop"
-        count = len(self.token_ids)
-        if (
-            self.stop_strings
-            and count > self.sampling.min_tokens
-            and self.stop_strings.completed_by_last(self.token_ids)
-        ):
-            return "stop"
-        return "length" if count >= self.limit else None
-
 
 class Decoder:
-    """Put rows behind those in ``waiting``, then call ``step`` until ``busy`` is false. Not thread-safe."""
+    """Append rows to ``waiting``, then call ``step`` until ``busy`` is false. Not thread-safe."""
 
     def __init__(self, model: EmbeddedModel, *, version: int, max_num_seqs: int, cache_bytes: int) -> None:
         self.model = model
@@ -112,9 +102,9 @@ class Decoder:
         self.generated_tokens = 0
         self._max_num_seqs = max_num_seqs
         self._cache_bytes = cache_bytes
-        self._cache: SlotCache | None = None
+        self.cache: SlotCache | None = None  # made by the next ``step``
         self.waiting: deque[DecodingRow] = deque()
-        self._admitted: list[DecodingRow] = []  # room is reserved; sorted by prompt, longest last
+        self._admitted: list[DecodingRow] = []  # the cache has slots for them; sorted by prompt, longest last
         self._running: list[DecodingRow] = []  # row i lives in slot i
         self._changed = False  # the tensors below no longer describe the running rows
         self._sampler: BatchSampler
@@ -142,9 +132,6 @@ class Decoder:
         self._drop_finished()
         return cut
 
-    def free_cache(self) -> None:
-        self._cache = None
-
     @torch.inference_mode()
     def step(self) -> list[DecodingRow]:
         """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token, and
@@ -154,9 +141,19 @@ class Decoder:
         try:
             rows, tokens, logprobs = self._prefill() if self._admitted else self._decode()
         except Exception:
-            failed = self._unsampleable()
+            failed = []
+            for row in [*self._running, *self._admitted]:  # which cannot be sampled even alone, from logits of 0?
+                logits = torch.zeros(1, self.model.vocabulary, device=self.model.device)
+                try:
+                    BatchSampler([row], self.model.device)(logits, np.array([len(row.token_ids)]))
+                except Exception as error:
+                    row.fail(f"{type(error).__name__}: {error}")
+                    failed.append(row)
             if not failed:
                 raise
+            self._admitted = [row for row in self._admitted if row.finish_reason is None]
+            self._changed = True
+            self._drop_finished()
             return failed
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if not isfinite(logprob):
@@ -172,67 +169,30 @@ class Decoder:
         self._drop_finished()
         return rows
 
-    def _unsampleable(self) -> list[DecodingRow]:
-        """Take out and return the rows that cannot be sampled even alone, from logits that are all 0."""
-        failed = []
-        for row in [*self._running, *self._admitted]:
-            logits = torch.zeros(1, self.model.vocabulary, device=self.model.device)
-            try:
-                BatchSampler([row], self.model.device)(logits, np.array([len(row.token_ids)]))
-            except Exception as error:
-                row.fail(f"{type(error).__name__}: {error}")
-                failed.append(row)
-        self._admitted = [row for row in self._admitted if row.finish_reason is None]
-        self._changed = True
-        self._drop_finished()
-        return failed
-
     def _admit(self) -> None:
-        """Take waiting requests, in order, while slots and cache have room for all that they may become."""
-        cache = self._ensure_cache()
+        """Take waiting requests, in order, while slots and cache suffice for all that they may become."""
+        if self.cache is None:
+            _, prefixes = self.model.prefill([[0]])
+            self.cache = SlotCache(prefixes, self._cache_bytes)
         columns = max((row.reserved for row in self._running), default=0)
         while self.waiting and self.running < self._max_num_seqs:
             needed = max(columns, self.waiting[0].reserved)
-            if self.running and not cache.fits(self.running + 1, needed):
+            if self.running and not self.cache.fits(self.running + 1, needed):
                 break
             columns = needed
             self._admitted.append(self.waiting.popleft())
         if self._admitted:
-            cache.reserve(self.running, columns)
+            self.cache.reserve(self.running, columns)
             self._admitted.sort(key=lambda row: (len(row.prompt), row.prompt))
 
-    def _ensure_cache(self) -> SlotCache:
-        if self._cache is None:
-            _, prefixes = self.model.prefill([[0]])
-            self._cache = SlotCache(prefixes, self._cache_bytes)
-        return self._cache
-
     def _prefill(self) -> tuple[list[DecodingRow], Tensor, Tensor]:
-        """Compute each different prompt once, give all its samples a copy, and sample their first tokens."""
-        rows, prompts, index = self._next_prompts()
-        try:
-            sampler = BatchSampler(rows, self.model.device)
-            logits, prefixes = self.model.prefill(prompts)
-            which = torch.tensor(index, device=self.model.device)
-            tokens, logprobs = sampler(logits[which], np.zeros(len(rows), dtype=np.int64))
-        except Exception:
-            self._admitted += reversed(rows)
-            raise
-        assert self._cache is not None
-        self._cache.fill(len(self._running), prefixes, which)
-        self._running += rows
-        self._changed = True
-        if (chosen := self.model.chosen()) is not None:
-            chosen = chosen.reshape(len(prompts), -1, *chosen.shape[1:])
-            for row, i in zip(rows, index, strict=True):
-                row.experts.append(chosen[i, : len(row.prompt)])
-        return rows, tokens, logprobs
+        """Compute each different prompt once, give all its samples a copy, and sample their first tokens.
 
-    def _next_prompts(self) -> tuple[list[DecodingRow], list[list[int]], list[int]]:
-        """Admitted rows with the longest prompts, their different prompts, and which row has which."""
+        Takes the admitted rows with the longest prompts, as many as a forward pass has tokens for.
+        """
         rows: list[DecodingRow] = []
         prompts: list[list[int]] = []
-        index: list[int] = []
+        index: list[int] = []  # of each row's prompt
         while self._admitted:
             prompt = self._admitted[-1].prompt
             if not prompts or prompt != prompts[-1]:
@@ -241,30 +201,43 @@ class Decoder:
                 prompts.append(prompt)
             rows.append(self._admitted.pop())
             index.append(len(prompts) - 1)
-        return rows, prompts, index
+        try:
+            sampler = BatchSampler(rows, self.model.device)
+            logits, prefixes = self.model.prefill(prompts)
+            which = torch.tensor(index, device=self.model.device)
+            tokens, logprobs = sampler(logits[which], np.zeros(len(rows), dtype=np.int64))
+        except Exception:
+            self._admitted += reversed(rows)
+            raise
+        assert self.cache is not None
+        self.cache.fill(len(self._running), prefixes, which)
+        self._running += rows
+        self._changed = True
+        if (chosen := self.model.chosen()) is not None:
+            chosen = chosen.reshape(len(prompts), -1, *chosen.shape[1:])
+            for row, i in zip(rows, index, strict=True):
+                row.experts.append(chosen[i, : len(row.prompt)])
+        return rows, tokens, logprobs
 
     def _decode(self) -> tuple[list[DecodingRow], Tensor, Tensor]:
         """The running rows, their next tokens and the log-probabilities of these, ``[rows]``."""
+        rows, device = self._running, self.model.device
         if self._changed:
-            self._describe_rows()
-        assert self._cache is not None
-        lengths = torch.from_numpy(self._lengths).to(self.model.device)
-        logits = self.model.decode(self._tokens, lengths, int(self._lengths.max()) + 1, self._cache)
+            self._sampler = BatchSampler(rows, device)
+            self._tokens = torch.tensor([row.token_ids[-1] for row in rows], device=device)
+            self._lengths = np.array([row.cached for row in rows])
+            self._positions = np.array([len(row.token_ids) for row in rows])
+            self._changed = False
+        assert self.cache is not None
+        lengths = torch.from_numpy(self._lengths).to(device)
+        logits = self.model.decode(self._tokens, lengths, int(self._lengths.max()) + 1, self.cache)
         self._tokens, logprobs = self._sampler(logits, self._positions)
         self._lengths = self._lengths + 1
         self._positions = self._positions + 1
         if (chosen := self.model.chosen()) is not None:
-            for i, row in enumerate(self._running):
+            for i, row in enumerate(rows):
                 row.experts.append(chosen[i : i + 1])
-        return list(self._running), self._tokens, logprobs
-
-    def _describe_rows(self) -> None:
-        rows, device = self._running, self.model.device
-        self._sampler = BatchSampler(rows, device)
-        self._tokens = torch.tensor([row.token_ids[-1] for row in rows], device=device)
-        self._lengths = np.array([row.cached for row in rows])
-        self._positions = np.array([len(row.token_ids) for row in rows])
-        self._changed = False
+        return list(rows), self._tokens, logprobs
 
     def _drop_finished(self) -> None:
         """Keep the running rows in slots 0 to n-1: those beyond the new n move into the holes."""
@@ -275,17 +248,9 @@ class Decoder:
         holes = [i for i in range(count) if rows[i].finish_reason is not None]
         movers = [i for i in range(count, len(rows)) if rows[i].finish_reason is None]
         if holes:
-            assert self._cache is not None
-            self._cache.move(movers, holes, max(rows[i].cached for i in movers) + 1)
+            assert self.cache is not None
+            self.cache.move(movers, holes, max(rows[i].cached for i in movers) + 1)
             for source, target in zip(movers, holes, strict=True):
                 rows[target] = rows[source]
         del rows[count:]
         self._changed = True
-
-
-def cache_budget(device: torch.device, kv_cache_gb: float, gpu_memory_utilization: float) -> int:
-    """Bytes the cache may take: on a GPU what the weights leave of the allowed share, else ``kv_cache_gb``."""
-    if device.type != "cuda":
-        return int(kv_cache_gb * 2**30)
-    free, total = torch.cuda.mem_get_info(device)
-    return max(int(free - (1 - gpu_memory_utilization) * total), 2**28)

@@ -1,13 +1,12 @@
 """The embedded engine: transformers' models under a decode loop of ours, in one thread.
 
 Invariant: the model, the decoder and every request belong to the engine's thread. The event loop only posts commands
-(``in_thread``), which run between two tokens: what one changes holds from the next token on, and a weight update, a
-pause or an abort needs no lock. Every request is answered once: with its output, or with the error that ended the
-engine.
+(``in_thread``), which run between two tokens: a change holds from the next token on, and a weight update, a pause or an
+abort needs no lock. Every request is answered once: with its output, or with the error that ended the engine.
 
-Why a loop of ours over the library's models and caches, and neither of its own cores: a prompt is computed once for
-all its samples, finished rows leave the batch, new requests join between two tokens, and the cache is not copied at
-every token. On one core, 0.45 M parameters, tokens per CPU second (``python -m benchmarks.embedded_engine``):
+Why not one of the library's own cores: here a prompt is computed once for all its samples, finished rows leave the
+batch, new requests join between two tokens, and the cache is not copied at every token. On one core, 0.45 M parameters,
+tokens per CPU second (``python -m benchmarks.embedded_engine``):
 
     core                              64 requests    1024 requests    1024 in groups of 16
     ``generate`` with hooks                 5,500            5,200                   5,200
@@ -18,25 +17,24 @@ every token. On one core, 0.45 M parameters, tokens per CPU second (``python -m 
 |-----------------------------|-------------------------------|------------------------------------------------|
 | reader of a ``Reply``       | an output of its rows         | ``_work`` as rows finish, ``abort``, a failure |
 | caller of ``pause("wait")`` | accepted requests to finish   | ``_work``, ``resume``, ``pause``, a failure    |
-| held requests               | ``resume``                    | the caller of ``pause``                        |
+| ``_paused_rows``            | ``resume``                    | the caller of ``pause``                        |
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import aclosing
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 
 from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
-from skyasync.inference.backends.transformers.decoder import Decoder, DecodingRow, cache_budget
+from skyasync.inference.backends.transformers.decoder import Decoder, DecodingRow
 from skyasync.inference.backends.transformers.model import EmbeddedModel
 from skyasync.inference.backends.transformers.sampling import Words, stream_key, tokenised
 from skyasync.inference.backends.transformers.weight_updates import WeightUpdater
@@ -56,13 +54,10 @@ from skyasync.weight_sync.delta import ReceivedWeights
 from skyasync.weight_sync.transfers.endpoints import WeightReader
 from skyasync.weight_sync.update import CurrentContent, WakePart, WeightUpdate
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KEPT_WORDS = 64  # lists of bad words whose tokens are kept
+REMEMBERED_WORDS = 64  # lists of bad words whose tokens are remembered
 
 
 def in_thread(
@@ -92,7 +87,7 @@ class Reply:
         self.queue: asyncio.Queue[list[GenerationOutput] | BaseException] = asyncio.Queue()
 
     def send(self, message: list[GenerationOutput] | BaseException) -> None:
-        """Callable from any thread; a loop that has ended no longer listens."""
+        """From any thread; without effect if the loop has ended."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.queue.put_nowait, message)
 
@@ -111,12 +106,12 @@ class TransformersEngine(InferenceEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._thread: ThreadPoolExecutor | None = None  # of one: commands and steps, one at a time
-        self._failure: BaseException | None = None  # ended all work, and is the answer to whatever is asked later
+        self._failure: BaseException | None = None  # ended all work, and is the answer to all later calls
         self._step_is_queued = False
-        self._has = CurrentContent()
+        self._content = CurrentContent()
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, DecodingRow] = {}  # every request that has not been answered
-        self._held: list[DecodingRow] = []  # accepted while not running
+        self._paused_rows: list[DecodingRow] = []  # accepted while not running
         self._drained: list[Future[None]] = []
         self._stop_strings = WeakValueDictionary[tuple[tuple[str, ...], bool], StopStrings]()  # of running requests
         self._tokenised_words: dict[tuple[str, ...], Words] = {}
@@ -137,9 +132,12 @@ class TransformersEngine(InferenceEngine):
         self._model = EmbeddedModel(config)
         if self._model.device.type == "cpu":
             keep_freed()  # after the weights, whose memory is given back when they are mapped
-        budget = cache_budget(self._model.device, config.kv_cache_gb, config.gpu_memory_utilization)
+        cache_bytes = int(config.kv_cache_gb * 2**30)
+        if self._model.device.type == "cuda":  # what the weights leave of the allowed share
+            free, total = torch.cuda.mem_get_info(self._model.device)
+            cache_bytes = max(int(free - (1 - config.gpu_memory_utilization) * total), 2**28)
         self._decoder = Decoder(
-            self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=budget
+            self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=cache_bytes
         )
         self._reader, self._updater = WeightReader(self._model.device), WeightUpdater(self._model)
 
@@ -154,7 +152,7 @@ class TransformersEngine(InferenceEngine):
                 vars(self).pop(name, None)
 
     def _fail(self, error: BaseException) -> None:
-        """End all work, and answer everyone who waits with ``error``."""
+        """End all work, and answer all calls that wait with ``error``."""
         self._failure = error
         for reply in {id(row.owner): row.owner for row in self._rows.values()}.values():
             reply.send(error)
@@ -173,8 +171,8 @@ class TransformersEngine(InferenceEngine):
         try:
             started = time.perf_counter()
             rows = self._decoder.step()
-            self._busy_s += time.perf_counter() - started  # counted before anyone can know of the tokens
-            self._report(row for row in rows if row.streamed or row.finish_reason)
+            self._busy_s += time.perf_counter() - started  # counted before the tokens are known outside
+            self._report(row for row in rows if row.finish_reason)
             if self._state == "draining" and not self._decoder.busy:
                 self._enter("paused")
         except BaseException as error:
@@ -195,15 +193,13 @@ class TransformersEngine(InferenceEngine):
         """Send the rows' outputs to their owners, one message each."""
         messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
         for row in rows:
-            output = row.progress() if row.streamed else row.output()
-            messages.setdefault(id(row.owner), (row.owner, []))[1].append(output)
-            if row.finish_reason:
-                del self._rows[row.request.request_id]
+            messages.setdefault(id(row.owner), (row.owner, []))[1].append(row.output())
+            del self._rows[row.request.request_id]
         for reply, outputs in messages.values():
             reply.send(outputs)
 
     def _enter(self, state: Literal["running", "draining", "paused"]) -> None:
-        """Change the state, and release those who waited for the end of a drain."""
+        """Change the state, and end the calls that waited for the end of a drain."""
         self._state = state
         self._paused.switch(state == "paused")
         if state != "draining":
@@ -213,41 +209,29 @@ class TransformersEngine(InferenceEngine):
 
     # -- requests -----------------------------------------------------------------------------------------
 
-    async def generate(
-        self, requests: Sequence[GenerationRequest], *, streamed: bool = False
-    ) -> AsyncGenerator[list[GenerationOutput], None]:
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[GenerationOutput], None]:
         """Leaving the iteration early aborts what is unanswered.
-
-        Args:
-            streamed: give what is new of each request at every token; only its last output has a ``finish_reason``.
 
         Raises:
             UserError: if two have one id; none of ``requests`` is started then.
         """
         reply = Reply()
         unanswered = {request.request_id for request in requests}
-        await self._submit(requests, reply, streamed)
+        await self._submit(requests, reply)
         try:
             while unanswered:
                 message = await reply.queue.get()
                 if isinstance(message, BaseException):
                     unanswered.clear()
                     raise message
-                unanswered -= {output.request_id for output in message if output.finish_reason}
+                unanswered -= {output.request_id for output in message}
                 yield message
         finally:
             if unanswered and self._thread is not None:
                 self._thread.submit(self._abort, list(unanswered))
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
-        async with aclosing(self.generate([request], streamed=True)) as news:
-            async for outputs in news:
-                for output in outputs:
-                    yield output
-
     @in_thread
-    def _submit(self, requests: Sequence[GenerationRequest], reply: Reply, streamed: bool) -> None:
+    def _submit(self, requests: Sequence[GenerationRequest], reply: Reply) -> None:
         """Accept the requests; one that can never be answered is answered with its error."""
         rows: dict[str, DecodingRow] = {}
         refused: list[GenerationOutput] = []
@@ -258,8 +242,7 @@ class TransformersEngine(InferenceEngine):
             if name in rows or name in self._rows:
                 raise UserError(f"request id {name!r} is already that of an unanswered request")
             try:
-                _check_request(request, self.config.max_model_len)
-                rows[name] = self._row(request, prompts[id(request.prompt_token_ids)], reply, streamed)
+                rows[name] = self._row(request, prompts[id(request.prompt_token_ids)], reply)
             except Exception as error:
                 refused.append(refusal(request, error))
         if refused:
@@ -269,65 +252,60 @@ class TransformersEngine(InferenceEngine):
             self._decoder.waiting.extend(rows.values())
             self._queue_step()
         else:
-            self._held += rows.values()
+            self._paused_rows += rows.values()
 
-    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply, streamed: bool) -> DecodingRow:
-        sampling = request.sampling
-        if min(prompt) < 0 or max(prompt) >= self._model.vocabulary:
+    def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply) -> DecodingRow:
+        """Raises ``RequestFailedError`` if this engine could never answer the request."""
+        sampling, longest, tokenizer = request.sampling, self.config.max_model_len, self._model.tokenizer
+        if not prompt:
+            raise RequestFailedError("its prompt is empty")
+        if len(prompt) >= longest:
             raise RequestFailedError(
-                f"its prompt has tokens from {min(prompt)} to {max(prompt)}, the model's vocabulary has "
-                f"{self._model.vocabulary}"
+                f"its prompt has {len(prompt)} tokens, which leaves no room for a response: max_model_len is {longest}"
             )
-        self._refuse_unknown_tokens(request)
-        stop_ids = frozenset(sampling.stop_token_ids)
-        return DecodingRow(
-            request,
-            prompt,
-            key=stream_key(sampling.seed, self.config.seed, request.request_id),
-            limit=min(sampling.max_tokens, self.config.max_model_len - len(prompt)),
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
-            stop_strings=self._stops(request) if sampling.stop else None,
-            bad_words=self._bad_words(request) if sampling.bad_words else (),
-            streamed=streamed,
-            owner=reply,
-        )
-
-    def _stops(self, request: GenerationRequest) -> StopStrings:
-        tokenizer = self._tokenizer_for("stop strings", request)
-        key = (request.sampling.stop, request.sampling.skip_special_tokens)
-        found = self._stop_strings.get(key)
-        if found is None:
-            found = self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
-        return found
-
-    def _bad_words(self, request: GenerationRequest) -> Words:
-        tokenizer, words = self._tokenizer_for("bad words", request), request.sampling.bad_words
-        if words not in self._tokenised_words:
-            if len(self._tokenised_words) >= KEPT_WORDS:
-                self._tokenised_words.clear()
-            self._tokenised_words[words] = tokenised(
-                words, lambda text: tokenizer.encode(text, add_special_tokens=False)
-            )
-        return self._tokenised_words[words]
-
-    def _tokenizer_for(self, what: str, request: GenerationRequest) -> PreTrainedTokenizerBase:
-        if self._model.tokenizer is None:
-            raise RequestFailedError(f"it has {what}, but {self.config.model_path} has no tokenizer")
-        return self._model.tokenizer
-
-    def _refuse_unknown_tokens(self, request: GenerationRequest) -> None:
-        sampling = request.sampling
-        named = {
+        if sampling.structured_outputs or sampling.repetition_detection:
+            raise RequestFailedError("structured_outputs and repetition_detection need generator.backend=vllm")
+        tokens_of: dict[str, Collection[int]] = {
+            "its prompt": prompt,
             "logit_bias": sampling.logit_bias,
             "allowed_token_ids": sampling.allowed_token_ids,
             "stop_token_ids": sampling.stop_token_ids,
         }
-        for name, tokens in named.items():
+        for name, tokens in tokens_of.items():
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.vocabulary:
                 raise RequestFailedError(
                     f"{name} has tokens from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
                     f"{self._model.vocabulary}"
                 )
+        bad_words: Words = ()
+        stop_strings = None
+        if sampling.stop:
+            if tokenizer is None:
+                raise RequestFailedError(f"it has stop strings, but {self.config.model_path} has no tokenizer")
+            key = (sampling.stop, sampling.skip_special_tokens)
+            stop_strings = self._stop_strings.get(key)
+            if stop_strings is None:
+                stop_strings = self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
+        if sampling.bad_words:
+            if tokenizer is None:
+                raise RequestFailedError(f"it has bad words, but {self.config.model_path} has no tokenizer")
+            if sampling.bad_words not in self._tokenised_words:
+                if len(self._tokenised_words) >= REMEMBERED_WORDS:
+                    self._tokenised_words.clear()
+                encode = partial(tokenizer.encode, add_special_tokens=False)
+                self._tokenised_words[sampling.bad_words] = tokenised(sampling.bad_words, encode)
+            bad_words = self._tokenised_words[sampling.bad_words]
+        stop_ids = frozenset(sampling.stop_token_ids)
+        return DecodingRow(
+            request,
+            prompt,
+            key=stream_key(sampling.seed, self.config.seed, request.request_id),
+            limit=min(sampling.max_tokens, longest - len(prompt)),
+            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
+            stop_strings=stop_strings,
+            bad_words=bad_words,
+            owner=reply,
+        )
 
     @in_thread
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -336,17 +314,16 @@ class TransformersEngine(InferenceEngine):
     def _abort(self, ids: Sequence[str] | None) -> None:
         chosen = None if ids is None else set(ids)
         cut = self._decoder.abort(chosen)
-        for row in self._held:
+        for row in self._paused_rows:
             if chosen is None or row.request.request_id in chosen:
                 row.finish_reason = "abort"
                 cut.append(row)
-        self._held = [row for row in self._held if row.finish_reason is None]
+        self._paused_rows = [row for row in self._paused_rows if row.finish_reason is None]
         self._report(cut)
 
     @in_thread
     def progress(self) -> list[GenerationOutput]:
-        """Of requests whose owners get one answer; the owners of streamed ones get their tokens anyway."""
-        return [row.progress() for row in self._rows.values() if row.has_progress and not row.streamed]
+        return [row.progress() for row in self._rows.values() if len(row.token_ids) > row.reported]
 
     @in_thread
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -378,14 +355,14 @@ class TransformersEngine(InferenceEngine):
     @in_thread
     def resume(self) -> None:
         self._enter("running")
-        held, self._held = self._held, []
-        self._decoder.waiting.extend(held)
+        rows, self._paused_rows = self._paused_rows, []
+        self._decoder.waiting.extend(rows)
         self._queue_step()
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        """Needs no pause: the swap happens between two tokens, and the cache is kept."""
+        """Needs no pause: the update happens between two tokens, and the cache is kept."""
         reader = await self._reader_of(update)
-        received = await asyncio.to_thread(reader.read, update.info)  # the engine goes on answering meanwhile
+        received = await asyncio.to_thread(reader.read, update.info)  # the engine computes meanwhile
         await self._apply(update, received)
 
     @in_thread
@@ -397,16 +374,16 @@ class TransformersEngine(InferenceEngine):
 
     @in_thread
     def _apply(self, update: WeightUpdate, received: ReceivedWeights) -> None:
-        self._has.begin(update)
+        self._content.begin(update)
         self._updater.apply(received)
-        self._has.complete(update)
+        self._content.complete(update)
         self._decoder.version = update.version
 
     @in_thread
     def sleep(self) -> None:
         if self._rows:
             raise UserError(f"sleep needs an idle engine; {len(self._rows)} requests are unanswered")
-        self._decoder.free_cache()
+        self._decoder.cache = None
         give_back()
 
     @in_thread
@@ -418,20 +395,8 @@ class TransformersEngine(InferenceEngine):
             raise RuntimeError("the engine is not running: it has not been started, or was shut down")
         return EngineStats(
             running=self._decoder.running,
-            waiting=len(self._decoder.waiting) + len(self._held),
+            waiting=len(self._decoder.waiting) + len(self._paused_rows),
             generated_tokens=self._decoder.generated_tokens,
             busy_s=self._busy_s,
             paused_s=self._paused.seconds,
         )
-
-
-def _check_request(request: GenerationRequest, max_model_len: int) -> None:
-    """Raises ``RequestFailedError`` if this engine could never answer it."""
-    sampling, length = request.sampling, len(request.prompt_token_ids)
-    if length == 0:
-        raise RequestFailedError("its prompt is empty")
-    if length >= max_model_len:
-        room = f"which leaves no room for a response: max_model_len is {max_model_len}"
-        raise RequestFailedError(f"its prompt has {length} tokens, {room}")
-    if sampling.structured_outputs or sampling.repetition_detection:
-        raise RequestFailedError("structured_outputs and repetition_detection need generator.backend=vllm")

@@ -53,19 +53,17 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.keys.shape[2]
 
-    def resize(self, slots: int, columns: int) -> None:
-        self.keys, self.values = _resized(self.keys, slots, columns), _resized(self.values, slots, columns)
-
 
 class SlotCache(Cache):
     """All layers. ``budget`` is the most bytes it may take; ``prefixes`` (any prompt's cache) gives the shapes."""
 
     def __init__(self, prefixes: Cache, budget: int) -> None:
-        shapes = [keys for keys, _ in _contents(prefixes)]
-        self.slot_layers = [SlotLayer(keys) for keys in shapes]
+        layers: Sequence[Any] = prefixes.layers
+        self.slot_layers = [SlotLayer(layer.keys) for layer in layers]
         super().__init__(layers=list(self.slot_layers))
         self.budget = budget
-        self.bytes_per_token = sum(2 * k.shape[1] * k.shape[3] * k.element_size() for k in shapes)
+        keys = [layer.keys for layer in layers]
+        self.bytes_per_token = sum(2 * k.shape[1] * k.shape[3] * k.element_size() for k in keys)
 
     @property
     def slots(self) -> int:
@@ -79,21 +77,23 @@ class SlotCache(Cache):
         return slots * columns * self.bytes_per_token <= self.budget
 
     def reserve(self, slots: int, columns: int) -> None:
-        """Make room for ``slots`` requests of up to ``columns`` tokens, those already running included."""
+        """Allocate for ``slots`` requests of up to ``columns`` tokens, those already running included."""
         have_slots, _, have_columns, _ = self.slot_layers[0].keys.shape
         if slots <= have_slots and columns <= have_columns:
             return
         generous = max(have_slots, 1 << max(2, (slots - 1).bit_length())), max(have_columns, -(-columns // 64) * 64)
         new_slots, new_columns = generous if self.fits(*generous) else (slots, columns)
         for layer in self.slot_layers:
-            layer.resize(new_slots, new_columns)
+            layer.keys = _resized(layer.keys, new_slots, new_columns)
+            layer.values = _resized(layer.values, new_slots, new_columns)
 
     def fill(self, first_slot: int, prefixes: Cache, index: Tensor) -> None:
         """Put prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``; samples of a prompt share it."""
-        for layer, (keys, values) in zip(self.slot_layers, _contents(prefixes), strict=True):
-            slots, length = slice(first_slot, first_slot + len(index)), min(keys.shape[2], self.columns)
-            layer.keys[slots, :, :length] = keys[index, :, :length]
-            layer.values[slots, :, :length] = values[index, :, :length]
+        layers: Sequence[Any] = prefixes.layers
+        for layer, prefix in zip(self.slot_layers, layers, strict=True):
+            slots, length = slice(first_slot, first_slot + len(index)), min(prefix.keys.shape[2], self.columns)
+            layer.keys[slots, :, :length] = prefix.keys[index, :, :length]
+            layer.values[slots, :, :length] = prefix.values[index, :, :length]
 
     def move(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
         """Copy the first ``width`` columns of slots ``sources`` to slots ``targets`` (disjoint)."""
@@ -107,12 +107,6 @@ class SlotCache(Cache):
         for layer in self.slot_layers:
             layer.columns, layer.width = columns, width
         return self
-
-
-def _contents(cache: Cache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer of a filled cache."""
-    layers: Sequence[Any] = cache.layers  # of full attention, whose keys are there by now
-    return [(layer.keys, layer.values) for layer in layers]
 
 
 def _resized(tensor: Tensor, slots: int, columns: int) -> Tensor:

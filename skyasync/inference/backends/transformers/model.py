@@ -1,14 +1,16 @@
 """A transformers model as the embedded engine uses it: prefill, decode one token, score, swap weights.
 
-Invariant: weights are changed only after every name and shape has been checked, so a refused update leaves the model
-as it was. They are copied into the live parameters, or adopted: the parameters then are the tensors that were sent.
-Tied weights stay tied because they are one parameter.
+Invariant: weights are changed only after every name and shape has been checked, so a rejected update does not change
+the model. They are copied into the parameters, or adopted: the parameters then are the tensors that were sent. Tied
+weights stay tied because they are one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from math import inf
 from types import MethodType
 from typing import Any, Unpack
 
@@ -20,7 +22,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
-    PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -33,10 +34,8 @@ from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.interface import EngineConfig
 from skyasync.models.config import ONE_AT_A_TIME, load_config
 from skyasync.models.router_replay import Routers
-from skyasync.weight_sync.verify.digests import holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
-ANY = 1 << 40  # positions, where a model has no most
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -69,7 +68,7 @@ AttentionMaskInterface.register("skyasync_grouped", sdpa_mask)
 #: A CPU's library adds a product's terms in another order if a matrix has few rows, and attention if its columns do
 #: not fill the processor's vectors. With torch 2.13 on AVX-512 in float32, products of fewer than 12 rows that are no
 #: multiple of 4, and keys that are no multiple of 16, differ from those of larger sizes in the last bit. A few more
-#: rows and columns are computed, which nobody reads: an answer then does not depend, bitwise, on the requests that are
+#: rows and columns are computed, which are not read: an answer then does not depend, bitwise, on the requests that are
 #: computed with it. On a GPU, in bfloat16, and with more than two threads, this has not been tested.
 ENOUGH_ROWS, ROWS, COLUMNS = 12, 4, 16
 
@@ -90,16 +89,16 @@ def multiply_by_onednn(model: nn.Module) -> None:
     SmolLM2-135M on two cores of an AMD EPYC (torch 2.13): 32 rows take 0.73 of the time with two threads, 0.95 with
     one, and fewer sizes are odd (``even_rows``). The operator is the one that torch's own compiler emits.
     """
+
+    def linear(layer: nn.Linear, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
+        return product
+
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
         return
     for module in model.modules():
         if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (torch.float32, "cpu"):
-            module.forward = MethodType(_linear, module)  # type: ignore[method-assign]
-
-
-def _linear(layer: nn.Linear, rows: Tensor) -> Tensor:
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
-    return product
+            module.forward = MethodType(linear, module)  # type: ignore[method-assign]
 
 
 class EmbeddedModel:
@@ -125,22 +124,34 @@ class EmbeddedModel:
             self._routers = Routers(self._model)
             self._routers.record()
         self._adopted = False  # weights are in memory that is not the model's own
-        _refuse_what_the_cache_cannot_hold(self._model.config, config)
-        self.tokenizer = _tokenizer(config.model_path)
+        text: Any = self._model.config.get_text_config()
+        layers = set(getattr(text, "layer_types", None) or ["full_attention"])
+        window = getattr(text, "sliding_window", None) or config.max_model_len
+        if layers - {"full_attention", "sliding_attention"} or window < config.max_model_len:
+            raise UserError(
+                f"the transformers engine computes full attention only; this model has {sorted(layers)} with a window "
+                f"of {window} tokens and max_model_len is {config.max_model_len}: use generator.backend=vllm"
+            )
+        self.tokenizer: PreTrainedTokenizerBase | None = None  # only stop strings and bad words need it
+        with contextlib.suppress(OSError, ValueError):
+            self.tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.dtype: torch.dtype = self._model.dtype
-        self._positions: int = getattr(self._model.config.get_text_config(), "max_position_embeddings", 0) or ANY
-        self.eos_ids = self._eos_ids()
+        self._positions: float = getattr(text, "max_position_embeddings", 0) or inf
+        self.eos_ids: set[int] = set()  # all that a file of the model names: chat models disagree
+        for owner in (self._model.config, self._model.generation_config, self.tokenizer):
+            ids = getattr(owner, "eos_token_id", None)
+            self.eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
         """Logits after each prompt ``[prompts, vocabulary]`` and the prompts' cache, columns 0 to length - 1."""
         tokens = self._right_padded(prompts)
         last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
-        ends, which = last.unique(return_inverse=True)
-        while len(prompts) * len(ends) < even_rows(len(prompts) * len(ends)):
-            ends = torch.cat([ends, ends[-1:]])
+        columns, which = last.unique(return_inverse=True)
+        while len(prompts) * len(columns) < even_rows(len(prompts) * len(columns)):
+            columns = torch.cat([columns, columns[-1:]])
         cache = DynamicCache()
-        logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=ends).logits
+        logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=columns).logits
         return logits[torch.arange(len(prompts), device=self.device), which], cache
 
     def decode(self, tokens: Tensor, lengths: Tensor, width: int, cache: SlotCache) -> Tensor:
@@ -152,7 +163,7 @@ class EmbeddedModel:
             width: the largest of ``lengths``, plus 1.
         """
         rows = len(tokens)
-        unused = (0, min(even_rows(rows), cache.slots) - rows)  # slots, and columns, that nobody has
+        unused = (0, min(even_rows(rows), cache.slots) - rows)  # slots and columns of no request
         tokens, lengths = nn.functional.pad(tokens, unused), nn.functional.pad(lengths, unused)
         width = min(even_columns(width), cache.columns)
         hidden = torch.arange(width, device=self.device) > lengths[:, None]
@@ -166,7 +177,7 @@ class EmbeddedModel:
         ).logits[:rows, -1]
 
     def chosen(self) -> Experts | None:
-        """The experts of every token of the last forward pass, padding included; None where nobody asks for them."""
+        """The experts of every token of the last forward pass, padding included; None if they are not recorded."""
         return None if self._routers is None else self._routers.chosen()
 
     @torch.inference_mode()
@@ -177,7 +188,10 @@ class EmbeddedModel:
         while order:
             count = max(1, FORWARD_TOKENS // len(sequences[order[-1]]))
             batch, order = order[-count:], order[:-count]
-            for i, row in zip(batch, self._score([sequences[i] for i in batch]), strict=True):
+            tokens = self._right_padded([sequences[i] for i in batch])
+            logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+            chosen = logits.gather(2, tokens[:, 1:, None])[..., 0]
+            for i, row in zip(batch, (chosen - logits.logsumexp(dim=2)).cpu(), strict=True):
                 scores[i] = row[: len(sequences[i]) - 1].tolist()
         return scores
 
@@ -207,20 +221,20 @@ class EmbeddedModel:
         if shapes:
             raise UserError(f"weight update refused: {'; '.join(shapes)}")
         for names in aliases.values():
-            held, new = state[names[0]], next(weights[name] for name in names if name in weights)
-            if adopt and (held.dtype, held.device) == (new.dtype, new.device):
+            current, new = state[names[0]], next(weights[name] for name in names if name in weights)
+            if adopt and (current.dtype, current.device) == (new.dtype, new.device):
                 for name in names:
                     state[name].data = new
             else:
                 if self._adopted:  # which cannot be written to
-                    own = torch.empty_like(held)
+                    own = torch.empty_like(current)
                     for name in names:
                         state[name].data = own
-                held.copy_(new)
+                current.copy_(new)
         self._adopted = adopt
 
     def tensors(self) -> dict[str, Tensor]:
-        """The living parameters and saved buffers, a tied one under each of its names."""
+        """The parameters and saved buffers themselves, a tied one under each of its names."""
         return dict(self._model.state_dict())
 
     def own_names(self) -> list[str]:
@@ -228,57 +242,8 @@ class EmbeddedModel:
         named = chain(self._model.named_parameters(), self._model.named_buffers())
         return [name for name, _ in named if name in self._model.state_dict()]
 
-    def check_held(
-        self, weights: Mapping[str, Tensor], digests: Mapping[str, str], *, in_place: Callable[[str, Tensor], bool]
-    ) -> None:
-        """Raises WeightSyncError unless every parameter is, bit for bit, what was sent under its name.
-
-        Args:
-            in_place: whether a tensor is the very one whose bytes its writer has proven.
-        """
-        state = self._model.state_dict()
-        wrong = [
-            name
-            for name, sent in digests.items()
-            if not in_place(name, state[name]) and not holds(state[name], weights[name], sent)
-        ]
-        refuse(wrong, "the transformers engine holds")
-
-    def _score(self, sequences: list[Sequence[int]]) -> Tensor:
-        tokens = self._right_padded(sequences)
-        logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
-        chosen = logits.gather(2, tokens[:, 1:, None])[..., 0]
-        return (chosen - logits.logsumexp(dim=2)).cpu()
-
     def _right_padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """``[sequences, longest]``. Causal attention keeps the padding, which comes after, from mattering."""
+        """``[sequences, longest]``. With causal attention the padding at the end does not matter."""
         longest = max(map(len, sequences))
-        length = max(longest, min(even_columns(longest), self._positions))
+        length = max(longest, int(min(even_columns(longest), self._positions)))
         return torch.tensor([[*s, *[0] * (length - len(s))] for s in sequences], device=self.device)
-
-    def _eos_ids(self) -> frozenset[int]:
-        """Every token that any of the model's files calls the end of a sequence (chat models disagree)."""
-        found: set[int] = set()
-        for owner in (self._model.config, self._model.generation_config, self.tokenizer):
-            ids = getattr(owner, "eos_token_id", None)
-            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
-        return frozenset(found)
-
-
-def _tokenizer(path: str) -> PreTrainedTokenizerBase | None:
-    """The model's tokenizer, if there is one: only stop strings need it."""
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError):
-        return None
-
-
-def _refuse_what_the_cache_cannot_hold(model_config: PreTrainedConfig, config: EngineConfig) -> None:
-    text = model_config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    window = getattr(text, "sliding_window", None) or config.max_model_len
-    if kinds - {"full_attention", "sliding_attention"} or window < config.max_model_len:
-        raise UserError(
-            f"the transformers engine computes full attention only; this model has {sorted(kinds)} with a window "
-            f"of {window} tokens and max_model_len is {config.max_model_len}: use generator.backend=vllm"
-        )

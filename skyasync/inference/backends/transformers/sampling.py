@@ -1,16 +1,15 @@
 """From logits to tokens: the settings of many requests applied to one batch.
 
 Invariant: what a request samples depends on its own logits, its own settings and its own stream of uniform
-numbers, never on the other rows of the batch. Number t of the stream decides token t of the response (t counts
-from the start of the response, whatever the prompt was), so a request that is cut and resubmitted as a longer
-prompt starts a new stream and should bear a new id or seed.
+numbers, never on the other rows of the batch. Number t of the stream decides token t of the response, whatever the
+prompt was. A request that is cut and sent again as a longer prompt starts a new stream, and needs a new id or seed.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +17,9 @@ from torch import Tensor
 
 from skyasync.algorithms.sampled import addends, likely
 from skyasync.inference.interface import SamplingParams
+
+if TYPE_CHECKING:
+    from skyasync.inference.backends.transformers.decoder import DecodingRow
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -58,52 +60,57 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
 Words = tuple[tuple[int, ...], ...]
 
 
-class SampledRow(Protocol):
-    """What the sampler reads of a request; ``token_ids`` and ``stop_ids`` may only be looked at, not changed."""
-
-    @property
-    def sampling(self) -> SamplingParams: ...
-    @property
-    def key(self) -> int: ...
-    @property
-    def prompt(self) -> Sequence[int]: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def stop_ids(self) -> frozenset[int]: ...
-    @property
-    def bad_words(self) -> tuple[tuple[int, ...], ...]: ...
-    @property
-    def edited(self) -> bool: ...
-
-
 class LogitEdits:
-    """What rows ask of their logits before temperature and filters: lists of tokens, penalties, bans.
+    """Changes of logits before temperature and filters: lists of tokens, penalties, bans.
 
-    Invariant: the order is vLLM's (allowed tokens, bad words, ``min_tokens``, bias, penalties), rows that ask for
-    nothing are not touched, and a batch in which none does costs nothing. Made anew whenever the batch gains or loses
+    Invariant: the order is vLLM's (allowed tokens, bad words, ``min_tokens``, bias, penalties). Rows without such
+    settings are not changed, and a batch without such rows costs nothing. Made again whenever the batch gains or loses
     rows.
     """
 
-    def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[DecodingRow], device: torch.device) -> None:
         self._device = device
         edited = [(i, row) for i, row in enumerate(rows) if row.edited]
-        self._listed = [(i, row) for i, row in edited if _has_lists(row)]
+        self._listed = [
+            (i, row)
+            for i, row in edited
+            if row.sampling.logit_bias
+            or row.sampling.allowed_token_ids
+            or any(len(word) == 1 for word in row.bad_words)
+        ]
         self._barred = [(i, row) for i, row in edited if row.sampling.min_tokens and row.stop_ids]
         self._worded = [(i, row) for i, row in edited if any(len(word) > 1 for word in row.bad_words)]
         self._penalised = [(i, row) for i, row in edited if _has_penalties(row.sampling)]
         self._added: tuple[Tensor, Tensor, Tensor] | None = None
         self._penalties: _Penalties | None = None
         if self._barred:
-            places = [(i, token, row.sampling.min_tokens) for i, row in self._barred for token in row.stop_ids]
-            self._bar_rows, self._bar_tokens, self._bar_until = np.array(places).T
+            bars = [(i, token, row.sampling.min_tokens) for i, row in self._barred for token in row.stop_ids]
+            self._bar_rows, self._bar_tokens, self._bar_until = np.array(bars).T
 
     def __call__(self, logits: Tensor, positions: np.ndarray) -> None:
         """Edit ``logits`` ``[rows, vocabulary]`` in place; ``positions[i]`` tokens of row i's response exist."""
-        if self._listed:
-            self._add_lists(logits)
-        if self._worded:
-            self._ban_words(logits)
+        if self._listed:  # bias, allowed tokens and bad words of one token: equal lists share one row of addends
+            if self._added is None:
+                distinct: dict[Any, int] = {}
+                which = []
+                for _, row in self._listed:
+                    key = (row.sampling.allowed_token_ids, tuple(row.sampling.logit_bias.items()), row.bad_words)
+                    which.append(distinct.setdefault(key, len(distinct)))
+                table = []
+                for allowed, bias, words in distinct:
+                    table.append(addends(logits.shape[1], dict(bias), allowed))
+                    for word in words:
+                        if len(word) == 1:
+                            table[-1][word[0]] = -torch.inf
+                rows = [i for i, _ in self._listed]
+                self._added = self._index(rows), self._index(which), torch.stack(table).to(self._device)
+            index, which_row, table_rows = self._added
+            logits[index] += table_rows[which_row]
+        for i, row in self._worded:  # forbid the last token of a word whose other tokens end the response so far
+            for word in row.bad_words:
+                before = len(word) - 1
+                if before and tuple(row.token_ids[-before:]) == word[:-1]:
+                    logits[i, word[-1]] = -torch.inf
         if self._barred:
             below = positions[self._bar_rows] < self._bar_until
             if below.any():
@@ -114,55 +121,25 @@ class LogitEdits:
             self._penalties(logits)
 
     def sampled(self, tokens: Tensor) -> None:
-        """Take note of the tokens ``[rows]`` that were sampled from the edited logits."""
+        """Count the tokens ``[rows]`` that were sampled from the edited logits."""
         if self._penalties is not None:
             self._penalties.count(tokens)
 
     def _index(self, values: object) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)
 
-    def _add_lists(self, logits: Tensor) -> None:
-        """Bias, allowed tokens and bad words of one token: rows with the same lists share one row of addends."""
-        if self._added is None:
-            rows, which = [], []
-            distinct: dict[Any, int] = {}
-            for i, row in self._listed:
-                key = (row.sampling.allowed_token_ids, tuple(row.sampling.logit_bias.items()), row.bad_words)
-                rows.append(i)
-                which.append(distinct.setdefault(key, len(distinct)))
-            table = [self._addends(logits.shape[1], *key) for key in distinct]
-            self._added = self._index(rows), self._index(which), torch.stack(table).to(self._device)
-        index, which_row, table_rows = self._added
-        logits[index] += table_rows[which_row]
-
-    @staticmethod
-    def _addends(
-        vocabulary: int, allowed: tuple[int, ...], bias: tuple[tuple[int, float], ...], words: Words
-    ) -> Tensor:
-        added = addends(vocabulary, dict(bias), allowed)
-        for word in words:
-            if len(word) == 1:
-                added[word[0]] = -torch.inf
-        return added
-
-    def _ban_words(self, logits: Tensor) -> None:
-        """Forbid the last token of a word whose other tokens end the response so far."""
-        for i, row in self._worded:
-            for word in row.bad_words:
-                before = len(word) - 1
-                if before and tuple(row.token_ids[-before:]) == word[:-1]:
-                    logits[i, word[-1]] = -torch.inf
-
 
 class _Penalties:
     """Repetition, frequency and presence penalties, with the counts that they need."""
 
-    def __init__(self, rows: Sequence[tuple[int, SampledRow]], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[tuple[int, DecodingRow]], vocabulary: int, device: torch.device) -> None:
         settings = [row.sampling for _, row in rows]
         self._rows = torch.tensor([i for i, _ in rows], device=device)
         self._repetition, self._frequency, self._presence = (
-            torch.tensor([getattr(s, f"{name}_penalty") for s in settings], device=device)[:, None]
-            for name in ("repetition", "frequency", "presence")
+            torch.tensor(values, device=device)[:, None]
+            for values in zip(
+                *((s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in settings), strict=True
+            )
         )
         self._prompt = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
         self._counts = torch.zeros(len(rows), vocabulary, dtype=torch.int16, device=device)
@@ -183,28 +160,23 @@ class _Penalties:
         self._counts[self._every, tokens[self._rows]] += 1
 
 
-def asks_for_edits(sampling: SamplingParams) -> bool:
+def edits_logits(sampling: SamplingParams) -> bool:
     lists = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words
     return bool(lists) or bool(sampling.min_tokens) or _has_penalties(sampling)
 
 
 def tokenised(words: Sequence[str], encode: Callable[[str], list[int]]) -> Words:
-    """Bad words as tokens: each as it stands, and with a space in front where that is one token as well.
+    """Bad words as tokens: each as it stands, and with a space in front if that is as many tokens.
 
     ``encode`` adds no special tokens. The rule is vLLM's.
     """
-    found: list[tuple[int, ...]] = []
+    result: list[tuple[int, ...]] = []
     for word in words:
         plain, spaced = tuple(encode(word.lstrip())), tuple(encode(" " + word.lstrip()))
-        found += [plain] if plain else []
+        result += [plain] if plain else []
         if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
-            found.append(spaced)
-    return tuple(found)
-
-
-def _has_lists(row: SampledRow) -> bool:
-    sampling = row.sampling
-    return bool(sampling.logit_bias or sampling.allowed_token_ids or any(len(word) == 1 for word in row.bad_words))
+            result.append(spaced)
+    return tuple(result)
 
 
 def _has_penalties(sampling: SamplingParams) -> bool:
@@ -212,9 +184,9 @@ def _has_penalties(sampling: SamplingParams) -> bool:
 
 
 class BatchSampler:
-    """The settings of a batch's rows as tensors; made anew whenever the batch gains or loses rows."""
+    """The settings of a batch's rows as tensors; made again whenever the batch gains or loses rows."""
 
-    def __init__(self, rows: Sequence[SampledRow], device: torch.device) -> None:
+    def __init__(self, rows: Sequence[DecodingRow], device: torch.device) -> None:
         settings = [row.sampling for row in rows]
         greedy = [s.temperature == 0 for s in settings]
         filtered = [i for i, s in enumerate(settings) if s.temperature and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)]
@@ -239,7 +211,12 @@ class BatchSampler:
         both ``[rows]``. For greedy rows it is the untempered, unfiltered one. The log-probability of a row whose logits
         leave no distribution (NaN, infinite, or no token allowed) is not finite, and its token means nothing.
         """
-        logits = self._warp(logits.float(), positions)
+        logits = logits.float()
+        self._edits(logits, positions)
+        if self._temperature is not None:
+            logits = logits.div_(self._temperature)
+        if self._filtered is not None:
+            logits[self._filtered] = keep_likely(logits[self._filtered], self._top_k, self._top_p, self._min_p)
         logprobs = logits.log_softmax(dim=1)
         uniform = torch.from_numpy(uniforms(self._keys, positions)).to(logits.device)
         tokens = draw(logprobs, uniform).clamp_(max=logits.shape[1] - 1)
@@ -247,11 +224,3 @@ class BatchSampler:
             tokens = torch.where(self._greedy, logits.argmax(dim=1), tokens)
         self._edits.sampled(tokens)
         return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-    def _warp(self, logits: Tensor, positions: np.ndarray) -> Tensor:
-        self._edits(logits, positions)
-        if self._temperature is not None:
-            logits = logits.div_(self._temperature)
-        if self._filtered is not None:
-            logits[self._filtered] = keep_likely(logits[self._filtered], self._top_k, self._top_p, self._min_p)
-        return logits

@@ -1,9 +1,9 @@
 """Weight updates, applied to the model that the embedded engine computes with.
 
-Invariant: after ``apply`` the model has, bit for bit, what all weights in one file would have left in it, and digests
-prove it if they were sent. A delta is written over the model's own weights, if they have the dtype that was sent; else
-a copy of what was sent is kept, the delta goes there, and all of it is loaded. Adapters are added to the frozen
-weights, which are kept.
+Invariant: after ``apply`` the model is bitwise identical to one that has loaded all weights from one file, and digests
+prove it if they were sent. A delta is written over the model's own weights if they have the dtype that was sent. Else
+the weights are kept in that dtype too: the delta goes there, and all of them are loaded. Adapters are added to copies
+of the frozen weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from skyasync.inference.backends.transformers.model import EmbeddedModel
 from skyasync.weight_sync.adapters import Adapter, base_mark, with_added
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights, put_changes
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.weight_sync.verify.digests import digest, digests_of, refuse
+from skyasync.weight_sync.verify.digests import digest, digests_of, holds, refuse
 
 
 class WeightUpdater:
@@ -45,7 +45,12 @@ class WeightUpdater:
             refuse(wrong, "the transformers engine holds")
             return
         self._model.load_weights(weights, adopt=received.stays)
-        self._model.check_held(weights, received.digests, in_place=received.in_place)
+        own = self._model.tensors()
+        wrong = []
+        for name, sent in received.digests.items():
+            if not received.in_place(name, own[name]) and not holds(own[name], weights[name], sent):
+                wrong.append(name)
+        refuse(wrong, "the transformers engine holds")
 
 
 class AdapterMerger:
@@ -59,7 +64,15 @@ class AdapterMerger:
     def apply(self, adapter: Adapter) -> None:
         own = self._model.tensors()
         if not self._digests:
-            self._begin(adapter, own)
+            digests = digests_of(own)
+            mark = base_mark(self._model.dtype, {name: digests[name] for name in self._model.own_names()})
+            if adapter.base.partition(" ")[0] == str(self._model.dtype) and adapter.base != mark:
+                raise WeightSyncError(
+                    "the frozen weights of the transformers engine are not those of the trainer, whose adapters it was "
+                    "sent (trainer.policy.lora.sync=adapter)"
+                )
+            self._digests = digests
+            self._frozen = {f"{layer}.weight": own[f"{layer}.weight"].clone() for layer in adapter.layers()}
         expected = dict(self._digests)
         with torch.no_grad():
             for layer, halves in adapter.layers().items():
@@ -71,16 +84,3 @@ class AdapterMerger:
         refuse([name for name in expected if digest(own[name]) != expected[name]], "the transformers engine holds")
         changed = [name for name, frozen in self._frozen.items() if digest(frozen) != self._digests[name]]
         refuse(changed, "the transformers engine keeps")
-
-    def _begin(self, adapter: Adapter, own: dict[str, Tensor]) -> None:
-        """Keep what adapters are added to, which must be what the trainer adds them to."""
-        self._digests = digests_of(own)
-        digests = {name: self._digests[name] for name in self._model.own_names()}
-        dtype = adapter.base.partition(" ")[0]
-        if dtype == str(self._model.dtype) and adapter.base != base_mark(self._model.dtype, digests):
-            self._digests = {}
-            raise WeightSyncError(
-                "the frozen weights of the transformers engine are not those of the trainer, whose adapters it was "
-                "sent (trainer.policy.lora.sync=adapter)"
-            )
-        self._frozen = {f"{layer}.weight": own[f"{layer}.weight"].clone() for layer in adapter.layers()}

@@ -1,1 +1,1 @@
-"""vLLM, in the engine's process or as a server of somebody else."""
+"""vLLM, in the engine's process or as a server that the run does not start."""

@@ -1,7 +1,7 @@
 """The adapter that a vLLM engine computes with, by vLLM's own LoRA.
 
-Invariant: one adapter, under one name, replaced in place: requests in flight go on with the newest, as they do with
-weights. Requests name it without asking for it to be loaded again.
+Invariant: one adapter, under one name, replaced in place: requests in flight continue with the newest, as they do with
+weights. Requests name it, and vLLM does not load it again.
 """
 
 from __future__ import annotations
@@ -17,32 +17,22 @@ from skyasync.models.config import linear_layers
 from skyasync.weight_sync.update import ADAPTER_ID, WeightSyncError
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
 KEY = "trainer.policy.lora"
 NAME = "policy"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's own choices of what it makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates memory for
 
 
 def lora_arguments(rank: int, path: str) -> dict[str, Any]:
-    """Engine arguments: room for the next larger rank that vLLM knows, in all linear layers but the head.
+    """Engine arguments: the next larger rank that vLLM knows, in all linear layers but the head.
 
-    With an adapter on the head vLLM's CPU engine dies of the first prompt that is scored.
+    With an adapter on the head vLLM's CPU engine ends at the first prompt that is scored.
     """
-    room = next((size for size in RANKS if size >= rank), 0)
-    if not room:
+    size = next((size for size in RANKS if size >= rank), 0)
+    if not size:
         raise UserError(f"{KEY}.rank={rank} is more than vLLM takes as an adapter ({RANKS[-1]}): set {KEY}.sync=merged")
-    return {
-        "enable_lora": True, "max_loras": 1, "max_lora_rank": room, "lora_target_modules": linear_layers(path),
-    }  # fmt: skip
-
-
-def requested() -> LoRARequest:
-    """What a request says that is to be computed with the adapter; it is loaded already."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(NAME, ADAPTER_ID, lora_path="loaded already")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": size, "lora_target_modules": linear_layers(path)}
 
 
 def make_folder(path: str) -> str:
@@ -57,10 +47,10 @@ def make_folder(path: str) -> str:
 
 
 async def load(llm: AsyncLLM, folder: str, path: str) -> None:
-    """Put a folder's adapter in the place of the one before, and look at what the workers hold of it.
+    """Replace the adapter by a folder's, and check it in the workers.
 
     Raises:
-        WeightSyncError: naming layers that do not hold it.
+        WeightSyncError: naming layers that have another adapter.
     """
     from vllm.lora.request import LoRARequest
 

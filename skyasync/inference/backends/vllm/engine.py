@@ -1,16 +1,16 @@
 """vLLM as an engine: ``AsyncLLM`` in this process, its core in a child process.
 
 Invariant: a token's version is the one that vLLM's core sent along with it. The core changes its version only while it
-is paused, between two steps, so a stamp cannot be off by a token. No caller waits for a core that has ended or whose
-weights are broken, and no process of it outlives this one (``process_guard``).
+is paused, between two steps, so every version is exact. No caller waits for a core that has ended or whose weights are
+broken, and no process of it outlives this one (``process_guard``).
 
-A request that has begun keeps its cache over a weight update: its later tokens read keys and values of the former
-weights, which is what "keep" means. Nothing else does: a request that has no token yet is started over, and the prefix
-cache is salted with the version, so that no prompt finds the blocks of an older one.
+A request that has a token keeps its cache over a weight update: its later tokens read keys and values of the former
+weights, which is what "keep" means. A request without a token is started over. The prefix cache is salted with the
+version, so that no prompt finds the blocks of an older one.
 
 | who waits                | for what                      | woken by                                             |
 |--------------------------|-------------------------------|------------------------------------------------------|
-| ``generate``, ``stream`` | outputs of the core           | the core; its end (vLLM's monitor raises)            |
+| ``generate``             | outputs of the core           | the core; its end (vLLM's monitor raises)            |
 | ``score``                | the same, and for ``resume``  | the same                                             |
 | control calls            | the core's answer, each other | the core; its end (looked for every half second)     |
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -58,6 +57,7 @@ from skyasync.weight_sync.transfers.cuda_ipc import own_part
 from skyasync.weight_sync.transfers.endpoints import WeightReader
 from skyasync.weight_sync.transfers.file import read_metadata, remove_weights, write_encoded
 from skyasync.weight_sync.update import (
+    ADAPTER_ID,
     CUDA_IPC,
     CurrentContent,
     TransferInterruptedError,
@@ -70,21 +70,25 @@ if TYPE_CHECKING:
     from vllm import CompletionOutput, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.output_processor import RequestState
 
 T = TypeVar("T")
 POLL_S = 0.5  # how often a call checks whether the core is alive
 SHUTDOWN_S = 1.0  # for vLLM to end by itself; the guard ends the rest
+PROCESS_ENDED = "its process has ended (its own messages say why)"
 NO_SLEEP = "vLLM has no sleep mode on a CPU: use generator.backend=transformers there"
 VLLM_TAGS: dict[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
 _starting = threading.Lock()  # the environment belongs to the process: one engine starts at a time
 
 
 class VLLMEngine(InferenceEngine):
-    """``config.extra``: ``cpu_bind`` (cores for the threads, CPU), ``sleep_mode`` (allow ``sleep``, GPU),
-    ``engine_index`` (place among the engines: each draws from random numbers of its own, and has a place in the
-    weight syncs by nccl and cuda_ipc), ``one_per_prompt`` (requests of one call that differ in their id alone are one
-    request for vLLM, of which it draws n samples).
+    """``config.extra``:
+
+    - ``cpu_bind``: cores for the threads, on a CPU.
+    - ``sleep_mode``: allow ``sleep``, on a GPU.
+    - ``engine_index``: number among the engines. Each has random numbers of its own, and a place in the weight syncs by
+      nccl and cuda_ipc.
+    - ``one_per_prompt``: requests of one call that differ in their id alone are one request for vLLM, of which it
+      draws n samples.
 
     Attributes:
         version: salts the prefix cache: a prompt finds only blocks of its own version.
@@ -97,17 +101,17 @@ class VLLMEngine(InferenceEngine):
         self._llm: AsyncLLM | None = None
         self._guard: ProcessGuard | None = None
         self._adapter: LoRARequest | None = None  # that requests are computed with
-        self._end = "it was not started"  # why it cannot be asked; empty while it can
-        self._in_flight: dict[str, set[str]] = {}  # request as vLLM knows it -> those of ours that want its samples
+        self._end = "it was not started"  # why it cannot be called; empty while it can
+        self._in_flight: dict[str, set[str]] = {}  # request as vLLM knows it -> requests that its samples answer
         self._restarting: set[str] = set()
         self._scores = 0
         self._finished_tokens = 0
         self._reported: dict[str, int] = {}  # tokens of unanswered requests that ``progress`` has given
         self._busy, self._paused = Stopwatch(), Stopwatch()
         self._control = asyncio.Lock()
-        self._held = CurrentContent()
+        self._content = CurrentContent()
         self._reader: WeightReader | None = None  # of adapters by broadcast
-        self._unproven: list[str] | None = None  # weights that nobody could compare yet; None before the first
+        self._unproven: list[str] | None = None  # weights that no worker could compare yet; None before the first
         self._asleep = False  # as a whole or in part: nothing is scheduled
 
     # -- lifecycle ----------------------------------------------------------------------------------------
@@ -163,20 +167,13 @@ class VLLMEngine(InferenceEngine):
 
     @property
     def llm(self) -> AsyncLLM:
-        """Raises ``EngineFailedError`` if there is none to be asked."""
+        """Raises ``EngineFailedError`` if it is not running."""
         if self._llm is None or self._end:
             raise self._failure()
         return self._llm
 
-    @property
-    def process_mark(self) -> str:
-        """What its processes can be found by: ``process_guard.guarded(mark)``."""
-        if self._guard is None:
-            raise self._failure()
-        return self._guard.mark
-
     async def call(self, answer: Awaitable[T]) -> T:
-        """Await an answer of the core. vLLM itself would wait for ever for one that has ended."""
+        """Await an answer of the core. vLLM itself would wait forever for a core that has ended."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         task = asyncio.ensure_future(answer)
@@ -187,7 +184,7 @@ class VLLMEngine(InferenceEngine):
                     raise EngineDeadError
             return task.result()
         except EngineDeadError as error:
-            self._end = self._end or "its process died (its own messages say why)"
+            self._end = self._end or PROCESS_ENDED
             raise self._failure() from error
         finally:
             task.cancel()
@@ -200,8 +197,19 @@ class VLLMEngine(InferenceEngine):
         arrived = asyncio.Event()
 
         async def answer(bundle: list[GenerationRequest]) -> None:
+            """Requests that are alike: vLLM draws a sample for each of one prompt."""
+            names = {request.request_id for request in bundle}
             try:
-                finished.extend(await self._answer(bundle))
+                output, answers = await self._output(bundle[0], names), []
+                for request, completion in zip(bundle, output.outputs, strict=True):
+                    name, reason = request.request_id, completion.finish_reason
+                    if reason not in ("stop", "length", "abort", "repetition", None):
+                        raise RequestFailedError(f"vLLM says {reason}")
+                    end: Any = "abort" if name not in names else "length" if reason == "repetition" else reason
+                    logprobs: Any = completion.logprobs  # flat, by ``sampling_parameters``
+                    tokens, versions = ints(completion.token_ids), versions_of(completion)
+                    answers.append(GenerationOutput(name, tokens, floats(logprobs.logprobs), versions, end))
+                finished.extend(answers)
             except EngineFailedError as error:
                 failures.append(error)
             except Exception as error:
@@ -226,47 +234,22 @@ class VLLMEngine(InferenceEngine):
             for task in tasks:
                 task.cancel()
 
-    async def _answer(self, bundle: list[GenerationRequest]) -> list[GenerationOutput]:
-        """One output for each of the requests, which are alike."""
-        wanted = {request.request_id for request in bundle}
-        (output,) = [found async for found in self._outputs(bundle[0], wanted, streaming=False)]
-        answers = []
-        for request, completion in zip(bundle, output.outputs, strict=True):
-            answer = _answered(request, completion, versions_of(completion))
-            answers.append(answer if request.request_id in wanted else replace(answer, finish_reason="abort"))
-        return answers
-
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[GenerationOutput]:
-        """Yield what is new since the last yield; only the last one has a ``finish_reason``. No client calls it."""
-        sent = 0
-        async for output in self._outputs(request, {request.request_id}, streaming=True):
-            if output.finished:
-                versions = versions_of(output.outputs[0])
-            else:  # vLLM reports them with the last output only
-                processor = self.llm.output_processor
-                versions = _versions_so_far(processor.request_states[processor.external_req_ids[request.request_id][0]])
-            yield _answered(request, output.outputs[0], versions[sent:])
-            sent = len(versions)
-
-    async def _outputs(
-        self, request: GenerationRequest, wanted: set[str], *, streaming: bool
-    ) -> AsyncIterator[RequestOutput]:
-        """vLLM's outputs, with a sample for each of ``wanted``; what a weight update found without a token is started
-        over. ``abort`` takes names out of ``wanted``, and ends the request when none is left."""
-        parameters = sampling_parameters(request.sampling, streaming=streaming, samples=len(wanted))
+    async def _output(self, request: GenerationRequest, names: set[str]) -> RequestOutput:
+        """vLLM's output, a sample for each of ``names``. A request without a token at a weight update starts over.
+        ``abort`` takes names out of ``names``, and ends the request when none is left."""
+        parameters = sampling_parameters(request.sampling, samples=len(names))
         name, prompt = request.request_id, request.prompt_token_ids.tolist()
-        self._in_flight[name] = wanted
+        self._in_flight[name] = names
         self._watch()
         try:
-            finished = False
-            while not finished:
+            result: RequestOutput | None = None
+            while result is None:
                 async for output in self.outputs(name, prompt, parameters):
-                    finished = output.finished and name not in self._restarting
-                    if finished:
-                        self._finished_tokens += sum(len(versions_of(completion)) for completion in output.outputs)
-                    if finished or not output.finished:
-                        yield output
+                    if output.finished and name not in self._restarting:
+                        result = output
                 self._restarting.discard(name)
+            self._finished_tokens += sum(len(versions_of(completion)) for completion in result.outputs)
+            return result
         finally:
             self._in_flight.pop(name, None)
             self._reported.pop(name, None)
@@ -276,8 +259,8 @@ class VLLMEngine(InferenceEngine):
     async def outputs(self, name: str, tokens: list[int], parameters: SamplingParams) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs for one prompt.
 
-        vLLM registers the request before its first suspension (it knows its supported tasks by then), so that no weight
-        update comes between the reading of ``version`` and ``_restart_unbegun``.
+        vLLM registers the request before its first suspension, since it knows its supported tasks. No weight update
+        comes between reading ``version`` and the list of requests that an update restarts.
         """
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -287,7 +270,7 @@ class VLLMEngine(InferenceEngine):
             async for output in self.llm.generate(prompt, parameters, name, lora_request=self._adapter):
                 yield output
         except EngineDeadError as error:
-            self._end = self._end or "its process died (its own messages say why)"
+            self._end = self._end or PROCESS_ENDED
             raise self._failure() from error
         except Exception:
             if self._end or self.llm.errored:
@@ -298,7 +281,7 @@ class VLLMEngine(InferenceEngine):
         """vLLM's records of the requests it holds (``RequestState``)."""
         return list(self._llm.output_processor.request_states.values()) if self._llm else []
 
-    def begun_tokens(self) -> list[int]:
+    def token_counts(self) -> list[int]:
         """For each request that has tokens, how many."""
         return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
 
@@ -313,8 +296,10 @@ class VLLMEngine(InferenceEngine):
                 first = self._reported.get(name, 0)
                 self._reported[name] = len(tokens)
                 if len(tokens) > first:
-                    versions = _versions_so_far(state)[first:]
-                    new.append(GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), versions))
+                    versions, starts = zip(*state.weight_version_starts, strict=True)
+                    lengths = np.subtract([*starts[1:], len(tokens)], starts)
+                    each = np.repeat(ints([int(version) for version in versions]), lengths)
+                    new.append(GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), each[first:]))
         return new
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -334,101 +319,103 @@ class VLLMEngine(InferenceEngine):
                 return list(scores.logprobs)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        names = []
-        for name, wanted in self._in_flight.items():
-            given_up = wanted if request_ids is None else wanted.intersection(request_ids)
-            if given_up:
-                wanted -= set(given_up)
-                names += [] if wanted else [name]
-        self._restarting.difference_update(names)
-        await self.call(self.llm.abort(names))
+        ended = []
+        for name, names in self._in_flight.items():
+            chosen = set(names if request_ids is None else names.intersection(request_ids))
+            names -= chosen
+            if chosen and not names:
+                ended.append(name)
+        self._restarting.difference_update(ended)
+        await self.call(self.llm.abort(ended))
 
     # -- control ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         async with self._control:
-            await self._pause(mode)
+            await self._set_paused(mode)
 
     async def resume(self) -> None:
         async with self._control:
-            await self._resume()
+            await self._set_paused(None)
 
-    async def _pause(self, mode: PauseMode) -> None:
-        # Not clear_cache, which would throw away the kept requests' cache and compute it anew. And not
-        # AsyncLLM.pause_generation, which sleeps for 20 ms more: the stamps do not need it.
-        await self.call(self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
-        self._paused.switch(True)
-        self._watch()
-
-    async def _resume(self) -> None:
-        await self.call(self.llm.resume_generation())
-        self._paused.switch(False)
+    async def _set_paused(self, mode: PauseMode | None) -> None:
+        if mode is None:
+            await self.call(self.llm.resume_generation())
+        else:
+            # Not clear_cache, which would drop the running requests' cache and compute it again. And not
+            # AsyncLLM.pause_generation, which sleeps for 20 ms more: exact versions do not need it.
+            await self.call(self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+        self._paused.switch(mode is not None)
         self._watch()
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str]:
         """An engine that is not paused is paused ("keep") for the update.
 
-        By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine that is asleep but for
-        its weights; one that comes late is given all of them, as by ``shared_memory``.
+        By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine of which only the weights
+        are awake. A late engine is given all of them, as by ``shared_memory``. Requests without a token start over.
 
         An update that fails may leave layers without weights: the engine gives up, and every call raises.
 
         Raises:
             ValueError: for a backend other than the one the engine was started with.
-            WeightMismatchError: for changes of weights that the engine does not hold; it goes on as before.
+            WeightMismatchError: for the delta of weights that the engine does not have; it continues as before.
         """
         own = self.config.weight_sync_backend
         if update.backend not in ((own, "shared_memory") if own == CUDA_IPC else (own,)):
             raise ValueError(
                 f"the engine was started for weight sync by {own!r}, and cannot take an update by {update.backend!r}"
             )
-        self._held.begin(update)
+        self._content.begin(update)
         async with self._control:
             was_paused = self._paused.on or self._asleep
             if not was_paused:
-                await self._pause("keep")
+                await self._set_paused("keep")
             try:
                 unproven = await not_halfway(self._transfer(update))  # vLLM takes no other before this one has ended
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, TransferInterruptedError):
                 if not was_paused:
-                    await self._resume()
-                raise
-            except TransferInterruptedError:
-                if not was_paused:
-                    await self._resume()
+                    await self._set_paused(None)
                 raise
             except Exception as error:
                 self._give_up(f"the update to version {update.version} failed: {error}")
                 raise
             if is_whole(update):
                 self.version = update.version
-                self._held.complete(update)
-                await self._restart_unbegun()
+                self._content.complete(update)
+                names = [state.external_req_id for state in self.states() if not state.weight_version_starts]
+                self._restarting.update(self._in_flight.keys() & names)
+                await self.call(self.llm.abort(names))
             if not was_paused:
-                await self._resume()
+                await self._set_paused(None)
             return unproven
 
     async def _transfer(self, update: WeightUpdate) -> Sequence[str]:
-        """Which weights could never be compared with what was sent, by any of the workers."""
+        """Returns the weights that no worker could compare with what was sent."""
+        import torch
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         info = as_message(update.info)
-        path = info.get("path", "")
-        if path and "specs" not in info and (await asyncio.to_thread(read_metadata, path))[1].adapter:
-            await self._load_adapter(path, update.version)
-            return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
-        if info.get("about", {}).get("adapter"):
-            path = await asyncio.to_thread(self._receive_file, info)
+        path, received = info.get("path", ""), ""
+        if info.get("about", {}).get("adapter"):  # a broadcast of adapters, which vLLM reads from a file
+            self._reader = self._reader or WeightReader(torch.device("cpu"))
+            adapters = await asyncio.to_thread(self._reader.read, info)
+            encoded = Encoded(adapters.weights, dict(adapters.digests), adapters.about, {})
+            path = received = await asyncio.to_thread(write_encoded, encoded)
+        if received or (path and "specs" not in info and (await asyncio.to_thread(read_metadata, path))[1].adapter):
             try:
                 await self._load_adapter(path, update.version)
             finally:
-                remove_weights(path)
+                if received:
+                    remove_weights(received)
             return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
         if update.backend == CUDA_IPC:
             info = own_part(info, self.config.extra.get("engine_index", 0))
         await self.call(self.llm.start_weight_update())
         await self.call(self.llm.update_weights(WeightTransferUpdateRequest(info)))
-        interrupted = await self._interrupted() if "rendezvous" in info else ""
+        interrupted = ""  # why a broadcast did not arrive at all workers
+        if "rendezvous" in info:
+            reasons: list[str] = await self.call(self.llm.collective_rpc("interrupted"))
+            interrupted = next(filter(None, reasons), "")
         version = str(update.version) if is_whole(update) and not interrupted else None
         await self.call(self.llm.finish_weight_update(weight_version=version))
         if interrupted:
@@ -440,29 +427,12 @@ class VLLMEngine(InferenceEngine):
 
     async def _load_adapter(self, path: str, version: int) -> None:
         """From now on requests are computed with a file's adapter; the scheduler is paused. See ``adapter``."""
+        from vllm.lora.request import LoRARequest
+
         folder = await asyncio.to_thread(adapter.make_folder, path)
         await self.call(adapter.load(self.llm, folder, path))
-        self._adapter = adapter.requested()
+        self._adapter = LoRARequest(adapter.NAME, ADAPTER_ID, lora_path="loaded already")
         await self.call(self.llm.update_weight_version(str(version)))
-
-    async def _interrupted(self) -> str:
-        """Why a broadcast did not arrive at all workers, or ""."""
-        ranks: list[str] = await self.call(self.llm.collective_rpc("interrupted"))
-        return next(filter(None, ranks), "")
-
-    def _receive_file(self, info: dict[str, Any]) -> str:
-        """A broadcast of adapters, which vLLM reads from a file."""
-        import torch
-
-        self._reader = self._reader or WeightReader(torch.device("cpu"))
-        received = self._reader.read(info)
-        return write_encoded(Encoded(received.weights, dict(received.digests), received.about, {}))
-
-    async def _restart_unbegun(self) -> None:
-        """Have the requests that vLLM holds without a token computed from the start, by the new weights."""
-        names = [state.external_req_id for state in self.states() if not state.weight_version_starts]
-        self._restarting.update(self._in_flight.keys() & names)
-        await self.call(self.llm.abort(names))
 
     async def sleep(self) -> None:
         """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
@@ -482,53 +452,29 @@ class VLLMEngine(InferenceEngine):
 
     async def stats(self) -> EngineStats:
         """``running`` requests have a token; those that wait for their first one are ``waiting``."""
-        begun, cache_tokens = self.begun_tokens(), 0
+        counts, cache_tokens, cache_used = self.token_counts(), 0, None
         if self._llm is not None:
             cache = self._llm.vllm_config.cache_config
             cache_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+        if self._llm is not None and cache_tokens:
+            prompts: dict[object, int] = {}  # a shared prompt counts once if vLLM shares it
+            for state in self.states():
+                if state.weight_version_starts:
+                    shared = tuple(state.prompt_token_ids or ()) if cache.enable_prefix_caching else None
+                    prompts[shared or (state.parent_req or state).external_req_id] = state.prompt_len
+            cache_used = sum(prompts.values()) + sum(counts)
         return EngineStats(
-            running=len(begun),
-            waiting=max(sum(map(len, self._in_flight.values())) - len(begun), 0),
-            generated_tokens=self._finished_tokens + sum(begun),
+            running=len(counts),
+            waiting=max(sum(map(len, self._in_flight.values())) - len(counts), 0),
+            generated_tokens=self._finished_tokens + sum(counts),
             busy_s=self._busy.seconds,
             paused_s=self._paused.seconds,
             cache_tokens=cache_tokens,
-            cache_used=self._cache_used() if cache_tokens else None,
+            cache_used=cache_used,
         )
-
-    def _cache_used(self) -> int:
-        """How many tokens requests take that have begun; a shared prompt counts once if vLLM shares it."""
-        shared = self.llm.vllm_config.cache_config.enable_prefix_caching
-        prompts: dict[object, int] = {}
-        for state in self.states():
-            if state.weight_version_starts:
-                owner = tuple(state.prompt_token_ids or ()) if shared else (state.parent_req or state).external_req_id
-                prompts[owner] = state.prompt_len
-        return sum(prompts.values()) + sum(self.begun_tokens())
 
     def _watch(self) -> None:
         self._busy.switch(bool(self._in_flight) and not self._paused.on)
-
-
-def _answered(request: GenerationRequest, completion: CompletionOutput, versions: Ints) -> GenerationOutput:
-    reason: Any = completion.finish_reason
-    logprobs: Any = completion.logprobs  # flat, as they were asked for
-    if reason not in ("stop", "length", "abort", "repetition", None):
-        raise RequestFailedError(f"vLLM says {reason}")
-    return GenerationOutput(
-        request_id=request.request_id,
-        token_ids=ints(completion.token_ids),
-        logprobs=floats(logprobs.logprobs),
-        versions=versions,
-        finish_reason="length" if reason == "repetition" else reason,
-    )
-
-
-def _versions_so_far(state: RequestState) -> Ints:
-    assert state.detokenizer is not None  # vLLM counts the tokens of a request by it
-    versions, starts = zip(*state.weight_version_starts, strict=True)
-    ends = [*starts[1:], state.detokenizer.num_output_tokens()]
-    return np.repeat(ints([int(version) for version in versions]), np.subtract(ends, starts))
 
 
 def versions_of(completion: CompletionOutput) -> Ints:

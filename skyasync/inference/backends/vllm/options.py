@@ -6,7 +6,7 @@ are checked where vLLM is imported anyway: by its own classes, when an engine st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -108,7 +108,18 @@ def check_options(options: Mapping[str, object]) -> None:
 
 def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401  (a type)
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    groups: list[Any] = [part for part in (*parts, *_NAMED.get(name, tuple)()) if is_dataclass(part)]
+    named: tuple[
+        Any, ...
+    ] = ()  # the class, or the choices, of arguments that are annotated as a plain dictionary or text
+    if name == "speculative_config":
+        from vllm.config import SpeculativeConfig
+
+        named = (SpeculativeConfig,)
+    elif name == "quantization":
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+        named = tuple(QUANTIZATION_METHODS)
+    groups: list[Any] = [part for part in (*parts, *named) if is_dataclass(part)]
     if isinstance(value, dict) and groups:
         known = _fields(groups[0])
         for key, item in value.items():
@@ -117,7 +128,7 @@ def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noq
             _check_value(f"{path}.{key}", str(key), item, known[key])
         return
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    choices += [choice for choice in _NAMED.get(name, tuple)() if isinstance(choice, str)]
+    choices += [choice for choice in named if isinstance(choice, str)]
     plain = [part for part in parts if get_origin(part) is not Literal]
     if set(plain) <= {str, NoneType} and isinstance(value, str) and choices and value not in choices:
         hint = _did_you_mean(value, map(str, choices)) or f": it is one of {', '.join(map(str, choices))}"
@@ -137,25 +148,6 @@ def _did_you_mean(name: str, known: Any) -> str:  # noqa: ANN401  (texts)
 def _fields(group: Any) -> dict[str, Any]:  # noqa: ANN401  (a dataclass of vLLM's)
     """Field -> its type; a type that is written as a text allows everything."""
     return {each.name: object if isinstance(each.type, str) else each.type for each in fields(group)}
-
-
-def _speculative() -> tuple[Any, ...]:
-    from vllm.config import SpeculativeConfig
-
-    return (SpeculativeConfig,)
-
-
-def _quantizations() -> tuple[Any, ...]:
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
-
-    return tuple(QUANTIZATION_METHODS)
-
-
-#: Arguments that are annotated as a plain dictionary or text: the class, or the choices.
-_NAMED: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "speculative_config": _speculative,
-    "quantization": _quantizations,
-}
 
 
 def without_adapters(architectures: Iterable[str]) -> str:

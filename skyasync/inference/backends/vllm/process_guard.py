@@ -1,9 +1,9 @@
 """No process of an engine outlives the process that started it, however that one ended.
 
-Invariant: when the guard's standard input closes (its parent closed it, exited, or was killed with SIGKILL),
-every process that was started while the guard's mark stood in the environment is killed, and the shared memory that it
-had is removed, with the folder where its sockets and temporary files are. vLLM starts its engine core as a child, and
-that one its workers; none of them notices the death of the first.
+Invariant: when the guard's standard input closes, every process that was started while the guard's mark stood in the
+environment is killed. The input closes if its parent closed it, exited, or was killed with SIGKILL. The processes'
+shared memory is removed too, with the folder of their sockets and temporary files. vLLM starts its engine core as a
+child, and that one its workers; none of them notices that the first process has ended.
 
 This file is also the guard's program: it runs by itself and imports the standard library only.
 """
@@ -49,7 +49,7 @@ class ProcessGuard:
         command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder]
         # A session of its own: Ctrl-C in the terminal must not reach the guard before the guarded.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._process.wait()  # the guard goes on as a grandchild: Ray kills the children of an actor it kills
+        self._process.wait()  # the guard is a grandchild: Ray kills the children of an actor it kills
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
@@ -82,28 +82,27 @@ class ProcessGuard:
 
 
 def short_folder() -> str:
-    """A new one, this user's alone: where the user wants vLLM's sockets, or what the run removes at its end."""
-    wanted = [os.environ.get(SOCKETS, ""), os.environ.get(PLACE, ""), tempfile.gettempdir(), "/tmp", "/dev/shm"]
-    short = [place for place in wanted if place and len(place) + len("/vllm-12345678") <= LONGEST]
-    fit = [place for place in short if os.access(place, os.W_OK | os.X_OK)]
-    return tempfile.mkdtemp(prefix="vllm-", dir=fit[0] if fit else None)
+    """A new one, this user's alone: where the user has vLLM's sockets, or what the run removes at its end."""
+    folders = [os.environ.get(SOCKETS, ""), os.environ.get(PLACE, ""), tempfile.gettempdir(), "/tmp", "/dev/shm"]
+    short = [folder for folder in folders if folder and len(folder) + len("/vllm-12345678") <= LONGEST]
+    writable = [folder for folder in short if os.access(folder, os.W_OK | os.X_OK)]
+    return tempfile.mkdtemp(prefix="vllm-", dir=writable[0] if writable else None)
 
 
 def guarded(mark: str) -> list[int]:
-    """Ids of the living processes that carry this mark."""
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _carries(folder, mark)]
-
-
-def _carries(folder: Path, mark: str) -> bool:
-    try:
-        environment = (folder / "environ").read_bytes().split(b"\0")
-        command = (folder / "cmdline").read_bytes()
-    except OSError:  # gone, or somebody else's
-        return False
-    # Python's resource tracker ends by itself, after it has removed the others' shared memory.
-    return (
-        f"{VARIABLE}={mark}".encode() in environment and b"multiprocessing.resource_tracker import main" not in command
-    )
+    """Ids of the running processes that carry this mark."""
+    ids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes()
+        except OSError:  # gone, or another user's
+            continue
+        # Python's resource tracker ends by itself, after it has removed the others' shared memory.
+        tracker = b"multiprocessing.resource_tracker import main" in command
+        if f"{VARIABLE}={mark}".encode() in environment and not tracker:
+            ids.append(int(folder.name))
+    return ids
 
 
 def _shared_memory(process_id: int) -> set[str]:
@@ -115,25 +114,19 @@ def _shared_memory(process_id: int) -> set[str]:
     return {path for line in lines if (path := line.rpartition(" ")[2]).startswith(NAMES)}
 
 
-def _kill_all(mark: str) -> set[str]:
-    """The shared memory that they had."""
-    names = set[str]()
+if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)
+    shared_memory = set(sys.stdin.read().split())
     for _ in range(SWEEPS):
-        ids = guarded(mark)
+        ids = guarded(sys.argv[1])
         if not ids:
             break
-        names |= {name for process_id in ids for name in _shared_memory(process_id)}
+        shared_memory |= {name for process_id in ids for name in _shared_memory(process_id)}
         for process_id in ids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
         time.sleep(PAUSE_S)
-    return names
-
-
-if __name__ == "__main__":
-    if os.fork():
-        os._exit(0)
-    noted = sys.stdin.read().split()
-    for name in {*noted, *_kill_all(sys.argv[1])}:
+    for name in shared_memory:
         Path(name).unlink(missing_ok=True)
     shutil.rmtree(sys.argv[2], ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A vLLM server that somebody else has started; what all servers have in common is in ``inference.remote``."""
+"""A vLLM server that the run does not start; what is the same for all servers is in ``inference.remote``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from skyasync.weight_sync.update import WeightUpdate
 BACKEND = "shared_memory"
 EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
 GENERATE = "/inference/v1/generate"
-PREFIX = "generate-tokens-"  # which the server puts before the name of a request
-ENDS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}
+PREFIX = "generate-tokens-"  # of the names of requests at the server
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}
 
 #: What vLLM's server is started with besides its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
 ARGUMENTS = {
@@ -34,6 +34,7 @@ ON_CPU = {"--enforce-eager": "", "--no-enable-chunked-prefill": "", "--dtype": "
 class VLLMServerEngine(RemoteEngine):
     kind = "vLLM"
     how_to_start = "start it with: skyasync serve MODEL --port PORT"
+    core_route = "/is_paused"
     core_failures = ("EngineDead", "EngineCore encountered")
     info_query = {"config_format": "json"}  # noqa: RUF012  (a class variable of the base)
 
@@ -64,43 +65,39 @@ class VLLMServerEngine(RemoteEngine):
             dtype=str(model.get("dtype")).removeprefix("torch."),
         )
 
-    def _capacity(self, info: Mapping[str, Any]) -> int:
-        cache = info["vllm_config"].get("cache_config") or {}
-        return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
-
     async def _cache_used(self) -> int | None:
         share = cache_share(await self._server.text("/metrics"))
         return None if share is None else int(share * self._cache_tokens)
 
-    async def _reset(self) -> None:
+    async def _reset(self, info: Mapping[str, Any]) -> int:
         await self._server.post("/abort_requests", {})
         await self._server.post("/resume")
         await self._server.post("/update_weight_version", {"new_version": str(self.version)})
+        cache = info["vllm_config"].get("cache_config") or {}
+        return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
 
-    async def _generate(self, begun: RemoteRequest) -> GenerationOutput:
-        request = begun.request
+    async def _generate(self, pending: RemoteRequest) -> GenerationOutput:
+        request = pending.request
         body = {
             "request_id": request.request_id,
             "token_ids": request.prompt_token_ids.tolist(),
             "sampling_params": sampling_fields(request.sampling, json=True),
-            "cache_salt": self._salt(begun.version),
+            "cache_salt": self._salt(pending.version),
             "stream": True,
         }
         async for chunk in self._server.chunks(GENERATE, body):
             for choice in chunk["choices"]:
-                receive(begun, choice)
-                if end := choice.get("finish_reason"):
-                    if end not in ENDS:
-                        raise RuntimeError(f"{self._server.name} failed on request {request.request_id}: {end}")
-                    return self._ended(begun, ENDS[end], choice.get("weight_versions"))
+                content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
+                pending.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
+                if reason := choice.get("finish_reason"):
+                    if reason not in FINISH_REASONS:
+                        raise RuntimeError(f"{self._server.name} failed on request {request.request_id}: {reason}")
+                    return self._ended(pending, FINISH_REASONS[reason], choice.get("weight_versions"))
         raise self._server.failure("it ended an answer without a reason")
 
-    async def _abort(self, chosen: Collection[RemoteRequest]) -> None:
-        names = [PREFIX + begun.request.request_id for begun in chosen]
+    async def _abort(self, pending: Collection[RemoteRequest]) -> None:
+        names = [PREFIX + each.request.request_id for each in pending]
         await self._server.post("/abort_requests", {"request_ids": names})
-
-    async def _check_core(self) -> None:
-        await self._server.get("/is_paused")
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
         body = {
@@ -108,16 +105,16 @@ class VLLMServerEngine(RemoteEngine):
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
             "cache_salt": self._salt(self.version),
         }
-        found = (await self._server.post(GENERATE, body)).get("prompt_logprobs")
-        if not found or len(found) != len(sequence):
+        scores = (await self._server.post(GENERATE, body)).get("prompt_logprobs")
+        if not scores or len(scores) != len(sequence):
             return None
-        return [float(each[str(int(token))]["logprob"]) for each, token in zip(found[1:], sequence[1:], strict=True)]
+        return [float(each[str(int(token))]["logprob"]) for each, token in zip(scores[1:], sequence[1:], strict=True)]
 
-    async def _pause(self, mode: PauseMode) -> None:
-        await self._server.post("/pause", mode=mode, clear_cache="false")
-
-    async def _resume(self) -> None:
-        await self._server.post("/resume")
+    async def _schedule(self, mode: PauseMode | None) -> None:
+        if mode is None:
+            await self._server.post("/resume")
+        else:
+            await self._server.post("/pause", mode=mode, clear_cache="false")
 
     async def _load(self, update: WeightUpdate) -> list[str]:
         await self._server.post("/start_weight_update")
@@ -125,18 +122,12 @@ class VLLMServerEngine(RemoteEngine):
         await self._server.post("/finish_weight_update", {"weight_version": str(update.version)})
         try:
             answer = await self._server.post("/collective_rpc", {"method": "unproven"})
-        except RuntimeError:  # started without what it takes to say so
+        except RuntimeError:  # started without the worker extension
             return ["the server does not say"]
         return sorted({name for names in answer["results"] for name in names})
 
 
-def receive(begun: RemoteRequest, choice: Mapping[str, Any]) -> None:
-    """A piece of an answer."""
-    content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
-    begun.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
-
-
 def cache_share(metrics: str) -> float | None:
-    """How much of the cache is taken, by the text of ``/metrics``: the mean of its engines; None if it does not say."""
-    found = [float(value) for value in re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)]
-    return sum(found) / len(found) if found else None
+    """The used share of the cache, by the text of ``/metrics``: the mean of its engines; None if it is not there."""
+    shares = [float(value) for value in re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)]
+    return sum(shares) / len(shares) if shares else None

@@ -1,7 +1,7 @@
 """How vLLM is started: environment, engine arguments, sampling parameters.
 
-Invariant: nothing is fetched from a network that the model's path does not name, no code of a model's
-repository is run, and importing this module does not import vLLM (its environment must be set before).
+Invariant: no code of a model's repository is run, and nothing is fetched from a network unless the model's path names
+it. Importing this module does not import vLLM: its environment must be set before.
 """
 
 from __future__ import annotations
@@ -54,16 +54,24 @@ def check_adapters(config: EngineConfig) -> None:
 
 
 def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's ``AsyncEngineArgs``."""
+    """Keyword arguments of vLLM's ``AsyncEngineArgs``.
+
+    vLLM's random generator is the engine's, not the request's: engines of one seed give the k-th request the same
+    samples. The first engine has the run's seed, the others have numbers unlike those of any run. Left alone, vLLM's
+    ``AsyncLLM`` computes 2,048 tokens per step on most devices, fewer than the requests that it runs.
+    """
+    index = config.extra.get("engine_index", 0)
+    seed = int(np.random.SeedSequence([config.seed, index]).generate_state(1)[0]) if index else config.seed
+    batched_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "max_num_batched_tokens": batched_tokens(config),
+        "max_num_batched_tokens": batched_tokens,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "seed": engine_seed(config.seed, config.extra.get("engine_index", 0)),
+        "seed": seed,
         "trust_remote_code": False,
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
@@ -76,70 +84,34 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
     if rank := config.extra.get("adapter_rank", 0):
         arguments |= lora_arguments(rank, config.model_path)
     if devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size) > 1:
-        # Within a placement group vLLM would choose its Ray executor, which refuses the engine's bundle of several
+        # Within a placement group vLLM would choose its Ray executor, which rejects the engine's bundle of several
         # GPUs. The engine's actor has them all, so that its workers can be plain children of it.
         arguments["distributed_executor_backend"] = "mp"
-    return arguments | (_cpu_arguments(config) if cpu else {}) | config.extra.get("engine_kwargs", {})
-
-
-def engine_seed(seed: int, index: int) -> int:
-    """What an engine draws from: for the first the run's seed, for the others numbers unlike those of any run.
-
-    vLLM's generator is the engine's, not the request's: engines of one seed give the k-th request the same samples.
-    """
-    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) if index else seed
-
-
-def _cpu_arguments(config: EngineConfig) -> dict[str, Any]:
-    return {
-        "dtype": "float32" if config.dtype == "auto" else config.dtype,
-        "enforce_eager": True,
-        "enable_sleep_mode": False,
-        "kv_cache_memory_bytes": int(config.kv_cache_gb * 1024**3),
-        # A request with a seed whose prompt is computed in chunks ends vLLM's CPU engine (its random
-        # generators cannot be set back): prompts are computed whole.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(config.max_model_len, batched_tokens(config)),
-    }
-
-
-def batched_tokens(config: EngineConfig) -> int:
-    """Tokens per step; left alone vLLM's ``AsyncLLM`` takes 2,048 on most devices, fewer than the requests it runs."""
-    return config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
+    if cpu:
+        arguments |= {
+            "dtype": "float32" if config.dtype == "auto" else config.dtype,
+            "enforce_eager": True,
+            "enable_sleep_mode": False,
+            "kv_cache_memory_bytes": int(config.kv_cache_gb * 1024**3),
+            # A request with a seed whose prompt is computed in chunks ends vLLM's CPU engine (its random
+            # generators cannot be set back): prompts are computed whole.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(config.max_model_len, batched_tokens),
+        }
+    return arguments | config.extra.get("engine_kwargs", {})
 
 
 def sampling_fields(sampling: SamplingParams, *, json: bool = False) -> dict[str, Any]:
     """The fields of vLLM's ``SamplingParams``, with the log-probability of each sampled token and as little text as
     possible."""
-    rare: dict[str, Any] = {
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "bad_words": list(sampling.bad_words),
-        "logit_bias": {str(token) if json else token: bias for token, bias in sampling.logit_bias.items()},
-        "allowed_token_ids": list(sampling.allowed_token_ids),
-        "structured_outputs": sampling.structured_outputs,
-        "repetition_detection": sampling.repetition_detection,
-    }
-    return {name: value for name, value in rare.items() if value} | {
-        "max_tokens": sampling.max_tokens,
-        "min_tokens": sampling.min_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": max(sampling.top_k, 0),
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
-        "include_stop_str_in_output": sampling.include_stop_str_in_output,
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": sampling.skip_special_tokens,
-        "seed": sampling.seed,
-        "logprobs": 0,
-        "detokenize": bool(sampling.stop),
-    }
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(sampling).items()}
+    fields = {name: value for name, value in fields.items() if not (isinstance(value, list | dict) and not value)}
+    if json and sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return fields | {"top_k": max(sampling.top_k, 0), "logprobs": 0, "detokenize": bool(sampling.stop)}
 
 
-def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: int = 1) -> vllm.SamplingParams:
+def sampling_parameters(sampling: SamplingParams, *, samples: int = 1) -> vllm.SamplingParams:
     """vLLM's form of ours."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
@@ -151,12 +123,11 @@ def sampling_parameters(sampling: SamplingParams, *, streaming: bool, samples: i
     ):
         if name in fields:
             fields[name] = kind(**fields[name])
-    output_kind = RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY
-    return VLLMSamplingParams(n=samples, flat_logprobs=True, output_kind=output_kind, **fields)
+    return VLLMSamplingParams(n=samples, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **fields)
 
 
 def scoring_parameters() -> vllm.SamplingParams:
-    """For the log-probabilities of a prompt; vLLM then computes it anew, without the prefix cache."""
+    """For the log-probabilities of a prompt, which vLLM then computes without the prefix cache."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 

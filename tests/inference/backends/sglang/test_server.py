@@ -79,7 +79,7 @@ def asked(name: str, tokens: int = 12, prompt: list[int] | None = None, **sampli
 
 async def until_begun(engine: Engine, count: int) -> None:
     async with asyncio.timeout(20):
-        while sum(bool(begun.tokens) for begun in engine._begun.values()) < count:  # noqa: ASYNC110
+        while sum(bool(begun.tokens) for begun in engine._requests.values()) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

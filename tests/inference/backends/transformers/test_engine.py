@@ -485,23 +485,27 @@ async def test_an_abort_leaves_the_others_as_they_would_have_been(engine: Transf
 
 
 async def test_abandoned_requests_are_aborted(engine: TransformersEngine) -> None:
-    stream = engine.stream(GenerationRequest("left", [1], ENDLESS))
-    async for _ in stream:
-        break
-    await stream.aclose()
+    outputs = engine.generate([GenerationRequest("left", [1], ENDLESS)])
+    waiting = asyncio.create_task(anext(outputs))
+    await tokens_to_flow(engine, 3)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
     await engine.score([[1, 2]])  # runs after the abort that leaving has posted
     assert (await engine.stats()).running == 0
 
 
-async def test_a_stream_adds_up_to_what_generate_gives(engine: TransformersEngine) -> None:
+async def test_progress_adds_up_to_what_generate_gives(engine: TransformersEngine) -> None:
     request = GenerationRequest("r", [9, 8, 7], SamplingParams(max_tokens=30, ignore_eos=True))
-    (whole,) = await answers(engine, [request])
-    parts = [listed(part) async for part in engine.stream(request)]
-    assert len(parts) == 30
-    assert [part.finish_reason for part in parts] == [None] * 29 + ["length"]
-    assert [t for part in parts for t in part.token_ids] == whole.token_ids
-    assert [x for part in parts for x in part.logprobs] == pytest.approx(whole.logprobs, abs=1e-5)
-    assert [v for part in parts for v in part.versions] == whole.versions
+    answering = asyncio.create_task(answers(engine, [request]))
+    parts: list[Listed] = []
+    while not answering.done():
+        parts += map(listed, await engine.progress())
+    (whole,) = await answering
+    assert len(parts) > 1 and {part.finish_reason for part in parts} == {None} and whole.finish_reason == "length"
+    tokens = [t for part in parts for t in part.token_ids]
+    assert len(whole.token_ids) == 30 and tokens == whole.token_ids[: len(tokens)]
+    assert [x for part in parts for x in part.logprobs] == whole.logprobs[: len(tokens)]
+    assert [v for part in parts for v in part.versions] == whole.versions[: len(tokens)]
 
 
 async def test_an_error_in_the_model_reaches_every_caller_with_its_traceback(engine: TransformersEngine) -> None:

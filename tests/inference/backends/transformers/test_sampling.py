@@ -11,8 +11,8 @@ from torch import Tensor
 from skyasync.inference.backends.transformers.sampling import (
     BatchSampler,
     LogitEdits,
-    asks_for_edits,
     draw,
+    edits_logits,
     keep_likely,
     stream_key,
     tokenised,
@@ -36,7 +36,7 @@ class FakeRow:
 
     @property
     def edited(self) -> bool:
-        return asks_for_edits(self.sampling) or bool(self.bad_words)
+        return edits_logits(self.sampling) or bool(self.bad_words)
 
 
 def sample(logits: torch.Tensor, *rows: FakeRow, position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

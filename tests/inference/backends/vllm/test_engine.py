@@ -69,7 +69,7 @@ class Engine(VLLMEngine):
         return version
 
     async def until_running(self, count: int) -> None:
-        await until(lambda: len(self.begun_tokens()) >= count)
+        await until(lambda: len(self.token_counts()) >= count)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -262,7 +262,7 @@ async def test_a_bundle_ends_when_all_of_it_is_aborted_and_its_aborted_members_s
     await engine.abort(["b0"])
     stats = await engine.stats()
     assert stats.running == 3
-    assert stats.cache_used == 3 + sum(engine.begun_tokens()) < stats.cache_tokens, "the prompt is there once"
+    assert stats.cache_used == 3 + sum(engine.token_counts()) < stats.cache_tokens, "the prompt is there once"
     await engine.abort(["b1", "b2"])
     assert {answer.finish_reason for answer in await answers} == {"abort"}
 
@@ -338,19 +338,9 @@ async def test_a_seed_fixes_the_sample_and_long_prompts_survive_it(engine: Engin
     assert outputs[0].token_ids != outputs[2].token_ids
 
 
-async def test_streamed_parts_add_up_to_the_answer(engine: Engine) -> None:
-    whole = request("whole", max_tokens=50, temperature=0.0, ignore_eos=True)
-    (answer,) = await engine.answer(whole)
+async def test_generated_tokens_are_counted(engine: Engine) -> None:
     before = (await engine.stats()).generated_tokens
-    parts = [
-        listed(part) async for part in engine.stream(request("s", max_tokens=50, temperature=0.0, ignore_eos=True))
-    ]
-    assert len(parts) > 1
-    assert [token for part in parts for token in part.token_ids] == answer.token_ids
-    assert [version for part in parts for version in part.versions] == answer.versions
-    assert all(len(part.token_ids) == len(part.logprobs) == len(part.versions) for part in parts)
-    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
-    assert parts[-1].finish_reason == "length"
+    await engine.answer(request("counted", max_tokens=50, temperature=0.0, ignore_eos=True))
     assert (await engine.stats()).generated_tokens == before + 50
 
 
@@ -396,18 +386,6 @@ def _copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
     copy = LlamaForCausalLM(model.config).eval()
     copy.load_state_dict(model.state_dict())
     return copy
-
-
-async def test_streamed_tokens_carry_the_version_of_their_own_time(engine: Engine) -> None:
-    old = engine.version
-    parts = []
-    async for part in engine.stream(GenerationRequest("stream-swap", [3, 4], LONG)):
-        parts.append(part)
-        if sum(len(p.token_ids) for p in parts) >= 20 and engine.version == old:
-            await engine.sync()
-    versions = [version for part in parts for version in part.versions]
-    assert len(versions) == 300 and versions == sorted(versions) and set(versions) == {old, old + 1}
-    assert versions[0] == old and versions.count(old) >= 20
 
 
 async def test_no_prompt_finds_the_cache_of_older_weights(engine: Engine) -> None:
@@ -469,7 +447,7 @@ async def test_leaving_generate_early_frees_the_engine(engine: Engine) -> None:
     requests = [GenerationRequest(f"left-{i}", [2 + i, 5], LONG) for i in range(4)]
     answers = asyncio.create_task(engine.answer(*requests))
     await engine.until_running(4)
-    assert (await engine.stats()).cache_used == 4 * 2 + sum(engine.begun_tokens())
+    assert (await engine.stats()).cache_used == 4 * 2 + sum(engine.token_counts())
     answers.cancel()
     with pytest.raises(asyncio.CancelledError):
         await answers
@@ -523,7 +501,7 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     draining = asyncio.create_task(engine.score([[2, 3, 4]]))
     folder = engine._guard.folder
     assert has_sockets(folder)
-    for process in guarded(engine.process_mark):
+    for process in guarded(engine._guard.mark):
         os.kill(process, signal.SIGKILL)
     for waiting in (answers, draining, engine.resume(), engine.answer(request("next")), engine.score([[2, 3]])):
         with pytest.raises(EngineFailedError):
@@ -541,7 +519,7 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
         "async def main():\n"
         f"    engine = VLLMEngine(EngineConfig({str(tmp_path)!r}, max_model_len=64, threads=1, kv_cache_gb=0.1))\n"
         "    await engine.start()\n"
-        "    print('mark', engine.process_mark, engine._guard.folder, flush=True)\n"
+        "    print('mark', engine._guard.mark, engine._guard.folder, flush=True)\n"
         "    await asyncio.sleep(1000)\n"
         "if __name__ == '__main__':\n"
         "    asyncio.run(main())\n"

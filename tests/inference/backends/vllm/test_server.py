@@ -176,7 +176,7 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_weights_that_were_h
 async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so(engine: Engine) -> None:
     before = engine.version
     answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"l{i}", [2, 3 + i], LONG) for i in range(24))))
-    await until(lambda: sum(bool(b.tokens) for b in engine._begun.values()) >= 16)
+    await until(lambda: sum(bool(b.tokens) for b in engine._requests.values()) >= 16)
     told = {news.request_id: listed(news) for news in await engine.progress()}
     said = await engine.stats()
     assert said.cache_used is not None and 0 < said.cache_used < said.cache_tokens
@@ -197,7 +197,7 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
 
 async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running, engine: Engine) -> None:
     answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"a{i}", [2, 3 + i], LONG) for i in range(18))))
-    await until(lambda: sum(bool(b.tokens) for b in engine._begun.values()) >= 16)
+    await until(lambda: sum(bool(b.tokens) for b in engine._requests.values()) >= 16)
     await engine.abort(["a0", "a17"])  # one that runs, and one that waits
     await engine.pause("abort")
     cut = await answers
@@ -206,7 +206,7 @@ async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running
     await engine.resume()
     client = InferenceClient([engine])
     whole = asyncio.create_task(client.generate(GenerationRequest("cut", [2, 3], LONG)))
-    await until(lambda: any(b.tokens for b in engine._begun.values()))
+    await until(lambda: any(b.tokens for b in engine._requests.values()))
     await client.cut()
     after = await engine.sync()
     await client.resume()
@@ -316,7 +316,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     run.trainer.extensions.append(supervisor)
 
     async def leave_and_come_back() -> None:
-        await until(lambda: len(run.tracker.rows) >= 3 and len(engine._begun) > 4)
+        await until(lambda: len(run.tracker.rows) >= 3 and len(engine._requests) > 4)
         await way.close()
         await until(lambda: supervisor.failures == 1)
         await way.open()
@@ -361,7 +361,7 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     asked = [
         asyncio.create_task(client.generate(request(f"both-{i}", max_tokens=300, ignore_eos=True))) for i in range(8)
     ]
-    await until(lambda: sum(len(begun.tokens) > 2 for begun in newcomer._begun.values()) >= 3)
+    await until(lambda: sum(len(begun.tokens) > 2 for begun in newcomer._requests.values()) >= 3)
     write_engine_list(file, [server.url])
     await until(lambda: members.left == 1)
     answers = [listed(answer) for answer in await asyncio.gather(*asked)]
@@ -395,7 +395,7 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
         bases.append(bool(sent.about.base))
         path = write_encoded(sent)
         if number == 3:
-            engine._held.content = "other"
+            engine._content.content = "other"
             with pytest.raises(WeightMismatchError):
                 await engine.update_weights(handed(sent, path))
             remove_weights(path)

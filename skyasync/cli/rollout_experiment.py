@@ -1,0 +1,107 @@
+"""Rollouts by engines and environments alone, without workers; nothing is trained.
+
+Invariant: the rollouts are those of the first step of a run with the same settings (prompts, chat template, sampling,
+environments, engines), by the same parts. No process is left running, and no run folder is made. An error leaves its
+traceback and the processes' logs in a temporary folder, which its line names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterable, Sequence
+from traceback import format_exception
+from typing import Any
+from uuid import uuid4
+
+from skyasync.cli.train import end_with
+from skyasync.config.schema import Config
+from skyasync.config.schema.data import eval_sources
+from skyasync.config.secrets import Secrets
+from skyasync.errors import UserError
+from skyasync.observability.run_dir import RunDirectory
+from skyasync.preflight.data import check_data
+from skyasync.preflight.parts import check_parts
+from skyasync.preflight.prepare import check_judges, settle_models, settle_references
+from skyasync.rollout.evaluation import eval_requests
+from skyasync.rollout.generator_api import eval_prompts, rollout_requests, run_generator
+from skyasync.rollout.types import Group, Prompt, RolloutRequest
+from skyasync.run.experiment import BasePPOExp
+from skyasync.workers.roles import POLICY, ROLES, Role
+
+
+class RolloutExperiment(BasePPOExp):
+    """An experiment that has engines alone. It is checked, and its references settled, before any process starts.
+
+    Args:
+        evaluation: with the prompts and the sampling of evaluation.
+
+    Raises:
+        UserError: for the first thing that is wrong.
+    """
+
+    def __init__(self, cfg: Config, *, evaluation: bool) -> None:
+        super().__init__(cfg)
+        self.evaluation = evaluation
+        cfg.trainer.placement.colocate_all = False  # the engines have their devices for themselves
+        settle_references(self.cfg)
+        check_parts(self.cfg, [])
+        if evaluation and not eval_sources(self.cfg.data):
+            raise UserError("there are no held-out prompts: name data.val_data or data.val_sets")
+        check_data(self.cfg, self.data_rows, train=not evaluation, evaluate=evaluation)
+        settle_models(self.cfg, [ROLES[POLICY]], own_tokenizer=False)
+        self.judge_keys = check_judges(self.cfg)
+
+    def roles(self) -> list[Role]:
+        return []
+
+    def prompts(self, most: int = 0) -> Sequence[Prompt]:
+        """The prompts of the run, or the first ``most`` of them."""
+        prompts = eval_prompts(self.get_eval_dataset() or []) if self.evaluation else self.get_train_dataset()
+        return prompts[:most] if most else prompts
+
+    def play(self, prompts: Sequence[Prompt]) -> list[Group]:
+        """Start the engines, play, and end them; groups in the order of the prompts. An error ends the program."""
+        from skyasync.run.logs import ProcessLogs, last_words
+        from skyasync.run.placement import release
+        from skyasync.run.ray_cluster import cluster
+
+        folder = RunDirectory(tempfile.gettempdir(), f"skyasync-{uuid4().hex[:8]}")
+        folder.secrets = Secrets.of(self.cfg)
+        logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
+        try:
+            with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
+                self.gpus = gpus
+                try:
+                    groups = asyncio.run(self._play(prompts))
+                finally:
+                    release(self.placement_name)
+        except (UserError, KeyboardInterrupt):
+            folder.discard()
+            raise
+        except Exception as error:
+            folder.save_error("".join(format_exception(error)) + last_words(logs, error))
+            end_with(error, folder)
+        folder.discard()
+        return groups
+
+    async def _play(self, prompts: Sequence[Prompt]) -> list[Group]:
+        cfg, groups = self.cfg, list[Group]()
+        if self.evaluation:
+            batches: Iterable[list[RolloutRequest]] = eval_requests(prompts, cfg)
+        else:
+            size = cfg.trainer.eval_batch_size
+            starts = range(0, len(prompts), size)
+            batches = (rollout_requests(prompts[start : start + size], cfg.generator) for start in starts)
+        try:
+            self.parts.placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
+            self.parts.client = self.get_inference_client()
+            generator: Any = self.get_generator(cfg, self.tokenizer, self.parts.client)
+            self.parts.generator = generator
+            self.parts.share_threads(False)
+            await self.parts.client.start()
+            for requests in batches:
+                groups += (await run_generator(generator, requests, version=0))[0]
+        finally:
+            await self.close()
+        return groups

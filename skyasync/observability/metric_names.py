@@ -1,0 +1,216 @@
+"""What the metrics of a run mean: ``python -m skyasync.observability.metric_names`` prints ``docs/metrics.md``.
+
+Invariant: every metric that a run logs by itself has an entry here (a test holds it); a name in angle brackets stands
+for what differs from run to run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``unit`` is "" for plain numbers."""
+
+    name: str
+    meaning: str
+    unit: str = ""
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(re.sub(r"<n>", r"-?\\d+", re.sub(r"<(?!n>)\w+>", r".+", re.escape(self.name))))
+
+
+SHARE, TOKENS, SECONDS, GIB = "share", "tokens", "seconds", "GiB"
+
+METRICS = (
+    Metric("step", "The training step; 0 is the evaluation before the first."),
+    Metric("time", "When the row was written last.", "seconds since 1970"),
+    Metric("reward/mean", "Mean reward of the trajectories that were rolled out for the step."),
+    Metric("reward/std", "Their standard deviation."),
+    Metric("reward/mixed_groups", "Groups whose samples have different rewards.", SHARE),
+    Metric("reward/mean/<domain>", "The mean reward of a domain's rows (data.domain_key)."),
+    Metric("reward/mixed_groups/<domain>", "Mixed groups among the domain's.", SHARE),
+    Metric("reward/prompts/<domain>", "The domain's part of the step's prompts.", SHARE),
+    Metric("reward/shaped_mean", "Mean reward after truncation, length penalty, scale, clip and normalisation."),
+    Metric("reward/kl", "Mean KL to the reference that the reward was charged with, per token."),
+    Metric("reward/kl_coef", "Its coefficient, which an adaptive controller changes."),
+    Metric("response/length_mean", "Generated tokens per trajectory, observations not counted.", TOKENS),
+    Metric("response/length_max", "The longest.", TOKENS),
+    Metric("response/truncated", "Trajectories cut by their length.", SHARE),
+    Metric("response/dropped", "Trajectories left out by truncated_responses=drop."),
+    Metric("response/repeated", "Samples that are equal to another of their group.", SHARE),
+    Metric("response/repeated_expected", "What chance makes of that, by the samples' own probabilities.", SHARE),
+    Metric(
+        "env/<function>/no_reward", "Responses to which a reward function or judge gave no reward (a timeout).", SHARE
+    ),
+    Metric("env/<judge>/raw", "A judge's grade, before offset, scale and clip (environment.judges)."),
+    Metric("env/given_up", "Episodes that environment.on_error has ended.", SHARE),
+    Metric("env/retries", "Tries after transient errors, on average over the episodes that needed any."),
+    Metric(
+        "env/dropped",
+        "Samples that a group dropped, since enough others were complete (generator.oversample_per_prompt).",
+    ),
+    Metric("env/dropped_tokens", "Tokens of these on average, at least."),
+    Metric("env/reward_model", "The reward model's score, neither scaled nor weighed (trainer.reward)."),
+    Metric("env/reward_model/<name>", "The same, of one of several (trainer.reward.models)."),
+    Metric("env/<name>", "What the environments report, on average over the trajectories that report it."),
+    Metric("dynamic_sampling/sampled", "Groups that were rolled out for the step."),
+    Metric("dynamic_sampling/rejected", "Groups that were not trained, having nothing to teach."),
+    Metric("dynamic_sampling/ended_early", "Trajectories ended because their group was decided."),
+    Metric("dynamic_sampling/limit_reached", "1 in a step whose batch stayed short at the limit of rejections."),
+    Metric("policy/loss", "The loss, summed over the batch with its weights, on average over the step's updates."),
+    Metric("policy/tokens", "Trained tokens per update.", TOKENS),
+    Metric("policy/clip_fraction", "Tokens that the loss clips: they have no gradient.", SHARE),
+    Metric("policy/ratio", "Mean ratio of the current policy to the anchor (the proximal policy)."),
+    Metric("policy/correction_weight", "Mean factor of the off-policy correction."),
+    Metric("policy/correction_masked", "Tokens whose factor is 0.", SHARE),
+    Metric("policy/approx_kl", "Mean of log anchor - log current, over the updates of the step.", "nats per token"),
+    Metric("policy/kl_loss", "KL to the reference in the loss.", "nats per token"),
+    Metric(
+        "policy/entropy",
+        "Entropy of the policy, where use_entropy_loss asks for it (with any coefficient).",
+        "nats per token",
+    ),
+    Metric("policy/grad_norm", "Norm of the gradient before clipping."),
+    Metric("policy/lr", "Learning rate."),
+    Metric("policy/<statistic>", "Other statistics of the chosen loss (docs/algorithms.md)."),
+    Metric(
+        "critic/loss", "The value loss, summed over the batch with its weights, on average over the step's updates."
+    ),
+    Metric("critic/tokens", "Trained tokens per update.", TOKENS),
+    Metric("critic/clip_frac", "Tokens whose clipped value decides their loss (trainer.critic.value_clip).", SHARE),
+    Metric(
+        "critic/explained_variance", "1 - Var(R - V) / Var(R): what the values before the update foresaw of returns."
+    ),
+    Metric("critic/values_mean", "Mean value of the trained tokens, before the critic's update."),
+    Metric("critic/returns_mean", "Mean return, which the critic learns."),
+    Metric("critic/grad_norm", "Norm of the critic's gradient before clipping."),
+    Metric("critic/lr", "The critic's learning rate."),
+    Metric("policy/teacher_kl", "Reverse KL over the trainer.teacher.top_k tokens and the rest.", "nats per token"),
+    Metric("teacher/kl", "Mean log policy - log teacher of the sampled tokens: the reverse KL.", "nats per token"),
+    Metric("off_policy/ratio_mean", "Mean of w = proximal / behaviour probability of the trained tokens."),
+    Metric("off_policy/ratio_max", "The largest w."),
+    Metric("off_policy/ratio_min", "The smallest w."),
+    Metric("off_policy/effective_sample_size", "(mean w)^2 / mean(w^2): 1 where all weigh the same.", SHARE),
+    Metric("off_policy/kl", "KL of behaviour to proximal policy, k3 estimate.", "nats per token"),
+    Metric("off_policy/abs_log_ratio", "Mean of |log w|.", "nats per token"),
+    Metric(
+        "off_policy/from_<n>/abs_log_ratio",
+        "The same of a row's trained tokens from the n-th on (0, 16, 64, 256, 1024, 4096) to the next n in the list.",
+        "nats per token",
+    ),
+    Metric(
+        "gap/mean",
+        "Mean difference of log-probabilities, trainer to engine, of tokens of staleness 0: both had the same weights "
+        "(under partial_rollout=keep some read what older ones had cached).",
+        "nats",
+    ),
+    Metric("gap/max", "The largest.", "nats"),
+    Metric("gap/k3", "Their KL of engine to trainer, k3 estimate.", "nats per token"),
+    Metric("gap/from_<n>", "gap/mean of a row's trained tokens from the n-th on to the next n in the list.", "nats"),
+    Metric("off_policy/masked_fraction", "Tokens whose correction factor is 0.", SHARE),
+    Metric("off_policy/clipped_fraction", "Tokens whose factor is neither 0 nor w.", SHARE),
+    Metric("off_policy/staleness_<n>/<name>", "The same of the tokens that are n versions old."),
+    Metric("staleness/mean", "Versions from a token's sampling to its training.", "versions"),
+    Metric("staleness/min", "The least.", "versions"),
+    Metric("staleness/max", "The most.", "versions"),
+    Metric("staleness/head_mean", "Of the trajectories' first tokens.", "versions"),
+    Metric("staleness/last_token_mean", "Of their last tokens.", "versions"),
+    Metric("staleness/tokens_<n>", "Tokens that were n versions old.", TOKENS),
+    Metric("sync/logprob_gap", "Largest gap of log-probabilities, trainer to engine, on probe prompts.", "nats"),
+    Metric("sync/logprob_gap_mean", "Its mean.", "nats"),
+    Metric("sync/logprob_gap_limit", "What rounding does to the mean: a larger mean ends the run.", "nats"),
+    Metric("sync/bytes", "What a sync that need not send all weights has sent.", "bytes"),
+    Metric("sync/share_changed", "Weights that differ from those of the sync before (weight_sync_mode=delta).", SHARE),
+    Metric("sync/fallbacks", "Such syncs so far that sent all weights, the first left out."),
+    Metric("sync/bytes_to_nodes", "Weights that crossed to other nodes with engines, once to each.", "bytes"),
+    Metric("sync/to_nodes_s", "How long that took, to all of them.", SECONDS),
+    Metric("rollout/running", "Prompts in flight when the step began to train (fully_async)."),
+    Metric("rollout/finished", "Prompts that waited for training then."),
+    Metric("throughput/tokens_per_s", "Tokens that the engines generated in the step's time.", "tokens/s"),
+    Metric("throughput/samples_per_s", "Trajectories trained in the step's time.", "samples/s"),
+    Metric("idle/trainer", "Part of the step's time in which the policy's workers had no work.", SHARE),
+    Metric("idle/engines", "The same of the engines, on average.", SHARE),
+    Metric("throughput/engine_<n>_tokens_per_s", "The same of each engine, where there are 2 to 8.", "tokens/s"),
+    Metric("engines/alive", "Healthy engines, once one has joined or left."),
+    Metric("engines/joined", "Engines that have joined so far."),
+    Metric("engines/left", "Engines that have left so far."),
+    Metric("memory/controller_gib", "Memory that the controller alone has: resident, not shared.", GIB),
+    Metric("memory/workers_gib", "The same of all models' ranks, on the controller's machine as what follows.", GIB),
+    Metric("memory/engines_gib", "The same of the engines, with the processes that they start.", GIB),
+    Metric("memory/environments_gib", "The same of the processes of environments, rewards and agents.", GIB),
+    Metric("memory/object_store_gib", "What Ray's object store holds in memory.", GIB),
+    Metric("memory/shared_gib", "What the machine's /dev/shm holds: weights on their way, Ray's objects.", GIB),
+    Metric("memory/free_gib", "What processes may still take: of the machine, or of the container's limit.", GIB),
+    Metric("disk/run_gib", "The run's folder.", GIB),
+    Metric("disk/free_gib", "Room where checkpoints go.", GIB),
+    Metric("time/step_s", "The step, from end to end.", SECONDS),
+    Metric("time/generate_s", "From a batch's first request to its last token.", SECONDS),
+    Metric("time/train_s", "All that training a batch takes, the update within.", SECONDS),
+    Metric("time/update_s", "Gradients and optimizer steps.", SECONDS),
+    Metric("time/logprobs_s", "The proximal policy's log-probabilities, where they are computed apart.", SECONDS),
+    Metric("time/reference_s", "The reference's log-probabilities.", SECONDS),
+    Metric("time/teacher_s", "The teacher's log-probabilities.", SECONDS),
+    Metric("time/reward_s", "The reward model's scores, while others are played or trained.", SECONDS),
+    Metric("time/values_s", "The critic's values.", SECONDS),
+    Metric("time/sync_s", "Weights to the engines, and their verification.", SECONDS),
+    Metric("time/eval_s", "An evaluation.", SECONDS),
+    Metric("time/checkpoint_s", "What training waits for a checkpoint.", SECONDS),
+    Metric("time/export_s", "Writing a Hugging Face folder (trainer.export_interval).", SECONDS),
+    Metric("time/sleep_s", "Putting the engines to sleep (trainer.placement.colocate_all).", SECONDS),
+    Metric("time/wait_<what>_s", "The trainer waits for that: data, generation, rollouts.", SECONDS),
+    Metric("time/<phase>_s", "A phase of a plan of your own (self.timed).", SECONDS),
+    Metric("checkpoint/write_s", "Writing a checkpoint during training (trainer.ckpt_async).", SECONDS),
+    Metric("eval/score", "Mean reward of the held-out prompts."),
+    Metric("eval/score/<domain>", "The same of a domain's rows."),
+    Metric("eval/version", "The policy version that was evaluated."),
+    Metric("eval/pass@<n>", "The chance that one of n samples of a prompt is right (trainer.eval_passing), unbiased."),
+    Metric("eval/maj@<n>", "The chance that the most frequent answer of n samples is right (trainer.eval_answer)."),
+    Metric("eval/<set>/score", "Mean reward of a named set's prompts (data.val_sets)."),
+    Metric("eval/<set>/pass@<n>", "pass@n of the set."),
+    Metric("eval/<set>/maj@<n>", "maj@n of the set."),
+    Metric("eval/<set>/response_length_mean", "Generated tokens per trajectory of the set.", TOKENS),
+    Metric("eval/<set>/response_truncated", "Trajectories of the set cut by their length.", SHARE),
+    Metric("eval/<set>/<name>", "The other metrics of rollouts, of the set."),
+    Metric("eval/<name>", "The other metrics of rollouts, in evaluation: reward_std, response_length_mean, ..."),
+    Metric(
+        "nonfinite/skipped",
+        "Optimizer steps left out of this step (trainer.on_nonfinite=skip): weights, moments and their count are those "
+        "before it; the step has its number, its prompts and its weight sync all the same.",
+    ),
+    Metric("nonfinite/rewards", "Episodes whose reward was not finite."),
+    Metric("spikes/count", "Metrics beyond their limit (trainer.spike_limits)."),
+    Metric("spikes/rolled_back_to", "The step whose weights and moments this step ended with (trainer.on_spike)."),
+    Metric("warnings/non_finite", "Values of this row that were NaN or infinite; they are null."),
+    Metric("warnings/stuck_ratio", "1 if w was exactly 1 on all stale tokens: w is not the engine's."),
+    Metric("warnings/repeated_samples", "1 if samples repeated each other as chance would not."),
+)
+
+_INTRODUCTION = """\
+# Metrics
+
+This page is made by `python -m skyasync.observability.metric_names > docs/metrics.md`.
+
+What a run writes to `metrics.jsonl`, one row per step, and to its trackers. A metric that does not apply is absent; one
+that was NaN or infinite is null. Algorithms and callbacks of your own add theirs.
+
+| metric | meaning | unit |
+|---|---|---|
+"""
+
+
+def entry_of(name: str) -> Metric | None:
+    """The entry that a metric's name belongs to; exact names come before those with brackets."""
+    exact = next((metric for metric in METRICS if metric.name == name), None)
+    return exact or next((metric for metric in METRICS if metric.pattern.fullmatch(name)), None)
+
+
+def markdown() -> str:
+    return _INTRODUCTION + "".join(f"| `{m.name}` | {m.meaning} | {m.unit} |\n" for m in METRICS)
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,199 @@
+"""Which pictures a report has: metrics, what they mean together, and what would fill a picture that has none.
+
+Invariant: data only; a metric that a run does not log leaves its line out, a picture without lines its sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Row = Mapping[str, Any]
+MOST_PHASES = 5  # those that take longest
+
+
+@dataclass(frozen=True)
+class Line:
+    """One metric over the steps. ``low`` and ``high`` are metrics that make a band around it."""
+
+    metric: str
+    label: str
+    markers: bool = False  # points that are joined: measured now and then
+    smooth: bool = False  # over its raw values
+    low: str = ""
+    high: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One picture. ``missing`` says what would fill it."""
+
+    title: str
+    lines: tuple[Line, ...]
+    says: str = ""
+    missing: str = "No step has been logged yet."
+    log: bool = False
+    percent: bool = False
+    kind: str = "lines"
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    title: str
+    charts: tuple[Chart, ...]
+
+
+_REWARD = Chart(
+    "Reward and score",
+    (Line("reward/mean", "training reward", smooth=True), Line("eval/score", "held-out score", markers=True)),
+    says="The mean reward of what was trained, and the score of the held-out prompts.",
+)
+_SIGNAL = Chart(
+    "Groups that teach",
+    (Line("reward/mixed_groups", "groups with different rewards", smooth=True),),
+    says="Where all samples of a prompt have the same reward, group-relative advantages are 0.",
+    percent=True,
+)
+_KL = Chart(
+    "KL divergence",
+    (
+        Line("policy/approx_kl", "of the update (anchor to current)"),
+        Line("off_policy/kl", "engine to trainer (k3)"),
+        Line("policy/kl_loss", "to the reference, in the loss"),
+        Line("reward/kl", "to the reference, in the reward"),
+    ),
+    says="How far an update moves the policy, and how far it is from the one that sampled.",
+    missing="No update has been logged yet. A KL term (trainer.algorithm.use_kl_loss) adds that to the reference.",
+)
+_CLIPPED = Chart(
+    "Clipped and masked tokens",
+    (
+        Line("policy/clip_fraction", "clipped by the loss"),
+        Line("policy/correction_masked", "masked by the correction"),
+        Line("off_policy/clipped_fraction", "weight truncated by the correction"),
+    ),
+    says="Shares of the trained tokens.",
+    missing="No update has been logged yet, or the loss neither clips nor corrects.",
+    percent=True,
+)
+_ENTROPY = Chart(
+    "Entropy",
+    (Line("policy/entropy", "of the policy, per token"),),
+    missing="Measured where the loss has an entropy term: trainer.algorithm.use_entropy_loss=true, with "
+    "trainer.algorithm.entropy_loss_coef as small as you like.",
+)
+_GRADIENT = Chart("Gradient norm", (Line("policy/grad_norm", "before clipping"),), missing="No update was logged yet.")
+_RATE = Chart("Learning rate", (Line("policy/lr", "learning rate"),), missing="No update has been logged yet.")
+_CRITIC = Chart(
+    "Critic",
+    (Line("critic/explained_variance", "explained variance of the returns"),),
+    says="1 where its values foretell the returns, 0 where they say no more than the mean.",
+    missing="A run with a critic fills this: trainer.algorithm.advantage_estimator=gae.",
+)
+_STALENESS = Chart(
+    "Staleness",
+    (Line("staleness/mean", "mean over tokens", low="staleness/min", high="staleness/max"),),
+    says="Versions between a token's sampling and its training, by the token's own version; the band is least to most.",
+)
+_HISTOGRAM = Chart(
+    "Tokens by staleness",
+    (),
+    says="Of the whole run.",
+    missing="staleness/tokens_<n> of the steps fill this.",
+    kind="histogram",
+)
+_ESS = Chart(
+    "Effective sample size",
+    (Line("off_policy/effective_sample_size", "share of the tokens"),),
+    says="1 where all tokens weigh the same; little of it is left where a few carry the gradient.",
+    missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
+    percent=True,
+)
+_GAP = Chart(
+    "Trainer and engine",
+    (
+        Line("sync/logprob_gap_mean", "mean difference of log-probabilities", markers=True),
+        Line("sync/logprob_gap_limit", "limit of the mean"),
+        Line("sync/logprob_gap", "largest difference", markers=True),
+    ),
+    says="On probe prompts under the same weights: what rounding leaves.",
+    missing="Verified syncs fill this: generator.verify_weight_sync=true, every generator.verify_interval steps.",
+    log=True,
+)
+_LENGTHS = Chart(
+    "Response length",
+    (Line("response/length_mean", "mean"), Line("response/length_max", "longest")),
+    says="In generated tokens.",
+)
+_TRUNCATED = Chart(
+    "Truncated responses",
+    (Line("response/truncated", "in training"), Line("eval/response_truncated", "in evaluation", markers=True)),
+    says="Cut by generator.sampling_params.max_generate_length, or for want of room.",
+    percent=True,
+)
+_THROUGHPUT = Chart("Throughput", (Line("throughput/tokens_per_s", "generated tokens/s", smooth=True),))
+_IDLE = Chart(
+    "Idle shares",
+    (Line("idle/trainer", "trainer", smooth=True), Line("idle/engines", "engines", smooth=True)),
+    says="Of each step's time, by the parts' own clocks.",
+    percent=True,
+)
+_STEP = Chart("Seconds per step", (Line("time/step_s", "seconds", smooth=True),))
+
+
+def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
+    """The sections of a report on these rows: of one run, or of ``several`` together, with fewer lines of each."""
+    names = {name for row in rows for name, value in row.items() if value is not None}
+    rewarded = sorted(name for name in names if name.startswith("reward/mean/"))
+    evaluated = sorted(name for name in names if name.startswith("eval/score/"))
+    stale = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"off_policy/staleness_(\d+)/ratio_mean", name)))
+    reported = sorted(name for name in names if name.startswith("env/"))[:6]
+    phases = [name for name in names if re.fullmatch(r"time/\w+_s", name) and name != "time/step_s"]
+    longest = sorted(phases, key=lambda name: (-sum(row.get(name) or 0.0 for row in rows), name))[:MOST_PHASES]
+    rewards = Chart(
+        "Reward by domain",
+        tuple(Line(name, name.removeprefix("reward/mean/"), smooth=True) for name in rewarded),
+        missing="Rows with a domain (data.domain_key) fill this.",
+    )
+    scores = Chart(
+        "Score by domain",
+        tuple(Line(name, name.removeprefix("eval/score/"), markers=True) for name in evaluated),
+        missing="Held-out rows with a domain (data.domain_key) fill this.",
+    )
+    by_staleness = Chart(
+        "Log-ratio by staleness",
+        tuple(Line(f"off_policy/staleness_{n}/abs_log_ratio", f"{n} version{'s'[: n != 1]} old") for n in stale),
+        says="Mean |log(trainer / engine)| of the tokens of each staleness: what a correction has to mend.",
+        missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
+    )
+    environments = [
+        Chart("Environments' own metrics", tuple(Line(name, name.removeprefix("env/")) for name in reported))
+    ]
+    named = [Line(name, name[5:-2].replace("_", " ")) for name in longest]
+    steps = Chart(
+        "Seconds per step",
+        (Line("time/step_s", "the step"), *named) if named else (),
+        says="The longest phases; they nest and overlap, and add up to more than the step.",
+    )
+    return [
+        Section("reward", "Reward and evaluation", (_REWARD, rewards, scores)),
+        Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
+        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, _GAP)),
+        Section(
+            "responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *(environments if reported else []))
+        ),
+        Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else steps)),
+    ]
+
+
+def tokens_by_staleness(rows: Sequence[Row]) -> dict[int, float]:
+    """Over all rows."""
+    totals: dict[int, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is not None and (match := re.fullmatch(r"staleness/tokens_(-?\d+)", name)):
+                totals[int(match[1])] = totals.get(int(match[1]), 0.0) + float(value)
+    return dict(sorted(totals.items()))

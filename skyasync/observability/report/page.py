@@ -1,0 +1,165 @@
+"""From runs' folders to one page, findings first: how the run ended, and figures that rarely are as they should be."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyasync.config.values import written
+from skyasync.observability import jsonl
+from skyasync.observability.lines import duration
+from skyasync.observability.plots import Row, labels, series
+from skyasync.observability.report import figures, samples, settings
+from skyasync.observability.report.charts import sections
+from skyasync.observability.status import FAILED, LOST, RUNNING, STOPPED, Status, read_status
+from skyasync.observability.summary import FIGURES, summarise
+
+logger = logging.getLogger(__name__)
+
+NAME = "report.html"
+RECENT = 10  # steps
+_WARNINGS = {
+    "warnings/stuck_ratio": "the ratio of proximal to behaviour policy was exactly 1 on stale tokens: the behaviour "
+    "log-probabilities seem not to be the engine's",
+    "warnings/repeated_samples": "samples repeated each other as chance would not: are their seeds the same?",
+    "warnings/non_finite": "a metric was NaN or infinite",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``grave`` for what ended the run, or spoils it."""
+
+    text: str
+    grave: bool = False
+
+
+def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]:
+    """The gravest first: how the run ended, its warnings, and means of the last steps that rarely are as they are."""
+    result: list[Finding] = []
+    if status.state == FAILED:
+        try:
+            text = (folder / "error.txt").read_text(encoding="utf-8", errors="replace")
+            last_line = next(
+                (line.strip() for line in reversed(text.splitlines()) if line.strip()), "error.txt is empty"
+            )
+        except OSError:
+            last_line = "nothing is written down of why"
+        result.append(Finding(f"The run failed: {last_line}", grave=True))
+    elif status.state == LOST:
+        message = "The run's process is gone without a word: it was killed, or its machine ended."
+        result.append(Finding(message, grave=True))
+    elif status.state == STOPPED:
+        result.append(Finding("The run was stopped before its end."))
+    for name in sorted({name for row in rows for name in row if name.startswith("warnings/") and row[name]}):
+        steps = [row["step"] for row in rows if row.get(name)]
+        when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+        result.append(Finding(f"{_WARNINGS.get(name, name)} ({name}: {when})"))
+
+    def recent(name: str) -> float | None:
+        values = series(rows, name)[1][-RECENT:]
+        return sum(values) / len(values) if values else None
+
+    last = f"of the last {min(RECENT, len(rows))} steps"
+    if (share := recent("response/truncated")) is not None and share > 0.3:
+        result.append(Finding(f"{share:.0%} of the responses {last} were cut by their length: raise "
+                              f"generator.sampling_params.max_generate_length, or look at the samples."))  # fmt: skip
+    if (share := recent("reward/mixed_groups")) is not None and share < 0.1:
+        result.append(Finding(f"Only {share:.0%} of the groups {last} have different rewards: the others teach a "
+                              f"group-relative estimator nothing."))  # fmt: skip
+    if (share := recent("off_policy/effective_sample_size")) is not None and share < 0.5:
+        result.append(Finding(f"The effective sample size {last} is {share:.0%} of the tokens: the policy that trains "
+                              f"is far from the one that samples."))  # fmt: skip
+    if recent("policy/grad_norm") == 0:
+        result.append(Finding(f"The gradient {last} is 0: nothing is learnt."))
+    scores = series(rows, "eval/score")[1]
+    if len(scores) > 1 and max(scores) - scores[-1] > 0.1:
+        result.append(Finding(f"The held-out score fell from its best, {max(scores):.2f}, to {scores[-1]:.2f}."))
+    return sorted(result, key=lambda finding: not finding.grave)
+
+
+class Run:
+    """What a page needs of one run."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        self.folder, self.label = folder, label
+        self.rows: list[Row] = list(jsonl.read_rows(folder / "metrics.jsonl"))
+        self.status, self.settings = read_status(folder), settings.read(folder / "config.yaml")
+        self.plan = str(self.settings.get("trainer.plan", ""))
+        self.model = Path(str(self.settings.get("trainer.policy.model.path", ""))).name
+        self.summary = summarise(self.rows)
+        self.took = duration(self.summary.total_s)
+        rewards = series(self.rows, "reward/mean")[1]
+        self.last_reward = f"{rewards[-1]:.3f}" if rewards else "–"
+
+    def tiles(self) -> list[tuple[str, str, str]]:
+        """Name, figure, and a word about it."""
+        summary, means = self.summary, self.summary.means
+        rewards = series(self.rows, "reward/mean")[1]
+        tiles: list[tuple[str, str, str]] = []
+        if summary.first and summary.last and summary.best:
+            word = f"from {summary.first.value:.2f}, best {summary.best.value:.2f} in step {summary.best.step}"
+            tiles.append(("held-out score", f"{summary.last.value:.3f}", word))
+        if rewards:
+            tiles.append(("reward", f"{rewards[-1]:.3f}", f"from {rewards[0]:.2f}"))
+        if summary.step_s is not None:
+            tiles.append(("steps", f"{summary.steps:,}", f"{duration(summary.total_s)}, {summary.step_s:.2f} s each"))
+        shown = [figure for figure in FIGURES if figure[0] != "sync/logprob_gap"]
+        return tiles + [(label, form.format(means[name]), "") for name, label, form in shown if name in means]
+
+
+def write_report(folder: Path) -> bool:
+    """``report.html`` in a run's folder; False, and a warning, if it could not be made."""
+    try:
+        jsonl.replace_text(folder / NAME, page([folder]))
+    except Exception as error:  # a page is never worth a run
+        logger.warning("%s was not made: %s: %s", folder / NAME, type(error).__name__, error)
+        return False
+    return True
+
+
+def page(folders: Sequence[Path], refresh_s: float = 0.0) -> str:
+    """The page about one run, or the one that compares several.
+
+    Args:
+        refresh_s: seconds after which the browser reloads the page of a run that goes on; 0: never.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    runs = [Run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
+    drawn = {run.label: run.rows for run in runs}
+    every = [row for run in runs for row in run.rows]
+    context: dict[str, Any] = {
+        "runs": runs,
+        "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        "sections": [
+            (part, [(chart, figures.draw(chart, drawn)) for chart in part.charts])
+            for part in sections(every, several=len(runs) > 1)
+        ],
+        "made": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "refresh_s": refresh_s if any(run.status.state == RUNNING for run in runs) else 0,
+        "colours": [f"var(--c{n % figures.COLOURS})" for n in range(len(runs))],
+        "findings": {run.label: findings(run.folder, run.rows, run.status) for run in runs},
+        "full_gap": samples.FULL_GAP,
+    }
+    if len(runs) == 1:
+        folder = runs[0].folder
+        spans = figures.last_steps(figures.read_spans(folder / "timeline.json"))
+        context |= {
+            "timeline": figures.draw_timeline(spans),
+            "samples": samples.chosen(jsonl.read_rows(folder / "samples.jsonl")),
+            "changed": settings.changed(runs[0].settings, settings.read_origins(folder / "origins.json")),
+            "all_settings": runs[0].settings,
+        }
+    else:
+        context["differing"] = settings.differing([run.settings for run in runs])
+    loader = FileSystemLoader(Path(__file__).parent)
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    templates.filters["written"] = written
+    return templates.get_template("page.html.j2").render(context)

@@ -1,0 +1,180 @@
+"""The folder of one run, its files, and the lock of the one command that trains in it.
+
+Invariant: two runs never share a folder unless the second one resumes the first. A resumed run replaces what the
+interrupted run had written after the point of resuming; nothing is doubled.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from skyasync.config.secrets import Secrets
+from skyasync.errors import UserError
+from skyasync.observability import jsonl
+
+log = logging.getLogger(__name__)
+
+OWNER_ALONE = 0o700  # prompts, samples and weights are private to the user
+LOCK = "lock"  # held by the one command that trains in the folder
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # raised by file systems without locks
+
+_locked: dict[Path, int] = {}  # descriptors of this process: closing a lock file anywhere would release the lock
+
+
+def default_run_name(plan: str) -> str:
+    """``one_step_off-20260801-142305``: sorts by plan, then by local time."""
+    return f"{plan}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def shown(path: Path) -> str:
+    """The path relative to the working folder if it is inside, else absolute."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def check_name(root: Path | str, name: str) -> Path:
+    """The absolute ``root``.
+
+    Raises:
+        UserError: for a name that is empty or leads out of it.
+    """
+    root = Path(root).expanduser().resolve()
+    if not name.strip() or not (root / name).resolve().is_relative_to(root) or (root / name).resolve() == root:
+        raise UserError(f"run name {name!r} must name a folder inside {root}")
+    return root
+
+
+class RunDirectory:
+    """``<root>/<name>/``, made on construction.
+
+    Args:
+        root: the folder that holds the runs.
+        name: the run's name; where it is taken, ``-2``, ``-3``, ... is added.
+        resume: use exactly ``name``, whether it exists or not.
+
+    Attributes:
+        origins: who has set each setting; see ``skyasync.config.load.origins``.
+        ledger: how every prompt ended; see ``skyasync.trainer.checkpoint.ledger.audit``.
+        logs: what the run's processes have printed.
+        error: what ended the run, if an error did: the whole traceback.
+        secrets: replaced in every file of the run.
+
+    Raises:
+        UserError: for a name that is empty or leads out of ``root``.
+    """
+
+    def __init__(self, root: Path | str, name: str, *, resume: bool = False) -> None:
+        first = path = check_name(root, name) / name
+        self._new = not (resume and path.exists())
+        numbers = itertools.count(2)
+        while not resume:
+            try:
+                path.mkdir(OWNER_ALONE, parents=True)  # safe if two runs start at once
+                break
+            except FileExistsError:
+                path = first.with_name(f"{first.name}-{next(numbers)}")
+        path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
+        self.path, self.name = path, path.name
+        self.metrics, self.samples, self.ledger = (path / f"{n}.jsonl" for n in ("metrics", "samples", "ledger"))
+        self.config, self.origins, self.timeline = path / "config.yaml", path / "origins.json", path / "timeline.json"
+        self.reward_plot, self.error = path / "reward.png", path / "error.txt"
+        self.logs, self.checkpoints = path / "logs", path / "checkpoints"
+        self.secrets = Secrets()
+        self._rewound: set[Path] = set()  # files already cut back to the step at which this run began
+        self._unwritten: list[tuple[int, Mapping[str, Any]]] = []  # rows of the ledger, in step order
+
+    def save_error(self, traceback: str) -> None:
+        """A full disk costs a warning: the error itself still reaches the user."""
+        try:
+            self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
+        except OSError as problem:
+            with suppress(OSError):
+                self.error.unlink(missing_ok=True)
+            log.warning("%s was not written: %s", shown(self.error), problem)
+
+    def discard(self) -> None:
+        """Remove the folder, if it is new: the run has not started."""
+        if self._new:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line per record, ``step`` first."""
+        hide = self.secrets.hide
+        hidden = ({k: hide(v) if isinstance(v, str) else v for k, v in record.items()} for record in records)
+        self._append(self.samples, step, hidden)
+
+    def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
+        """How the prompts of a step ended; what a full disk refuses is written with a later step."""
+        self._unwritten.append((step, ended))
+        while self._unwritten:
+            first, row = self._unwritten[0]
+            self._append(self.ledger, first, [row])
+            self._unwritten.pop(0)
+
+    def _append(self, file: Path, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+        """The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone."""
+        if file not in self._rewound:
+            if file.exists():
+                jsonl.write_rows(file, [row for row in jsonl.read_rows(file) if row["step"] < step])
+            self._rewound.add(file)
+        jsonl.append_rows(file, ({"step": step, **record} for record in records))
+
+
+def lock_run(folder: Path) -> None:
+    """Lock the folder until ``unlock_run``; a process may lock its own folder again.
+
+    The lock belongs to the kernel, so it ends with this process, however the process ends. Neither forks nor
+    subprocesses inherit it. What stands in the file is only for people.
+
+    Raises:
+        UserError: if another process trains there, naming the process.
+    """
+    if folder in _locked:
+        return
+    try:
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as problem:  # a full disk: reported by whatever needs it
+        log.warning("%s is not guarded against a second command: %s", folder, problem)
+        return
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        content = os.read(file, 4096)
+        os.close(file)
+        if problem.errno in WITHOUT_LOCKS:
+            log.warning("%s is not guarded against a second command, its file system has no locks: %s", folder, problem)
+            return
+        try:
+            holder = json.loads(content)
+            who = f"process {holder['pid']} on {holder['host']} trains there since {holder['since']}"
+        except (ValueError, KeyError, TypeError):  # it has only just locked it
+            who = "another process trains there"
+        raise UserError(
+            f"{folder} is in use: {who}; wait for it, end it, or give this run another trainer.run_name"
+        ) from None
+    _locked[folder] = file
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with suppress(OSError):
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(holder).encode(), 0)
+
+
+def unlock_run(folder: Path) -> None:
+    """Release the lock, if this process holds it."""
+    file = _locked.pop(folder, None)
+    if file is not None:
+        with suppress(OSError):
+            os.ftruncate(file, 0)
+        os.close(file)

@@ -1,0 +1,297 @@
+"""What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+Invariant: the file is usable at any moment. It is a JSON array with one event per line and the comma in front. So
+every line but the last brackets a valid array, and both viewers accept an array without its end. Once it is closed,
+every lane is full from the run's beginning to its end: what is no work is a span named ``idle``.
+
+``Span`` and ``Lanes`` are pure: how spans that overlap are laid out in rows. ``Timeline`` has the clock and the file.
+All times are the timeline's clock, in seconds. The default clock is ``wall_clock``, so that spans measured by
+other processes of the machine line up; a simulation passes its virtual clock. Format: "Trace Event
+Format" (Google, Chromium project), events X and M.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+logger = logging.getLogger(__name__)
+
+IDLE = "idle"  # nothing was done: a span that fills a gap
+END = "end"  # the parts are shut down, the last figures are written
+_WALL_MINUS_MONOTONIC = time.time() - time.perf_counter()
+
+Clock = Callable[[], float]
+Interval = tuple[float, float]
+
+
+class Span(NamedTuple):
+    """``[start_s, end_s)`` on one track (a trainer, an engine), on whatever clock all spans share."""
+
+    name: str
+    track: str
+    start_s: float
+    end_s: float
+    step: int | None = None
+
+
+class Lanes:
+    """Rows of one track, with spans in a row disjoint or nested, as trace viewers demand.
+
+    A row remembers its last ``MEMORY`` outermost spans; a span that reaches back further gets another row. With the
+    gaps between them, which ``gaps`` tells once nothing can fill them any more, a row has no holes.
+    """
+
+    MEMORY = 1024
+    SETTLED = 64  # outermost spans of a row after which its gaps are final
+
+    def __init__(self) -> None:
+        self._rows: list[list[Interval]] = []  # per row: disjoint outermost spans, ascending
+        self._forgotten: list[float] = []  # per row: no span before this time is remembered
+        self._reported: list[float] = []  # per row: up to here there is a span or a reported gap
+
+    def place(self, span: Span) -> int:
+        """The number of the first row that can take the span; later spans respect it."""
+        for number, row in enumerate(self._rows):
+            inside = all(left >= span.start_s and right <= span.end_s for left, right in row[_overlap(row, span)])
+            if inside and span.start_s >= self._forgotten[number]:
+                break
+        else:
+            number = len(self._rows)
+            self._rows.append([])
+            self._forgotten.append(float("-inf"))
+            self._reported.append(float("-inf"))
+        row = self._rows[number]
+        row[_overlap(row, span)] = [(span.start_s, span.end_s)]
+        if len(row) > self.MEMORY:
+            self._forgotten[number] = row.pop(0)[1]
+        return number
+
+    def gaps(self, number: int, since: float, open_since: float, until: float | None = None) -> list[Interval]:
+        """The gaps of a row that nothing will fill from here on, each reported once.
+
+        Args:
+            since: where the row begins.
+            open_since: a span that is not over yet began then.
+            until: all gaps up to here are wanted: the row ends.
+        """
+        row, reported, gaps = self._rows[number], max(since, self._reported[number]), list[Interval]()
+        stop, settled = len(row) if until is not None else len(row) - self.SETTLED, 0
+        for start, end in row[: max(0, stop)]:
+            if until is None and end > open_since:
+                break
+            if start > reported:
+                gaps.append((reported, start))
+            reported, settled = max(reported, end), settled + 1
+        del row[:settled]
+        if until is not None and until > reported:
+            gaps.append((reported, until))
+            reported = until
+        if settled or until is not None:
+            self._reported[number], self._forgotten[number] = reported, max(self._forgotten[number], reported)
+        return gaps
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _overlap(row: Sequence[tuple[float, float]], span: Span) -> slice:
+    """Which of the disjoint ascending intervals share more than a border with the span."""
+    stop = start = bisect_left(row, (span.end_s, float("-inf")))
+    while start > 0 and row[start - 1][1] > span.start_s:
+        start -= 1
+    return slice(start, stop)
+
+
+def wall_clock() -> float:
+    """Seconds since 1970 that never step back while the process lives."""
+    return _WALL_MINUS_MONOTONIC + time.perf_counter()
+
+
+class Timeline:
+    """Records spans, each as it ends; safe to use from several threads.
+
+    Args:
+        path: the trace file; one that exists is continued (a resumed run). None writes nothing.
+        clock: seconds; see the module's docstring.
+        memory: finished spans kept for ``spans``; older ones are only in the file.
+        began: when the run did, by the clock; now by default.
+    """
+
+    def __init__(
+        self,
+        path: Path | str | None,
+        *,
+        clock: Clock = wall_clock,
+        memory: int = 20_000,
+        began: float | None = None,
+    ) -> None:
+        self._clock = clock
+        self._began = clock() if began is None else began
+        self._recent: deque[Span] = deque(maxlen=memory)
+        self._open: dict[int, Span] = {}
+        self._tickets = itertools.count()
+        self._lock = threading.RLock()
+        self._lanes: dict[str, Lanes] = {}
+        self._threads: dict[tuple[str, int], int] = {}
+        self._file: TextIO | None = None
+        self._first, self._part = True, 1
+        if path is not None:
+            # Of earlier parts (of a resumed run) the closing bracket and a torn last line are cut off.
+            path = Path(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = path.read_bytes() if path.exists() else b""
+            complete = content[: content.rfind(b"\n") + 1].removesuffix(b"]\n")
+            parts = complete.count(b'"name": "process_name"')
+            self._file = path.open("r+" if content else "w", encoding="utf-8")
+            self._file.truncate(len(complete) if parts else 0)
+            self._file.seek(0, 2)
+            if not parts:
+                self._file.write("[\n")
+            self._first, self._part = not parts, parts + 1
+            name = "skyasync" if self._first else f"skyasync (resumed, part {self._part})"
+            self._emit({"ph": "M", "name": "process_name", "args": {"name": name}})
+
+    @contextmanager
+    def span(self, name: str, track: str, step: int | None = None, **args: object) -> Iterator[dict[str, Any]]:
+        """Record the time inside ``with``, awaits included; what is put into the yielded dict becomes args.
+
+        An exception is recorded as ``error`` and goes on.
+        """
+        start, ticket = self._clock(), next(self._tickets)
+        with self._lock:
+            self._open[ticket] = Span(name, track, start, start, step)
+        try:
+            yield args
+        except BaseException as error:
+            args["error"] = type(error).__name__
+            raise
+        finally:
+            with self._lock:
+                del self._open[ticket]
+            self.add_span(name, track, start, self._clock(), step, **args)
+
+    def add_span(self, name: str, track: str, start_s: float, end_s: float,
+                 step: int | None = None, **args: object) -> None:  # fmt: skip
+        """Record a span that is measured already; spans that overlap on a track are drawn in lanes below each other."""
+        span = Span(name, track, start_s, max(start_s, end_s), step)
+        with self._lock:
+            self._recent.append(span)
+            lanes = self._lanes.setdefault(track, Lanes())
+            lane = lanes.place(span)
+            more = args if step is None else {"step": step, **args}
+            self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, more)
+            open_since = min((s.start_s for s in self._open.values() if s.track == track), default=float("inf"))
+            self._emit_gaps(track, lane, lanes.gaps(lane, self._began, open_since))
+
+    def spans(self) -> list[Span]:
+        """The recent spans, and those still open as if they ended now."""
+        with self._lock:
+            now = self._clock()
+            return [*self._recent, *(span._replace(end_s=now) for span in self._open.values())]
+
+    def now(self) -> float:
+        """The timeline's clock."""
+        return self._clock()
+
+    def close(self) -> None:
+        """Fill the gaps and terminate the array. Safe to call twice; later events stay in memory only."""
+        with self._lock:
+            if self._file is not None:
+                now = self._clock()
+                for track, lanes in self._lanes.items():
+                    for lane in range(len(lanes)):
+                        self._emit_gaps(track, lane, lanes.gaps(lane, self._began, now, until=now))
+            if self._file is not None:
+                with suppress(OSError):
+                    self._file.write("]\n")
+                    self._file.close()
+                self._file = None
+
+    def _emit_gaps(self, track: str, lane: int, gaps: Iterable[Interval]) -> None:
+        for start, end in gaps:
+            self._emit_span(IDLE, self._thread(track, lane), start, end, {})
+
+    def _emit_span(self, name: str, thread: int, start_s: float, end_s: float, args: Mapping[str, Any]) -> None:
+        ts = _micros(start_s)  # both ends are rounded alike, so that nested spans stay nested
+        self._emit({"ph": "X", "name": name, "ts": ts, "dur": _micros(end_s) - ts, "tid": thread, "args": dict(args)})
+
+    def _thread(self, track: str, lane: int) -> int:
+        """The thread id of a lane; its name and place in the picture are written on first use."""
+        key = (track, lane)
+        if key not in self._threads:
+            number = self._threads[key] = len(self._threads) + 1
+            name = track if lane == 0 else f"{track} ({lane + 1})"
+            order = list(self._lanes).index(track) * 1000 + lane if track in self._lanes else number
+            self._emit({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": name}})
+            self._emit({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": order}})
+        return self._threads[key]
+
+    def _emit(self, event: Mapping[str, Any]) -> None:
+        """One line, on disk when this returns. A full disk ends the trace, not the run."""
+        if self._file is None:
+            return
+        comma, self._first = "" if self._first else ",", False
+        try:
+            self._file.write(comma + _encode({"pid": self._part, "tid": 0, **event}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            logger.warning("timeline: no more events are written: %s", error)
+            self._file = None
+
+
+@contextmanager
+def to_the_end(path: Path) -> Iterator[None]:
+    """The trace lasts as long as what is inside, by ``prolong``; one that cannot be written stays as it is."""
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError):
+            prolong(path, wall_clock())
+
+
+def prolong(path: Path, until_s: float) -> None:
+    """Fill the lanes of a closed trace's last part up to here, which goes on after the trainer's end."""
+    part, full_until, line = 0, dict[int, int](), ""  # by thread
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if '"ph": "X"' in line:
+                event = json.loads(line.lstrip(","))
+                if event["pid"] > part:
+                    part, full_until = event["pid"], {}
+                if event["pid"] == part:
+                    thread, end = event["tid"], event["ts"] + event["dur"]
+                    full_until[thread] = max(full_until.get(thread, 0), end)
+    if line != "]\n":  # the run ended without closing it
+        return
+    until = _micros(until_s)
+    more: list[dict[str, object]] = [
+        {"pid": part, "tid": thread, "ph": "X", "name": END, "ts": end, "dur": until - end, "args": {}}
+        for thread, end in full_until.items()
+        if end < until
+    ]
+    with path.open("r+", encoding="utf-8") as file:
+        file.truncate(path.stat().st_size - len("]\n"))
+        file.seek(0, 2)
+        file.write("".join(f",{_encode(event)}\n" for event in more) + "]\n")
+
+
+def _micros(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _encode(event: Mapping[str, Any]) -> str:
+    """Strict JSON on one line; args that JSON cannot hold (NaN, objects) are written as text."""
+    try:
+        return json.dumps(event, allow_nan=False, default=str)
+    except (ValueError, TypeError):
+        return json.dumps({**event, "args": {str(key): str(value) for key, value in event["args"].items()}})

@@ -1,0 +1,306 @@
+"""Where metrics go.
+
+Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged parts of
+it, and is complete on disk after every call. A tracker that fails is reported once, until it works
+again, and does not stop the run. Rows that a full disk refuses are written as soon as there is room.
+
+A tracker of a service imports its package when a run names it. A resumed run continues the same run there: where the
+service makes up an id, it is kept in the run's folder. MLflow, trackio and SwanLab are installed by the user: as extras
+of this library they would hold back the versions of other packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+from skyasync.errors import UserError
+from skyasync.observability import TRACKERS, jsonl
+from skyasync.observability.lines import status_line
+from skyasync.observability.run_dir import RunDirectory
+
+NON_FINITE = "warnings/non_finite"
+MLFLOW_VALUE_CHARS = 500  # characters of a parameter's value, the most that MLflow's servers take
+MLFLOW_BATCH = 100  # parameters in a request
+
+logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, float | None]
+
+
+class Tracker(Protocol):
+    """Receives metrics. A value is a finite number, or ``None`` where it was NaN or infinite."""
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """Take the metrics that belong to ``step``; later calls for the same step add to them."""
+
+    def close(self) -> None:
+        """Everything logged is where it belongs when this returns. Safe to call twice. By default nothing is left."""
+        return
+
+
+@dataclass(frozen=True)
+class TrackerContext:
+    """What a tracker is built from: ``TRACKERS[name](context)``."""
+
+    run_dir: RunDirectory
+    config: Mapping[str, Any] = field(default_factory=dict)
+    project_name: str = "skyasync"
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Python floats from numbers, NumPy scalars and one-element tensors; ``None`` for what is not finite.
+
+    If there is such a value, ``warnings/non_finite`` counts them.
+
+    Raises:
+        TypeError: for a value that is no number, naming the metric.
+    """
+    plain: dict[str, float | None] = {}
+    for name, value in metrics.items():
+        if isinstance(value, str | bytes):
+            raise TypeError(f"metric {name!r} is {value!r}, not a number")
+        try:
+            number = math.nan if value is None else float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"metric {name!r} is {value!r}, not a number") from error
+        plain[name] = number if math.isfinite(number) else None
+    non_finite = sum(value is None for value in plain.values())
+    return {**plain, NON_FINITE: float(non_finite)} if non_finite else plain
+
+
+class MultiTracker:
+    """Hands the same metrics to several trackers.
+
+    Args:
+        names: registered trackers, as in ``trainer.logger``.
+        extra: trackers that are already built.
+
+    Raises:
+        UserError: for an unknown name or a missing package, when built and never later.
+    """
+
+    def __init__(self, names: Sequence[str], run_dir: RunDirectory, config: Mapping[str, Any] | None = None, *,
+                 project_name: str = "skyasync", extra: Iterable[Tracker] = ()) -> None:  # fmt: skip
+        context = TrackerContext(run_dir, config or {}, project_name)
+        self._trackers: list[tuple[str, Tracker]] = [(name, TRACKERS[name](context)) for name in names]
+        self._trackers += [(type(tracker).__name__, tracker) for tracker in extra]
+        self._failed: set[str] = set()
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        plain = plain_metrics(metrics)
+        self._each(lambda tracker: tracker.log(plain, step))
+
+    def keep(self, metrics: Mapping[str, Any], step: int) -> None:
+        """What is known of a step that a checkpoint is about to have, for trackers in the run's own folder: ``log``
+        follows."""
+        plain = plain_metrics(metrics)
+        self._each(lambda tracker: tracker.log(plain, step) if isinstance(tracker, JsonlTracker) else None)
+
+    def close(self) -> None:
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in self._trackers:
+            try:
+                call(tracker)
+                self._failed.discard(name)
+            except Exception as error:  # whatever a tracker's service raises, training goes on
+                if name not in self._failed:
+                    logger.warning("tracker %s failed, the run goes on: %s: %s", name, type(error).__name__, error)
+                self._failed.add(name)
+
+
+@TRACKERS.register("jsonl")
+class JsonlTracker(Tracker):
+    """``metrics.jsonl``: ``{"step": k, "time": seconds since 1970, "reward/mean": ..., ...}``.
+
+    The last line is written again whenever its step gets more metrics. The first step that is logged says
+    where a resumed run goes on: lines of later steps, from the interrupted run, are dropped.
+    """
+
+    def __init__(self, context: TrackerContext) -> None:
+        self._path = context.run_dir.metrics
+        self._last: jsonl.Row | None = None
+        self._before: list[jsonl.Row] = []  # rows before the last that the disk has not taken
+        self._taken = True  # the last row
+        self._offset = 0  # in bytes: where the last line begins, or the first of those
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        if self._last is None:
+            earlier = [row for row in jsonl.read_rows(self._path) if row["step"] <= step]
+            self._last = self._settle([*earlier, {"step": step}])
+        row = {"step": step, "time": round(time.time(), 3), **metrics}
+        if step < self._last["step"]:
+            self._last = self._settle([*jsonl.read_rows(self._path), row])
+        elif step == self._last["step"]:
+            self._write_last({**self._last, **row})
+        else:
+            if self._taken:
+                self._before, self._offset = [], self._path.stat().st_size
+            else:
+                self._before.append(self._last)
+            self._write_last(row)
+
+    keep = log  # the row is complete on disk after every call
+
+    def _settle(self, rows: list[jsonl.Row]) -> jsonl.Row:
+        """Rewrite the rows, one per step and in order; returns the last."""
+        by_step: dict[int, jsonl.Row] = {}
+        for row in rows:
+            by_step[row["step"]] = {**by_step.get(row["step"], {}), **row}
+        settled = [by_step[step] for step in sorted(by_step)]
+        jsonl.write_rows(self._path, settled)
+        self._offset = self._path.stat().st_size - len(jsonl.encode(settled[-1]).encode())
+        return settled[-1]
+
+    def _write_last(self, row: jsonl.Row) -> None:
+        self._last, self._taken = row, False
+        with self._path.open("r+b") as file:
+            file.seek(self._offset)
+            file.write("".join(map(jsonl.encode, [*self._before, row])).encode())
+            file.truncate()
+        self._taken = True
+
+
+@TRACKERS.register("console")
+class ConsoleTracker(Tracker):
+    """One line per call on standard output."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        del context
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        print(status_line(step, metrics), flush=True)
+
+
+def need(package: str) -> ModuleType:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"tracker {package!r}: the package is not installed; add it with: uv pip install {package}"
+        ) from error
+
+
+@TRACKERS.register("tensorboard", extra="tensorboard")
+class TensorboardTracker:
+    """Event files in ``<run folder>/tensorboard``; steps that are made again hide those of the interrupted run."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        need("tensorboard")
+        self._folder = str(context.run_dir.path / "tensorboard")
+        self._writer: Any = None  # until the first step is known
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=step)
+        for name, value in metrics.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class _ServiceRun:
+    """``_run``: the service's own run object, with ``log`` and ``finish``."""
+
+    _run: Any
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+@TRACKERS.register("wandb", extra="wandb")
+class WandbTracker(_ServiceRun):
+    """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's folder)."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        wandb = need("wandb")
+        id_file = context.run_dir.path / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4))
+        self._run = wandb.init(
+            project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
+            dir=str(context.run_dir.path), config=dict(context.config),
+        )  # fmt: skip
+
+
+@TRACKERS.register("mlflow", package="mlflow")
+class MlflowTracker:
+    """MLflow, where MLFLOW_TRACKING_URI leads; the experiment is ``trainer.project_name``."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        mlflow = need("mlflow")
+        self._entities: Any = mlflow.entities
+        self._client: Any = mlflow.MlflowClient()
+        id_file = context.run_dir.path / "mlflow_id"
+        if id_file.exists():
+            self._run = id_file.read_text()
+            self._client.update_run(self._run, "RUNNING")
+            return
+        known = self._client.get_experiment_by_name(context.project_name)
+        experiment = known.experiment_id if known else self._client.create_experiment(context.project_name)
+        self._run = self._client.create_run(experiment, run_name=context.run_dir.name).info.run_id
+        id_file.write_text(self._run)
+        params = [self._entities.Param(name, str(value)[:MLFLOW_VALUE_CHARS]) for name, value in _flat(context.config)]
+        for start in range(0, len(params), MLFLOW_BATCH):
+            self._client.log_batch(self._run, params=params[start : start + MLFLOW_BATCH])
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        now = int(time.time() * 1000)
+        rows = [self._entities.Metric(name, value, now, step) for name, value in metrics.items() if value is not None]
+        self._client.log_batch(self._run, metrics=rows)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
+@TRACKERS.register("trackio", package="trackio")
+class TrackioTracker(_ServiceRun):
+    """trackio, on this machine (``trackio show``) or where TRACKIO_SPACE_ID leads."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        trackio = need("trackio")
+        self._run = trackio.init(
+            project=context.project_name, name=context.run_dir.name, config=dict(_flat(context.config)), resume="allow"
+        )
+
+
+@TRACKERS.register("swanlab", package="swanlab")
+class SwanlabTracker(_ServiceRun):
+    """SwanLab; its files are in the run's folder, and SWANLAB_MODE says whether they go to the service."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        swanlab = need("swanlab")
+        id_file = context.run_dir.path / "swanlab_id"
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(11)[:21])  # of the length that the service asks for
+        self._run = swanlab.init(
+            project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
+            log_dir=str(context.run_dir.path / "swanlab"), config=dict(context.config),
+        )  # fmt: skip
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,67 @@
+"""The page in a real browser: nothing sticks out on a phone, every picture has its place, dark is dark."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.screenshots import ask, browser, shoot
+from skyasync.observability.report.page import page
+from tests.observability.report.folders import make_run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(browser() is None, reason="there is no chromium here: apt-get install chromium"),
+]
+
+LOOK = """<script>
+const wide = [...document.querySelectorAll("main *, header *")].filter(e =>
+    !e.closest(".wide, nav, svg") && e.getBoundingClientRect().right > innerWidth + 1);
+const small = [...document.querySelectorAll("svg")].filter(e => e.getBoundingClientRect().width < 200);
+const texts = [...document.querySelectorAll(".chart svg text")].map(e => e.getBoundingClientRect().height);
+document.title = JSON.stringify({
+    inner: innerWidth, page: document.documentElement.scrollWidth, wide: wide.map(e => e.outerHTML.slice(0, 80)),
+    small: small.length, svgs: document.querySelectorAll("svg").length, least: Math.min(...texts),
+    paper: getComputedStyle(document.body).backgroundColor,
+    ink: getComputedStyle(document.querySelector(".chart svg text")).fill,
+});
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run, with a few lines that measure it."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "page.html").write_text(page([make_run(folder / "run")]).replace("</body>", f"{LOOK}</body>"))
+    return folder / "page.html"
+
+
+def look(made: Path, **how: Any) -> dict[str, Any]:
+    title = re.search(r"<title>(.*?)</title>", ask(made, "--dump-dom", **how), flags=re.DOTALL)
+    assert title is not None
+    found: dict[str, Any] = json.loads(html.unescape(title[1]))
+    return found
+
+
+def test_on_a_phone_nothing_sticks_out_and_texts_can_be_read(made: Path) -> None:
+    seen = look(made, width=390, height=800)
+    assert seen["wide"] == []
+    assert seen["page"] <= seen["inner"]
+    assert (seen["svgs"], seen["small"]) == (18, 0)
+    assert seen["least"] >= 9  # pixels
+
+
+def test_dark_is_dark_in_pictures_too(made: Path) -> None:
+    light, dark = look(made), look(made, dark=True)
+    assert light["paper"] == "rgb(245, 246, 248)" and light["ink"] == "rgb(31, 36, 48)"
+    assert dark["paper"] == "rgb(20, 23, 28)" and dark["ink"] == "rgb(228, 231, 236)"
+
+
+def test_a_picture_of_it_can_be_taken(made: Path, tmp_path: Path) -> None:
+    shoot(made, tmp_path / "page.png", 390, 600)
+    assert (tmp_path / "page.png").stat().st_size > 5_000

@@ -1,0 +1,121 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from skyasync.observability import summary
+from skyasync.observability.summary import Evaluation, render, summarise
+
+
+def step(number, step_s=2.0, **values):
+    row = {"step": number, "time/step_s": step_s}
+    return row | {key.replace("__", "/"): value for key, value in values.items()}
+
+
+def text_of(result):
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(render(result))
+    return console.file.getvalue()
+
+
+def test_scores_name_their_steps():
+    rows = [
+        {"step": 0, "eval/score": 0.5},
+        step(1, eval__score=0.9),
+        step(2, eval__score=None),
+        step(3, eval__score=0.8),
+    ]
+    result = summarise(rows)
+    assert (result.first, result.best, result.last) == (Evaluation(0.5, 0), Evaluation(0.9, 1), Evaluation(0.8, 3))
+    assert "0.50 (step 0) → 0.80 (step 3), best 0.90 (step 1)" in text_of(result)
+
+
+def test_rates_and_shares_are_weighted_by_time():
+    rows = [
+        step(1, 1.0, throughput__samples_per_s=100, idle__trainer=0.0),
+        step(2, 3.0, throughput__samples_per_s=20, idle__trainer=0.4),
+    ]
+    result = summarise(rows)
+    assert result.step_s == 2.0 and result.total_s == 4.0
+    assert result.means == pytest.approx({"throughput/samples_per_s": 40, "idle/trainer": 0.3})
+
+
+def test_phases_are_means_over_all_steps_longest_first():
+    rows = [step(1, time__sync_s=0.2, time__train_s=1.0), step(2, time__train_s=0.5, time__eval_s=None)]
+    assert list(summarise(rows).phases.items()) == [("train", 0.75), ("sync", 0.1), ("eval", 0.0)]
+    shown = text_of(summarise(rows))
+    assert "where a step's time goes" in shown
+    assert [line.split() for line in shown.splitlines() if line.startswith("train")] == [["train", "0.750", "38%"]]
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"idle__trainer": 0.41, "idle__engines": 0.07},
+            "generation is the bottleneck: the trainer waited 41% of the time, the engines 7%; "
+            "more devices for engines would help",
+        ),
+        (
+            {"idle__trainer": 0.05, "idle__engines": 0.5},
+            "training is the bottleneck: the trainer waited 5% of the time, the engines 50%; "
+            "more devices for the trainer would help",
+        ),
+        (
+            {"idle__trainer": 0.2, "idle__engines": 0.15},
+            "generation and training are balanced: the trainer waited 20% of the time, the engines 15%",
+        ),
+        (
+            {"idle__trainer": 0.6, "idle__engines": 0.4},
+            "trainer and engines take turns, generation longer: the trainer waited 60% of the time, the engines 40%; "
+            "an asynchronous plan would overlap them",
+        ),
+        (
+            {"idle__trainer": 0.6, "idle__engines": 0.4, "time__wait_data_s": 1.0},
+            "trainer and engines mostly wait for each other, though the plan lets them overlap: the trainer waited 60% "
+            "of the time, the engines 40%; generating further ahead (trainer.max_staleness, trainer.async_queue_size) "
+            "would help",
+        ),
+        (
+            {"time__wait_generation_s": 1.0, "time__wait_data_s": 0.2, "idle__engines": 0.1},
+            "generation is the bottleneck: the trainer waited 60% of the time, the engines 10%; "
+            "more devices for engines would help",
+        ),
+        (
+            {"time__sync_s": 0.8, "idle__trainer": 0.1, "idle__engines": 0.4},
+            "weight sync is the bottleneck: it took 40% of the time",
+        ),
+        ({"time__eval_s": 6.0, "idle__trainer": 0.1}, "evaluation is the bottleneck: it took 75% of the time"),
+        ({"idle__trainer": 0.7}, "generation is the bottleneck: the trainer waited 70% of the time"),
+        ({"time__train_s": 1.0}, "too few figures to say what limits the speed"),
+    ],
+)
+def test_one_sentence_says_what_limits_the_speed(values, sentence):
+    assert summarise([step(number, **values) for number in range(1, 4)]).limit == sentence
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 0, "eval/score": None}], [{"step": 1, "reward/mean": 0.5}]])
+def test_a_run_without_figures_is_summarised_without_guesses(rows):
+    result = summarise(rows)
+    assert (result.steps, result.step_s, result.first, result.means) == (0, None, None, {})
+    assert text_of(result).strip() == "too few figures to say what limits the speed"
+
+
+def test_values_that_were_not_finite_are_counted():
+    rows = [step(1, warnings__non_finite=2.0), step(2), step(3, warnings__non_finite=1.0)]
+    assert "3 values were NaN or infinite" in text_of(summarise(rows))
+
+
+def test_the_command_prints_the_summary_of_a_folder(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1, idle__trainer=0.7)) + "\n")
+    assert summary.main([str(tmp_path)]) == 0
+    assert "generation is the bottleneck" in capsys.readouterr().out
+    assert summary.main([str(tmp_path / "absent")]) == 1
+    assert summary.main([]) == 2
+
+
+def test_metrics_that_cannot_be_summed_up_are_a_warning(tmp_path, caplog):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_s": "long"}\n')
+    assert not summary.print_summary(tmp_path / "metrics.jsonl")
+    assert "no summary of" in caplog.text
