@@ -13,7 +13,9 @@ from skyasync.config.schema.judges import judges_of, table
 from skyasync.rewards.instruction_following import CONSTRAINTS, instruction_following, parameters
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = "".join((DOCS / name).read_text() for name in ("judges.md", "reference/instruction_following.md", "evaluation.md"))
+PAGE = "".join(
+    (DOCS / name).read_text() for name in ("judges.md", "reference/instruction_following.md", "evaluation.md")
+)
 
 
 def blocks(language: str) -> list[str]:
