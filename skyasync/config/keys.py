@@ -201,17 +201,17 @@ def _field_docs(module: str) -> dict[tuple[str, str], str]:
 def key(default: T, doc: str = "", **limits: Any) -> T:  # noqa: ANN401  (the fields of Key)
     """A field of a settings dataclass, which ``doc`` or a docstring under the field documents.
 
-    Args:
-        choices: the values that it may have. Of a list, choices, registry and bounds hold for each element.
-        refused: values that other libraries know and that are no choice here, each with the reason.
-        low, high: inclusive bounds; ``above``, ``below``: exclusive ones; ``also``: numbers outside them that are
-            allowed.
-        infinite: the number need not be finite.
-        registry: "module:NAME", where the allowed names are registered.
-        open_ended: a ``module:attribute`` reference (or, for paths, any string) is accepted as well.
-        pattern: what matches it as a whole is accepted in addition to ``choices``.
-        when: a ``When``, or the text of its one alternative: the condition under which the key is read. It is an error
-            to set a key that is not read.
+    The limits are:
+
+    - ``choices``: the allowed values. Of a list, choices, registry and bounds hold for each element.
+    - ``refused``: values of other libraries that are not supported, each with the reason.
+    - ``low``, ``high``: inclusive bounds; ``above``, ``below``: exclusive ones; ``also``: allowed numbers outside them.
+    - ``infinite``: the number need not be finite.
+    - ``registry``: "module:NAME", where the allowed names are registered.
+    - ``open_ended``: a ``module:attribute`` reference (or, for paths, any string) is accepted as well.
+    - ``pattern``: a value that matches it as a whole is accepted in addition to ``choices``.
+    - ``when``: a ``When``, or the text of its one alternative: the condition under which the key is read. Setting a key
+      that is not read is an error.
     """
     if isinstance(limits.get("when"), str):
         limits["when"] = When(limits["when"])

@@ -1,4 +1,4 @@
-"""The page about judges, instructions and evaluation says what there is, and its examples load."""
+"""The pages about judges, instructions and evaluation list what exists, and their examples load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from skyasync import load_config
 from skyasync.config.schema.judges import judges_of, table
 from skyasync.rewards.instruction_following import CONSTRAINTS, instruction_following, parameters
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "".join(
+    (DOCS / name).read_text() for name in ("judges.md", "reference/instruction_following.md", "evaluation.md")
+)
 
 
 def blocks(language: str) -> list[str]:

@@ -49,37 +49,37 @@ class JudgeConfig:
     base_url: str = key("")
     """Address of a server in OpenAI's form, `http://host:8000/v1`; or else `engine`."""
     model: str = key("")
-    """What the server calls the model; needed with `base_url`."""
+    """The model's name at the server; needed with `base_url`."""
     api_key_env: str = key("")
-    """The environment variable that holds the server's key; empty: the server wants none."""
+    """The environment variable that contains the server's key; empty: no key."""
     engine: str = key("", choices=("", "policy"))
-    """`policy`: the run's engines judge, with the weights that they have then."""
+    """`policy`: the run's engines grade, with their current weights."""
     prompt: str = key(PROMPT)
-    """What the judge is asked, a file or text with placeholders in braces."""
+    """The question, a file or text with placeholders in braces."""
     system_prompt: str = key("")
-    """Put in front of it."""
+    """A system message before the question."""
     parser: str = key("yes_no")
-    """How its answer is read: `yes_no`, `score`, a regular expression, `file.py:function`."""
+    """How the answer is read: `yes_no`, `score`, a regular expression, `file.py:function`."""
     offset: float = key(0.0)
-    """Subtracted from what the judge says."""
+    """Subtracted from the grade."""
     scale: float = key(1.0)
-    """Factor of that."""
+    """Factor of the difference."""
     clip: list[float] = key([])
     """Bounds of the result, `[low, high]`."""
     temperature: float = key(0.0, low=0.01, high=2.0, also=(0.0,))
     """Sampling temperature of the judge."""
     max_tokens: int = key(512, low=1)
-    """Most tokens of its answer, thinking included."""
+    """Maximum number of tokens of its answer, thinking included."""
     extra_body: dict[str, Any] = key({})
-    """More of the request's fields; `null` leaves one out (`max_tokens: null`)."""
+    """Further fields of the request; `null` removes one (`max_tokens: null`)."""
     timeout_s: float = key(60.0, above=0.0)
     """Seconds for one answer."""
     retries: int = key(6, low=0)
-    """Tries after the first, with pauses of 1, 2, 4, ... 30 s between them."""
+    """Further attempts, with pauses of 1, 2, 4, ... 30 s between them."""
     max_concurrent: int = key(64, low=1)
-    """Questions at once."""
+    """Maximum number of concurrent questions."""
     cache: bool = key(True)
-    """Never ask an answered question again (with `engine`, whose weights change, ask each time)."""
+    """Reuse the answers to questions asked before (not with `engine`, whose weights change)."""
 
 
 def judges_of(mapping: Mapping[str, Any]) -> dict[str, JudgeConfig]:
