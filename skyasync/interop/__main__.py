@@ -7,9 +7,9 @@ from skyasync.interop.system import systems
 _INTRODUCTION = """\
 # Migrating settings
 
-Settings of SkyRL, OpenRLHF, ROLL, AReaL, verl and TRL, and their counterparts. The tables describe the frameworks' versions
-of 2026. Code is on [another page](bring_your_code.md). This page is generated from `skyasync/interop/*/settings.tsv`, with
-`python -m skyasync.interop > docs/coming_from.md`.
+Settings of SkyRL, OpenRLHF, ROLL, AReaL, verl and TRL, and their counterparts. The tables describe the frameworks'
+versions of 2026. Code is on [another page](bring_your_code.md). This page is generated from
+`skyasync/interop/*/settings.tsv`, with `python -m skyasync.interop > docs/coming_from.md`.
 
 ## Translate a recipe
 
@@ -21,8 +21,8 @@ python -m skyasync translate run.sh > ours.yaml
 python -m skyasync plan --config ours.yaml
 ```
 
-Each line of the result names the original setting. Settings without a counterpart are listed below as comments. A setting
-that the recipe omits has its framework's default.
+Each line of the result names the original setting. Settings without a counterpart are listed below as comments. A
+setting that the recipe omits has its framework's default.
 
 Single settings are recognised everywhere: `python -m skyasync train.batch_size=1024` is an error that names the
 counterpart. Check what a batch size counts: `trainer.train_batch_size` counts prompts, and other frameworks may count
