@@ -5,12 +5,15 @@ from __future__ import annotations
 from skyasync.interop.system import systems
 
 _INTRODUCTION = """\
-# Coming from another library
+# Migrating settings
 
-This page is made by `python -m skyasync.interop > docs/coming_from.md` from the tables in
-`skyasync/interop/*/settings.tsv`, which hold what the systems' own definitions of their arguments said in 2026.
+Settings of SkyRL, OpenRLHF, ROLL, AReaL, verl and TRL, and their counterparts. The tables describe the frameworks'
+versions of 2026. Code is on [another page](bring_your_code.md). This page is generated from
+`skyasync/interop/*/settings.tsv`, with `python -m skyasync.interop > docs/coming_from.md`.
 
-A whole recipe (a shell script, flags, YAML, or a program or notebook of TRL) is translated by
+## Translate a recipe
+
+A whole recipe is a shell script, flags, YAML, or a program or notebook of TRL:
 
 <!-- covered: tests/interop/test_translate.py -->
 ```bash
@@ -18,12 +21,22 @@ python -m skyasync translate run.sh > ours.yaml
 python -m skyasync plan --config ours.yaml
 ```
 
-The result loads; each line says which key it came from, and keys without a counterpart stand below it as comments. A
-key that a system leaves out has that system's default. Single keys and values are answered wherever they are met:
-`python -m skyasync train.batch_size=1024` says what to write instead.
+Each line of the result names the original setting. Settings without a counterpart are listed below as comments. A
+setting that the recipe omits has its framework's default.
 
-In the tables: `{a,b}` is either, `*` is anything, `a=b` is our value `b` for their `a`; `a=~` leaves ours at its
-default, `a=-` has no counterpart.
+Single settings are recognised everywhere: `python -m skyasync train.batch_size=1024` is an error that names the
+counterpart. Check what a batch size counts: `trainer.train_batch_size` counts prompts, and other frameworks may count
+responses.
+
+## Notation
+
+| notation | meaning |
+|---|---|
+| `{a,b}`, `*` | either a or b; any text |
+| `a=b` | the framework's value `a` is skyasync's `b` |
+| `a=~` | the framework's value `a` is skyasync's default |
+| `a=-` | the framework's value `a` has no counterpart |
+| not needed | handled without a setting |
 """
 
 
@@ -31,7 +44,7 @@ def markdown() -> str:
     """The page, ending in one newline."""
     lines = [_INTRODUCTION]
     for system in systems().values():
-        lines += [f"## {system.title}", "", "| theirs | ours | |", "|---|---|---|"]
+        lines += [f"## {system.title}", "", f"| {system.title} | skyasync | notes |", "|---|---|---|"]
         for row in system.table.rows:
             theirs = ", ".join(f"`{name}`" for name in row.spelled)
             ours = {"-": "none", "=": "not needed"}.get(row.kind) or ", ".join(

@@ -76,7 +76,7 @@ METRICS = (
     ),
     Metric("policy/grad_norm", "Norm of the gradient before clipping."),
     Metric("policy/lr", "Learning rate."),
-    Metric("policy/<statistic>", "Other statistics of the chosen loss (docs/algorithms.md)."),
+    Metric("policy/<statistic>", "Other statistics of the chosen loss (docs/reference/losses.md)."),
     Metric(
         "critic/loss", "The value loss, summed over the batch with its weights, on average over the step's updates."
     ),

@@ -64,7 +64,7 @@ class EnvironmentConfig:
     a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md)."""
     judges: dict[str, Any] = key({}, when="not generator.agent_program")
     """Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, prompt,
-    parser, ... (docs/rewards.md). Each is the reward function judge:NAME."""
+    parser, ... (docs/judges.md). Each is the reward function judge:NAME."""
     domains: dict[str, Any] = key({})
     """Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the
     training prompts), tags (rows whose column names one of these are the domain's too)."""
