@@ -21,9 +21,10 @@ SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 HELP = """\
 usage: python -m skyasync plan [--gpus N] [--gpu-memory SIZE] [--host-memory SIZE] [--json] [key=value ...]
 
-Says which processes a run would start, what each device and the host must hold, and whether it fits. It reads the
-model's config.json alone, and measures the workers' own code on tensors without memory. The machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of
-each GPU and of each host. The same as --dry-run of a run. Ends with status 0 if the run fits, 1 if it does not.
+Says which processes a run would start, what each device and the host must hold, and whether it fits. What ranks need
+is measured: the workers' own code computes on tensors without memory, for which the model's config.json is enough. The
+machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of each GPU and of each host. The
+same as --dry-run of a run. Ends with status 0 if the run fits, 1 if it does not.
 """
 
 

@@ -44,8 +44,9 @@ from skyasync.models.fsdp.layers import decoder_layers
 from skyasync.models.fsdp.loading import WrapAndShard
 from skyasync.models.fsdp.optimizers import TrainedPart
 from skyasync.models.fsdp.sharding import Mesh, local
-from skyasync.models.heads import HEADS, Head
+from skyasync.models.heads import Head
 from skyasync.models.packing import Layout, MicroBatch
+from skyasync.models.parallel.context import Context
 from skyasync.models.token_model import TokenModel
 from skyasync.planning.memory import (
     ACTIVATIONS,
@@ -71,6 +72,12 @@ CATEGORIES = {
 """Our words for those of torch's trackers."""
 
 _aten: Any = torch.ops.aten
+
+
+class _MeasuredContext(Context):
+    def slice(self, layout: Layout) -> Layout:
+        with _disable_current_modes():  # how much it selects depends on the numbers
+            return super().slice(layout)
 
 
 class MeasuredBackend(FSDPBackend):
@@ -106,6 +113,12 @@ class MeasuredBackend(FSDPBackend):
             wrapper.to = lambda device: wrapper  # type: ignore[method-assign]  # fake parameters cannot be replaced
         return wrapper
 
+    def _build(self) -> TokenModel:
+        wrapper = super()._build()
+        if wrapper.context:
+            wrapper.context = _MeasuredContext(**vars(wrapper.context))
+        return wrapper
+
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
         fake = detect_fake_mode()
         assert fake is not None
@@ -113,7 +126,8 @@ class MeasuredBackend(FSDPBackend):
             found = list(super()._micro_batches(batch, max_rows))
         self.counted, self.tokens = len(found), found[0].layout.tokens.numel()
         for micro in found[:2]:
-            yield MicroBatch(micro.rows, micro.batch.each(fake.from_tensor), _each(micro.layout, fake.from_tensor))
+            layout = micro.layout if self.model.context else _each(micro.layout, fake.from_tensor)
+            yield MicroBatch(micro.rows, micro.batch.each(fake.from_tensor), layout)
             self.between()
 
     def _examine(self, name: str, part: TrainedPart, scale: float) -> list[str]:
@@ -127,7 +141,7 @@ def _each(layout: Layout, function: Callable[[Tensor], Tensor]) -> Layout:
 
 
 class _Operations(TorchDispatchMode):
-    """Counts floating-point operations, and the bytes of collectives by their kind; numbers that are asked for are 0."""
+    """Counts floating-point operations, and bytes of collectives by kind; a number that is asked for is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +154,9 @@ class _Operations(TorchDispatchMode):
             return 0.0 if args[0].is_floating_point() else 0
         if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:  # fake ones are of bfloat16 alone
             first, second = args[:2]
-            sizes = (len(first), second.shape[-1]) if second.dim() == 3 else (len(args[2]), len(first), second.shape[-1])
+            sizes = (
+                (len(first), second.shape[-1]) if second.dim() == 3 else (len(args[2]), len(first), second.shape[-1])
+            )
             result = first.new_empty(sizes)
         else:
             result = func(*args, **(kwargs or {}))
@@ -162,22 +178,25 @@ COLLECTIVES = {
 }  # fmt: skip
 
 
-def _register_missing_formulas() -> None:
-    packets = _aten._scaled_dot_product_flash_attention_for_cpu, _aten._grouped_mm
-    if packets[0] in flop_registry:
-        return
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401
+    return int(sdpa_flop_count(query, key, value))
 
-    @register_flop_formula(packets[0])
-    def attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401
-        return int(sdpa_flop_count(query, key, value))
 
-    @register_flop_formula(_aten._scaled_dot_product_flash_attention_for_cpu_backward)
-    def attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401
-        return int(sdpa_backward_flop_count(grad, query, key, value))
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401
+    return int(sdpa_backward_flop_count(grad, query, key, value))
 
-    @register_flop_formula(packets[1])
-    def grouped(first: Any, second: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401
-        return 2 * first[-2] * first[-1] * second[-1]
+
+def _grouped(first: Any, second: Any, *_: Any, **__: Any) -> int:  # noqa: ANN401
+    return 2 * int(first[-2] * first[-1] * second[-1])
+
+
+for _packet, _formula in (
+    (_aten._scaled_dot_product_flash_attention_for_cpu, _attention),
+    (_aten._scaled_dot_product_flash_attention_for_cpu_backward, _attention_backward),
+    (_aten._grouped_mm, _grouped),
+):
+    if _packet not in flop_registry:
+        register_flop_formula(_packet)(_formula)
 
 
 Sections = dict[str, dict[str, float]]
@@ -223,9 +242,11 @@ class _Measurement:
             self.tracker.reset_mod_stats()
             deque(backend.weights(), maxlen=0)  # each is freed before the next
             self._cut("weight sync")
+            synced = self.sections["weight sync"]
+            synced[GATHERED] = synced.pop(ACTIVATIONS) + synced[GATHERED]
         if self.role.trains:
             self._update(batch)
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [p for p in model.parameters() if p.requires_grad and self.role.trains]
         self.sections["sizes"] = {
             "trained": sum(local(p).nbytes for p in trained),
             "gradients": sum(local(p).numel() for p in trained) * 4,
@@ -326,7 +347,10 @@ def measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
         UserError, ValueError: as the worker does, for what cannot be divided, for instance.
     """
     if role.name == REWARD_ROLE:  # its models lie side by side, and work one after the other
-        uses = [_measure(_with_one(cfg, model), role, ranks, gpus=gpus) for model in reward_models(cfg.trainer.reward).values()]
+        uses = [
+            _measure(_with_one(cfg, model), role, ranks, gpus=gpus)
+            for model in reward_models(cfg.trainer.reward).values()
+        ]
         largest = max(uses, key=lambda use: sum(use.scoring.values()) - sum(use.held.values()))
         held = Counter[str]()
         for use in uses:
@@ -367,7 +391,9 @@ def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
     backend = measurement.backend
     sections = found[-1][1] if len(found) == 1 else _line(*found, shape.layers)
     count = math.ceil(backend.counted * rows / some)
-    _MEASURED[key] = use = _use(sections, backend.tokens, count, checkpointing=bool(role.trains and backend.recomputes()))
+    _MEASURED[key] = use = _use(
+        sections, backend.tokens, count, checkpointing=bool(role.trains and backend.recomputes())
+    )
     return use
 
 
@@ -449,8 +475,17 @@ def _use(sections: Sections, tokens: int, micro_batches: int, *, checkpointing: 
     }
     sizes = sections["sizes"]
     return RankUse(
-        held=held, scoring=lines("score"), updating=update, stepping=lines(WINDOWS[-1]), publishing=lines("weight sync"),
-        gradients=int(sizes["gradients"]), learnt=int(sizes["trained"]) + held.get(OPTIMIZER, 0),
-        trained=int(sizes["trained"]), tokens=tokens, micro_batches=micro_batches, flops=counts.pop(FLOPS, 0),
-        sent=counts, checkpointing=checkpointing,
-    )  # fmt: skip
+        held=held,
+        scoring=lines("score"),
+        updating=update,
+        stepping=lines(WINDOWS[-1]),
+        publishing=lines("weight sync"),
+        gradients=int(sizes["gradients"]),
+        trained=int(sizes["trained"]),
+        learnt=int(sizes["trained"]) + held.get(OPTIMIZER, 0),
+        tokens=tokens,
+        micro_batches=micro_batches,
+        flops=counts.pop(FLOPS, 0),
+        sent=counts,
+        checkpointing=checkpointing,
+    )

@@ -326,9 +326,7 @@ class _Planner:
         phases = {"update": with_holes(self.here.updating), "log-probabilities": self.here.scoring}
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._beside_policy:
-            phases[other.name] = (
-                self.here.held | idle | named(other.at_work, other.name) | self._waiting(other)
-            )
+            phases[other.name] = self.here.held | idle | named(other.at_work, other.name) | self._waiting(other)
         return phases
 
     def _waiting(self, other: OtherRole, ranks: int = 1) -> Lines:
