@@ -38,6 +38,7 @@ REGISTRIES = (
     "skyasync.agents.parsers:TOOL_PARSERS",
     "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
+    "skyasync.models:BACKENDS",
     "skyasync.observability:TRACKERS",
     "skyasync.trainer.plans:PLANS",
     "skyasync.rewards:REWARDS",
