@@ -38,6 +38,7 @@ REGISTRIES = (
     "skyasync.agents.parsers:TOOL_PARSERS",
     "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
+    "skyasync.models:BACKENDS",
     "skyasync.observability:TRACKERS",
     "skyasync.trainer.plans:PLANS",
     "skyasync.rewards:REWARDS",
@@ -86,7 +87,6 @@ class Registry(dict[str, Any]):
             cheap to import, alone.
         capabilities: what parts may say of themselves, with the defaults: keyword arguments of ``register``, or class
             attributes.
-        table: name -> capabilities of built-in parts that are described before their module is imported.
         inputs: names that the parts' positional parameters may have; none leaves them free.
         needs: those of them that every part must have.
 
@@ -100,13 +100,12 @@ class Registry(dict[str, Any]):
         homes: Sequence[str] | Mapping[str, str] = (),
         *,
         capabilities: Mapping[str, Any] | None = None,
-        table: Mapping[str, Mapping[str, Any]] | None = None,
         inputs: str = "",
         needs: str = "",
     ) -> None:
         super().__init__()
         self.kind, self.homes = kind, homes
-        self._capabilities, self._table = dict(capabilities or {}), dict(table or {})
+        self._capabilities = dict(capabilities or {})
         self._inputs, self._needs = frozenset(inputs.split()), frozenset(needs.split())
 
     def register(self, name: str, **capabilities: Any) -> Callable[[T], T]:
@@ -200,8 +199,7 @@ class Registry(dict[str, Any]):
             for home in self.homes:
                 importlib.import_module(home)
                 homes |= {name: home for name, part in self.items() if _module(part) == home}
-        known = {name: About(can={**self._capabilities, **own}) for name, own in self._table.items()}
-        return {name: (home, known.get(name)) for name, home in homes.items()}
+        return {name: (home, None) for name, home in homes.items()}
 
     def __missing__(self, name: str) -> Any:
         if ":" in name:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyasync.registry import Registry
+
+BACKENDS = Registry("training backend", {"skyasync.models.fsdp.backend": "fsdp2"})
+"""What holds and trains models (``ModelBackend``), by the names of ``trainer.strategy``."""
+
 VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
 """What a model computes of a token: a causal language model's logits; one number, by a head that is new if the files
 lack it; one number, by a head that the files hold."""

@@ -24,6 +24,8 @@ from skyasync.config.schema import LoraConfig, OptimizerConfig, TrainerConfig
 from skyasync.models import VOCABULARY, MeshShape
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.utils.manifest import Sums
+from skyasync.weight_sync.adapters import Adapter
+from skyasync.weight_sync.full_tensors import FileLayout, gathered
 
 LOGPROBS, ENTROPY, VALUES, TOP_K, TOKEN_LOGPROBS = "logprobs", "entropy", "values", "top_k", "token_logprobs"
 """Outputs, zero where there is no loss token, ``[rows, length]`` unless stated: the log-probability of each loss token;
@@ -257,11 +259,23 @@ class ModelBackend(ABC):
         raise self._not_supported("train")
 
     @abstractmethod
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights and saved buffers by their names in the model, for engines and export.
+    def sharded_weights(self) -> Mapping[str, Any]:
+        """Weights and saved buffers by their names in the model, the same names in the same order on every rank.
 
-        All ranks go through it to the end; a rank needs memory for one of them at a time.
+        Whole tensors, or anything with ``dtype``, ``shape`` and a collective ``full_tensor()``, of the whole.
         """
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The same, whole. All ranks go through it to the end; a rank needs memory for one of them at a time."""
+        return gathered(self.sharded_weights())
+
+    def file_layout(self) -> FileLayout | None:
+        """How weights are named and divided in the model's files; None: as in the model."""
+        return None
+
+    def adapter(self) -> Adapter:
+        """The LoRA adapters alone, whole. All ranks call it."""
+        raise self._not_supported("train adapters")
 
     def offload(self) -> None:
         """Move the state to host memory. Until ``onload`` only ``save`` and ``restore`` may be called."""
@@ -297,7 +311,3 @@ class ModelBackend(ABC):
 
     def _not_supported(self, action: str) -> NotImplementedError:
         return NotImplementedError(f"{type(self).__name__} does not {action}")
-
-
-BACKENDS = {"fsdp2": "skyasync.models.fsdp.backend:FSDPBackend"}
-"""By the names of ``trainer.strategy``, which may also be ``module:Class`` or ``file.py:Class``."""

@@ -9,7 +9,7 @@ from skyasync.registry import Registry
 #: name -> class built from a ``TrackerContext``; ``trainer.logger`` lists the ones a run uses.
 TRACKERS = Registry(
     "tracker",
-    {"skyasync.observability.trackers": "jsonl console tensorboard wandb mlflow trackio swanlab"},
+    ["skyasync.observability.trackers"],
     capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or another package
 )
 

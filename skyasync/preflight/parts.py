@@ -51,6 +51,8 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
             )
     else:
         check_installed(ENGINES, engine)
+    if ":" in cfg.trainer.strategy:
+        check_reference(cfg.trainer.strategy, "trainer.strategy")
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
         if name == "wandb":

@@ -16,8 +16,8 @@ from torch import Tensor
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import OptimizerConfig
 from skyasync.errors import UserError
+from skyasync.models import BACKENDS
 from skyasync.models.backend import (
-    BACKENDS,
     LOGPROBS,
     MODEL,
     VALUE_HEAD,
@@ -30,7 +30,6 @@ from skyasync.models.backend import (
 )
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.models.packing import sequences_as_batch
-from skyasync.registry import resolve_reference
 from skyasync.workers.worker import LOOPBACK, Worker
 
 SPEC_KEYS = (
@@ -68,8 +67,7 @@ class ModelWorker(Worker):
         return port
 
     def new_backend(self) -> ModelBackend:
-        strategy = self.cfg.trainer.strategy
-        backend: ModelBackend = resolve_reference(BACKENDS.get(strategy, strategy), kind="backend")()
+        backend: ModelBackend = BACKENDS.find(self.cfg.trainer.strategy)()
         return backend
 
     def spec(self) -> ModelSpec:

@@ -31,8 +31,7 @@ from skyasync.models.backend import (
     OutputRequest,
 )
 from skyasync.models.batch import TokenBatch, UpdateBatch
-from skyasync.models.fsdp.backend import FSDPBackend
-from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
+from skyasync.weight_sync.full_tensors import FullTensors
 from skyasync.weight_sync.transfers.endpoints import WeightSender
 from skyasync.workers.critic import ValueLoss
 from skyasync.workers.model_worker import ModelWorker
@@ -85,7 +84,6 @@ class PolicyLoss(LossFn):
 class PolicyWorker(ModelWorker):
     """Holds the policy, and a critic that is a head on its layers (``trainer.critic.backbone=shared``)."""
 
-    backend: FSDPBackend
     role_name: ClassVar[str] = "policy"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -95,7 +93,6 @@ class PolicyWorker(ModelWorker):
         if self.has_value_head:
             self.loss = JointLoss(self.loss, ValueLoss(critic, VALUE_HEAD, critic.value_loss_coef))
         self._critic_loss = ValueLoss(critic, VALUE_HEAD, gradient=0.0)
-        self._file_layout: FileLayout | None = None
 
     def transfer_weights(self, sender: str, method: str, *args: object) -> Any:
         """A call of this rank's end of a weight transfer; see ``skyasync.weight_sync.transfers``."""
@@ -105,7 +102,7 @@ class PolicyWorker(ModelWorker):
     def weight_sender(self) -> WeightSender:
         return WeightSender(
             self._engine_weights,
-            lambda: self.backend.adapters.alone(),  # type: ignore[union-attr]  # called only if the policy has adapters
+            lambda: self.backend.adapter(),
             self.rank,
             self.device,
             self.cfg.generator.weight_sync_dir,
@@ -114,11 +111,8 @@ class PolicyWorker(ModelWorker):
 
     def _engine_weights(self) -> FullTensors:
         """The weights as engines load them."""
-        backend = self.backend
-        weights, model = backend.sharded_weights(), backend.model.model
-        if self._file_layout is None and loads_as_files(self.cfg) and FileLayout.differs(model):
-            self._file_layout = FileLayout(model, specs_in(weights, backend.dtype), backend.adapters)
-        return FullTensors(weights, backend.dtype, self._file_layout)
+        layout = self.backend.file_layout() if loads_as_files(self.cfg) else None
+        return FullTensors(self.backend.sharded_weights(), self.backend.dtype, layout)
 
     def spec(self) -> ModelSpec:
         spec = super().spec()

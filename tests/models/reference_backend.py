@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -138,8 +138,8 @@ class ReferenceBackend(ModelBackend):
         for optimizer in self.optimizers.values():
             optimizer.zero_grad()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+    def sharded_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def offload(self) -> None:
         self.drop_gradient()

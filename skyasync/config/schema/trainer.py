@@ -31,8 +31,8 @@ class TrainerConfig(FaultToleranceConfig):
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     plan: str = key("sync", registry="skyasync.trainer.plans:PLANS", open_ended=True)
     """The execution plan, where the experiment does not fix one."""
-    strategy: str = key("fsdp2", choices=("fsdp2",), open_ended=True)
-    """The backend that holds and trains the models: fsdp2, or a ModelBackend of your own (module:Class)."""
+    strategy: str = key("fsdp2", registry="skyasync.models:BACKENDS", open_ended=True)
+    """The backend that holds and trains the models, or a ModelBackend of your own."""
     async_queue_size: int = key(1, low=1)
     """Batches the generator may be ahead in the one_step_off plan: the staleness it settles at."""
     stream_groups: int = key(0, low=0)

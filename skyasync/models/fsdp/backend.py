@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from skyasync.errors import NonFiniteError, UserError
 from skyasync.heap import keep_freed
-from skyasync.models import MICRO_BATCH_TOKENS, VALUE
+from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.backend import (
     MODEL,
     TOKEN_LOGPROBS,
@@ -66,12 +66,14 @@ from skyasync.models.heads import HEADS, Head, copy_own_part, new_head
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
 from skyasync.models.token_model import SCORE_LAYER, TokenModel, can_share_prefixes
-from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, gathered, specs_in
+from skyasync.weight_sync.adapters import Adapter
+from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 
 if TYPE_CHECKING:
     from skyasync.models.lora import Adapters
 
 
+@BACKENDS.register("fsdp2")
 class FSDPBackend(ModelBackend):
     """One rank of a model of transformers.
 
@@ -84,6 +86,7 @@ class FSDPBackend(ModelBackend):
 
     mesh: Mesh | None = None
     adapters: Adapters | None = None
+    _file_layout: FileLayout | None = None
 
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:
         self.spec, self.ranks, self.device = spec, ranks, ranks.device
@@ -407,12 +410,19 @@ class FSDPBackend(ModelBackend):
 
     # ---------------------------------------------------------------- weights and files
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return gathered(self.sharded_weights())
-
     def sharded_weights(self) -> Mapping[str, Any]:
-        """As ``weights``, each as this rank's shard, or with a ``full_tensor`` that adds its adapter."""
+        """Those of layers with adapters have a ``full_tensor`` that adds these."""
         return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
+
+    def file_layout(self) -> FileLayout | None:
+        model = self.model.model
+        if self._file_layout is None and FileLayout.differs(model):
+            self._file_layout = FileLayout(model, specs_in(self.sharded_weights(), self.dtype), self.adapters)
+        return self._file_layout
+
+    def adapter(self) -> Adapter:
+        assert self.adapters is not None, "the policy has no adapters"
+        return self.adapters.alone()
 
     def save(self, folder: Path) -> SaveResult:
         return checkpoint.save(self.model.model, self.optimizer, self.step, folder, self._extra)
