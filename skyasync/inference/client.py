@@ -69,6 +69,7 @@ class InferenceClient:
 
     Attributes:
         pool: the engines, and which of them are healthy.
+        updating: engines load weights.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class InferenceClient:
         self._polling = [asyncio.Lock() for _ in engines]
         self._inflight = InflightTable()
         self._cut: set[str] = set()  # the engines' ids of what has been ended early, and continues
-        self._paused = False
+        self.updating = self._paused = False
         self._cutting = False  # from a cut to the end of its pause
 
     @property
@@ -296,10 +297,14 @@ class InferenceClient:
     async def update_weights(self, update: WeightUpdate) -> list[str]:
         """As ``InferenceEngine.update_weights``, of all engines."""
         self.pool.router.prompts.clear()  # what engines have in their caches was computed by the old weights
-        if "members" in update.info:  # sender and receivers meet in a group
-            await self.pool.all_or_none(update.info["members"], "update_weights", update)
-            return []
-        answers = await self.pool.all("update_weights", update)
+        self.updating = True
+        try:
+            if "members" in update.info:  # sender and receivers meet in a group
+                await self.pool.all_or_none(update.info["members"], "update_weights", update)
+                return []
+            answers = await self.pool.all("update_weights", update)
+        finally:
+            self.updating = False
         return sorted({name for unproven in answers.values() for name in unproven or ()})
 
     async def sleep(self) -> None:

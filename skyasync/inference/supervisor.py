@@ -10,7 +10,7 @@ are limited per hour: then, or if a replacement's weights are not what was sent,
 
 | who waits                   | for what                              | woken by                                       |
 |-----------------------------|---------------------------------------|------------------------------------------------|
-| ``_watch``, one an engine   | its progress                          | the engine; ``heartbeat_timeout_s``: a failure |
+| ``_watch``, one an engine   | its progress; during an update, stats | the engine; ``heartbeat_timeout_s``: a failure |
 | ``_restart``, one a failure | a replacement: its start, its weights | the engine; its start's limit; ``limit_s``     |
 | ``_restart``                | the end of a weight sync              | the sync; ``limit_s``                          |
 | ``_replace``, if colocated  | the engines' turn on the devices      | the sync after the current training step       |
@@ -213,10 +213,16 @@ class EngineSupervisor(RunExtension):
             engine = self._client.engines[index]
             poll = asyncio.ensure_future(self._client.poll(index))
             try:
-                await asyncio.wait({poll}, timeout=self._timeout_s)
-                if not poll.done():
-                    await asyncio.wait({poll}, timeout=OWN_DELAY_S)
-                if poll.done():
+                overdue = await self._overdue(poll)
+                # vLLM's core answers nothing while it loads weights: its own process must answer then.
+                while overdue and self._client.updating:
+                    own_answer = asyncio.ensure_future(engine.stats())
+                    if await self._overdue(own_answer):
+                        own_answer.cancel()
+                        break
+                    own_answer.exception()  # a failure, which its calls raise
+                    overdue = await self._overdue(poll)
+                if not overdue:
                     with contextlib.suppress(Exception):  # of an engine that failed, which its requests raise
                         poll.result()
                 elif self._client.engines[index] is engine:
@@ -224,6 +230,12 @@ class EngineSupervisor(RunExtension):
                     self._client.pool.fail(index, EngineFailedError(late))
             finally:
                 poll.cancel()
+
+    async def _overdue(self, answer: asyncio.Future[Any]) -> bool:
+        await asyncio.wait({answer}, timeout=self._timeout_s)
+        if not answer.done():
+            await asyncio.wait({answer}, timeout=OWN_DELAY_S)
+        return not answer.done()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -166,7 +166,7 @@ def attention_inputs(
         plan.masks = tuple(None if block.owners is None else owners_mask(block.owners) for block in blocks)
     elif owners is None:
         return {"attention_mask": None, **({"attention_plan": plan} if context else {})}
-    elif flexible and context:
+    elif flexible:
         plan.spec = MaskSpec(torch.zeros_like(owners), owners)
     else:
         return {"attention_mask": owners_mask(owners), **({"attention_plan": plan} if context else {})}

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.models import MAX_LOGITS
+from skyasync.models.attention import NAME as BLOCKS
 from skyasync.models.attention import attention_inputs, pack_rows
 from skyasync.models.backend import ENTROPY, LOGPROBS, TOKEN_LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.config import load_config
@@ -136,7 +137,8 @@ class TokenModel(nn.Module):
 
     def uses_flex(self, device: torch.device) -> bool:
         """Whether FlexAttention attends."""
-        return device.type == "cuda" and not self.keeps_blocks
+        able = self.context is not None or self.model.config._attn_implementation == BLOCKS
+        return device.type == "cuda" and able and not self.keeps_blocks
 
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
         """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""

@@ -9,6 +9,7 @@ name is returned by ``release``, from any process, also if the owner has failed.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,10 +69,18 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
 
 @dataclass(frozen=True)
 class Placement:
-    """Slots that Ray has granted."""
+    """Slots that Ray has granted.
+
+    Args:
+        bundles: Ray's bundle of each slot; by default the slot's number.
+    """
 
     slots: Slots
     group: Any
+    bundles: Sequence[int] = ()
+
+    def bundle(self, slot: int) -> int:
+        return self.bundles[slot] if self.bundles else slot
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Ray's actor options for the ``index``-th actor of a role, or of the "engines"."""
@@ -83,7 +92,7 @@ class Placement:
             "num_cpus": bundle["CPU"] * share,
             "num_gpus": bundle.get("GPU", 0.0) * share,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self.group, placement_group_bundle_index=slot
+                placement_group=self.group, placement_group_bundle_index=self.bundle(slot)
             ),
         }
 
@@ -97,8 +106,7 @@ class Placement:
         bundle = self.slots.bundles[slots[0]]
         return WorkerPlacement(
             group=self.group,
-            ranks=len(slots),
-            first_bundle=slots[0],
+            bundles=[self.bundle(slot) for slot in slots],
             num_cpus=bundle["CPU"] * share,
             num_gpus=bundle.get("GPU", 0.0) * share,
         )
@@ -113,13 +121,28 @@ def reserve(slots: Slots, timeout_s: float, name: str = "") -> Placement:
     Raises:
         UserError: saying what was asked for and what the cluster has, if it is not granted in time.
     """
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
     group = placement_group([dict(b) for b in slots.bundles], strategy="PACK", name=name)
     if not group.wait(timeout_s):
         remove_placement_group(group)
         raise too_small(slots, f"within {timeout_s:g} s (trainer.placement.timeout_s)")
-    return Placement(slots, group)
+    return Placement(slots, group, by_node(slots.bundles, placement_group_table(group)["bundles_to_node_id"]))
+
+
+def by_node(bundles: Sequence[Mapping[str, float]], nodes: Mapping[int, str]) -> list[int]:
+    """Ray's bundle for each slot, an equal one: neighbours are on one node, and nodes with most of them come first.
+
+    Ray packs bundles on few nodes, and numbers them in any order.
+    """
+    result = list(range(len(bundles)))
+    for kind in {tuple(sorted(bundle.items())) for bundle in bundles}:
+        slots = [slot for slot, bundle in enumerate(bundles) if tuple(sorted(bundle.items())) == kind]
+        count = Counter(nodes[slot] for slot in slots)
+        ordered = sorted(slots, key=lambda slot: (-count[nodes[slot]], nodes[slot], slot))
+        for slot, bundle in zip(slots, ordered, strict=True):
+            result[slot] = bundle
+    return result
 
 
 def too_small(slots: Slots, when: str) -> UserError:

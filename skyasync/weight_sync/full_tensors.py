@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 
 from skyasync.weight_sync.tensors import TensorSpecs, meta_tensors, specs_of
 
@@ -36,19 +37,19 @@ class FullTensors:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         layout = self._layout
         if layout is None:
-            yield from gathered(self._weights)
+            yield from gathered(self._weights, self._dtype)
         elif layout.one_by_one:
-            for name, whole in gathered(self._weights):
+            for name, whole in gathered(self._weights, self._dtype):
                 yield from [(name, whole)] if name in layout.unchanged else layout.split({name: whole}).items()
         else:
             weights: dict[str, Tensor] = {}
-            for name, whole in gathered(self._weights):
+            for name, whole in gathered(self._weights, self._dtype):
                 weights[name] = (whole.to(self._dtype) if whole.is_floating_point() else whole).cpu().contiguous()
             yield from layout.split(weights).items()
 
     def only_gather(self) -> None:
         """For a rank that keeps nothing."""
-        for _ in gathered(self._weights):
+        for _ in gathered(self._weights, self._dtype):
             pass
 
 
@@ -75,8 +76,8 @@ class FileLayout:
 
     @staticmethod
     def differs(model: PreTrainedModel) -> bool:
-        """Whether the model joins anything that is separate in its files."""
-        return any(isinstance(conversion, WeightConverter) for conversion in get_model_conversion_mapping(model))
+        """Whether the model may join or rename anything of its files."""
+        return bool(get_model_conversion_mapping(model))
 
     def split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """These parameters as the tensors of files."""
@@ -90,9 +91,15 @@ def specs_in(weights: Mapping[str, Any], dtype: torch.dtype) -> TensorSpecs:
     return {name: (dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape)) for name, w in weights.items()}
 
 
-def gathered(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors, one at a time. Collective: all ranks iterate."""
+def gathered(tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors, one at a time. Collective: all ranks iterate.
+
+    Args:
+        dtype: shards of a wider floating-point dtype travel as this one, in fewer bytes.
+    """
     for name, value in tensors.items():
+        if dtype and isinstance(value, DTensor) and value.is_floating_point() and value.itemsize > dtype.itemsize:
+            value = value.detach().to(dtype)
         gather = getattr(value, "full_tensor", None)
         whole = gather() if gather else value
         yield name, (whole.numbers() if hasattr(whole, "numbers") else whole).detach()  # quantized codes, as numbers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -36,15 +37,15 @@ FAILURE_NOTICE_S = 5.0
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where the ranks of one model run: ``ranks`` bundles of a placement group, from ``first_bundle`` on.
+    """Where the ranks of one model run.
 
     Args:
+        bundles: of the placement group, one for each rank.
         num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share one.
     """
 
     group: PlacementGroup
-    ranks: int = 1
-    first_bundle: int = 0
+    bundles: Sequence[int] = (0,)
     num_cpus: float = 1.0
     num_gpus: float = 0.0
 
@@ -82,7 +83,7 @@ class RankGroup:
 
     def __init__(self, role: Role, placement: WorkerPlacement) -> None:
         self._role = role
-        self.ranks = placement.ranks
+        self.ranks = len(placement.bundles)
         self._placement = placement
         self._finished_s = 0.0
         self._running = 0
@@ -104,10 +105,10 @@ class RankGroup:
                 num_cpus=placement.num_cpus,
                 num_gpus=placement.num_gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=placement.group, placement_group_bundle_index=placement.first_bundle + rank
+                    placement_group=placement.group, placement_group_bundle_index=bundle
                 ),
             ).remote(reference)
-            for rank in range(placement.ranks)
+            for bundle in placement.bundles
         ]
 
     async def start(self, cfg: Config, total_steps: int = 0) -> None:

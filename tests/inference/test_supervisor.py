@@ -382,6 +382,62 @@ async def test_a_request_that_waits_for_an_engine_can_be_ended() -> None:
         assert (await tasks[0]).finish_reason == "abort"
 
 
+class Loading(Engine):
+    """Like vLLM's core it tells nothing while it loads; its own process answers."""
+
+    load_s = 30.0
+
+    async def progress(self):
+        async with self.loads:
+            return await super().progress()
+
+    async def update_weights(self, update):
+        async with self.loads:
+            ending = asyncio.create_task(self.gone.wait())
+            await asyncio.wait({ending}, timeout=self.load_s)
+            ending.cancel()
+            await super().update_weights(update)
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.loads = asyncio.Lock()
+
+
+@pytest.mark.parametrize("members", [{}, {"members": [0, 1]}], ids=["each", "together"])
+@virtual_time
+async def test_an_engine_that_loads_for_longer_than_a_heartbeats_limit_is_healthy(members: dict) -> None:
+    run = Run()
+    run.client.engines[:] = [Loading(run.machine), Loading(run.machine)]
+    async with run:
+        tasks = ask(run, 4)
+        await asyncio.sleep(3)
+        await run.client.update_weights(WeightUpdate(1, "nccl", members))
+        check(await asyncio.gather(*tasks))
+        assert run.supervisor.failures == 0 and [engine.version for engine in run.client.engines] == [1, 1]
+
+
+@virtual_time
+async def test_an_engine_that_hangs_while_it_loads_and_one_whose_update_was_given_up_have_failed() -> None:
+    run = Run()
+    run.client.engines[:] = [Loading(run.machine), Loading(run.machine)]
+    async with run:
+        update = asyncio.create_task(run.client.update_weights(WeightUpdate(1, "shared_memory", {})))
+        await asyncio.sleep(3)
+        run.hang(1)
+        await update
+        assert run.supervisor.failures == 1
+        await asyncio.sleep(20)
+        stuck = run.client.engines[0]
+        stuck.load_s = 1e6
+        update = asyncio.create_task(run.client.update_weights(WeightUpdate(2, "shared_memory", {})))
+        blocked = asyncio.create_task(stuck.update_weights(WeightUpdate(2, "shared_memory", {})))  # remains in it
+        await asyncio.sleep(1)
+        update.cancel()
+        await asyncio.sleep(15)
+        assert stuck.gone.is_set() and run.client.engines[0] is not stuck
+        await asyncio.gather(blocked, return_exceptions=True)
+
+
 EVENTS = st.lists(
     st.tuples(
         st.floats(0.0, 30.0),

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 from skyasync.models.attention import MaskSpec, attention_inputs, block_coverage, owners_mask, window_mask
+from skyasync.models.batch import TokenBatch
 from skyasync.models.heads import load_causal_lm
+from skyasync.models.packing import MicroBatches
 from skyasync.models.parallel import context
 from skyasync.models.token_model import TokenModel
 from skyasync.workers.policy import PolicyWorker
@@ -72,6 +74,22 @@ def test_packed_rows_and_prompts_in_common_give_the_same_gradient(untied_model: 
         assert len(by_flex) == count
     torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
     assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
+
+
+def test_shared_prompts_of_similar_rows_take_no_dense_mask(untied_model: str, by_flex: list[Tensor]) -> None:
+    """Rows of one width are not laid end to end."""
+    model = TokenModel(load_causal_lm(untied_model, torch.float32))
+    tokens = torch.randint(1, 60, (2, 1, 30)).expand(2, 4, 30).reshape(8, 30).clone()
+    tokens[:, 20:] = torch.randint(1, 60, (8, 10))
+    mask = torch.ones(8, 30, dtype=torch.bool)
+    batch = TokenBatch(tokens, mask, mask & (torch.arange(30) >= 20), torch.arange(2).repeat_interleave(4))
+    (micro,) = MicroBatches(batch, max_tokens=1000, share_prefixes=True, hidden_size=64, packs=model.packs)
+    assert micro.layout.owners is not None and not micro.layout.blocks
+    found = model(micro.layout)["logprobs"]
+    assert by_flex and all(states.shape[0] == 2 for states in by_flex)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenModel, "uses_flex", lambda model, device: False)
+        torch.testing.assert_close(found, model(micro.layout)["logprobs"], atol=1e-5, rtol=0)
 
 
 def _learnt(path: str) -> tuple[Tensor, Tensor]:
@@ -141,3 +159,6 @@ def test_a_cpu_keeps_sdpa(untied_model: str) -> None:
     assert not one.uses_flex(torch.device("cpu")) and one.uses_flex(gpu)
     one.keeps_blocks = True
     assert not one.uses_flex(gpu)
+    other = TokenModel(load_causal_lm(untied_model, torch.float32))
+    other.model.set_attn_implementation("sdpa")
+    assert not other.uses_flex(gpu), "attention that does not know the plan takes dense masks"

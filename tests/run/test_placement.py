@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.config.schema import Config
-from skyasync.run.placement import Placement, plan_slots, share_threads
+from skyasync.run.placement import Placement, by_node, plan_slots, share_threads
 from skyasync.workers.roles import ROLES
 
 
@@ -92,8 +92,28 @@ def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_e
 def test_ranks_say_where_a_model_goes():
     placement = Placement(plan(config(ranks=2, engines=1)), group="group")
     ranks = placement.ranks("reference")
-    assert (ranks.ranks, ranks.first_bundle, ranks.num_cpus, ranks.num_gpus) == (2, 0, 0.5, 0.5)
+    assert (ranks.bundles, ranks.num_cpus, ranks.num_gpus) == ([0, 1], 0.5, 0.5)
     assert Placement(plan(config(), with_reference=False), "group").ranks("reference") is None
+
+
+def test_neighbouring_ranks_are_on_one_node_in_whatever_order_ray_numbers_its_bundles():
+    """Ray 2.60 gave 32 equal bundles on 4 nodes of 8 GPUs in this order."""
+    nodes = dict(enumerate("a" + 8 * "b" + 7 * "a" + "c" + 8 * "d" + 7 * "c"))
+    slots = plan(config(nodes=3, ranks=8, engines=8), with_reference=False)
+    placement = Placement(slots, "group", by_node(slots.bundles, nodes))
+    policy = placement.ranks("policy").bundles
+    assert all(len({nodes[bundle] for bundle in policy[first : first + 8]}) == 1 for first in (0, 8, 16))
+    engines = {placement.options("engines", i)["scheduling_strategy"].placement_group_bundle_index for i in range(8)}
+    assert sorted({*policy, *engines}) == list(range(32))
+
+
+@given(cfg=CONFIGS, data=st.data())
+def test_every_slot_gets_a_bundle_of_its_own_with_its_resources(cfg, data):
+    bundles = plan(cfg).bundles
+    nodes = dict(enumerate(data.draw(st.lists(st.sampled_from("abc"), min_size=len(bundles), max_size=len(bundles)))))
+    found = by_node(bundles, nodes)
+    assert sorted(found) == list(range(len(bundles)))
+    assert all(bundles[bundle] == own for bundle, own in zip(found, bundles, strict=True))
 
 
 def test_an_actors_options_are_its_share_of_its_bundle():

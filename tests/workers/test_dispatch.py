@@ -150,7 +150,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     several.trainer.parallel.tensor = tensor
     single.update_policy(make_batch(seed=7))
     single.save(str(tmp_path / "one" / "policy"))
-    dispatch = await started(several, WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(several, WorkerPlacement(bundles, bundles=(0, 1)))
     try:
         await dispatch.load(tmp_path / "one")
         for seed, samples in ((0, 4), (1, 1)):  # with one group of one sample a rank has no rows at all
@@ -199,7 +199,7 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
 ) -> None:
     """Rank 1 refuses its shard before its first collective; rank 0 already waits in one."""
     cfg, batch = config_for(untied_model), make_batch(groups=4).to_stage(Lacking)
-    dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(cfg, WorkerPlacement(bundles, bundles=(0, 1)))
     try:
         began = time.monotonic()
         with pytest.raises(ValueError, match="needs loss_weights") as failure:
@@ -220,7 +220,7 @@ async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_co
 ) -> None:
     cfg = config_for(untied_model)
     cfg.trainer.ckpt_interval, cfg.trainer.heartbeat_timeout_s = 1, 2.0
-    dispatch = await started(cfg, WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(cfg, WorkerPlacement(bundles, bundles=(0, 1)))
     try:
         pids = await dispatch._policy.call("ready")
         os.kill(pids[1], how)
@@ -238,7 +238,7 @@ async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_co
 async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles: PlacementGroup) -> None:
     batch = make_batch(groups=4)
     batch.advantages[-1] = float("nan")
-    dispatch = await started(config_for(untied_model), WorkerPlacement(bundles, ranks=2))
+    dispatch = await started(config_for(untied_model), WorkerPlacement(bundles, bundles=(0, 1)))
     try:
         with pytest.raises(NonFiniteError, match="loss of optimizer step 0"):
             await update(dispatch, batch)

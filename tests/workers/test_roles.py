@@ -137,7 +137,7 @@ async def test_a_checkpoint_of_a_run_without_the_role_is_refused(
 async def test_a_third_role_is_driven_like_the_others(
     untied_model: str, bundles: PlacementGroup, lengths: Role, tmp_path: Path
 ) -> None:
-    place = WorkerPlacement(bundles, ranks=2, num_cpus=0.5)
+    place = WorkerPlacement(bundles, bundles=(0, 1), num_cpus=0.5)
     one = WorkerPlacement(bundles, num_cpus=0.5)
     dispatch = RayWorkerDispatch(config(untied_model), {"policy": one, "lengths": place})
     await dispatch.start()

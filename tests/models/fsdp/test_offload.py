@@ -118,7 +118,7 @@ def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(cfg: Conf
 async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_for(untied_model)
     cfg.trainer.policy.threads = 1
-    where = WorkerPlacement(bundles, ranks=2, num_cpus=0.5)
+    where = WorkerPlacement(bundles, bundles=(0, 1), num_cpus=0.5)
     role = replace(ROLES["policy"], name="elsewhere", worker=f"{__name__}:Elsewhere")
     monkeypatch.setitem(ROLES, "elsewhere", role)
     stays, travels = (RankGroup(role, where) for _ in range(2))
