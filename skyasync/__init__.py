@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from skyasync.api import TrainResult, evaluate, rollouts, train
     from skyasync.callbacks import TrainerCallback
     from skyasync.cli.train import main
     from skyasync.config import Config, load_config
@@ -48,11 +49,15 @@ _HOMES = {
     "PLANS": "skyasync.trainer.plans",
     "RayPPOTrainer": "skyasync.trainer",
     "StreamedRayPPOTrainer": "skyasync.trainer.plans.streamed",
+    "TrainResult": "skyasync.api",
     "TrainerCallback": "skyasync.callbacks",
     "TransientError": "skyasync.errors",
     "UserError": "skyasync.errors",
+    "evaluate": "skyasync.api",
     "load_config": "skyasync.config",
     "main": "skyasync.cli.train",
+    "rollouts": "skyasync.api",
+    "train": "skyasync.api",
 }
 
 __all__ = [
@@ -66,11 +71,15 @@ __all__ = [
     "FullyAsyncRayPPOTrainer",
     "RayPPOTrainer",
     "StreamedRayPPOTrainer",
+    "TrainResult",
     "TrainerCallback",
     "TransientError",
     "UserError",
+    "evaluate",
     "load_config",
     "main",
+    "rollouts",
+    "train",
 ]
 
 

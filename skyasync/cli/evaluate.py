@@ -16,6 +16,7 @@ from skyasync.config.resume import STATE
 from skyasync.errors import UserError, nearest
 
 if TYPE_CHECKING:
+    from skyasync.cli.rollout_experiment import RolloutExperiment
     from skyasync.config.schema import Config
     from skyasync.rollout.evaluation import PromptScores
     from skyasync.rollout.types import Group
@@ -51,10 +52,8 @@ def evaluate(argv: Arguments) -> int | None:
         given = {argument.partition("=")[0] for argument in rest}
         rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
         from skyasync.cli.rollout_experiment import RolloutExperiment
-        from skyasync.cli.train import configuration
+        from skyasync.cli.train import configuration, run_or_exit
         from skyasync.config.schema.data import most_samples
-        from skyasync.rollout.evaluation import Scoring
-        from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
 
         cfg: Config = configuration(rest)
         cfg.trainer.eval_passing = cfg.trainer.eval_passing if passing is None else passing
@@ -66,11 +65,7 @@ def evaluate(argv: Arguments) -> int | None:
         cfg.trainer.eval_k = ks or cfg.trainer.eval_k
         experiment = RolloutExperiment(cfg, evaluation=True)
         most = whole_number(options["--prompts"], "--prompts") if "--prompts" in options else 0
-        groups = experiment.play(experiment.prompts(most))
-        if problem := describe(bad_rewards(groups)):
-            raise UserError(problem)
-        scoring, tokenizer = Scoring.of(cfg), experiment.get_tokenizer()
-    metrics = scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
+        metrics = run_or_exit(experiment, lambda: measure(experiment, most))
     if "--json" in options:
         print(json.dumps(metrics, indent=1))
         return None
@@ -83,6 +78,18 @@ def evaluate(argv: Arguments) -> int | None:
         if not name.endswith("/score_error"):
             console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")
     return None
+
+
+def measure(experiment: RolloutExperiment, most: int = 0) -> dict[str, float]:
+    """The ``scores`` of an experiment's held-out prompts, or of the first ``most`` of them."""
+    from skyasync.rollout.evaluation import Scoring
+    from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
+
+    groups = experiment.play(experiment.prompts(most))
+    if problem := describe(bad_rewards(groups)):
+        raise UserError(problem)
+    scoring, tokenizer = Scoring.of(experiment.cfg), experiment.get_tokenizer()
+    return scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
 
 
 def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str, float]:

@@ -30,7 +30,7 @@ def rollout(argv: Arguments) -> None:
     flags = ("--held-out", "--show-prompts", "--json")
     options, rest = take_options(argv, {"--prompts": "4", "--samples": "8"}, flags, settings=True)
     from skyasync.cli.rollout_experiment import RolloutExperiment
-    from skyasync.cli.train import configuration
+    from skyasync.cli.train import configuration, run_or_exit
 
     evaluation = "--held-out" in options
     if "--samples" in options:
@@ -54,7 +54,7 @@ def rollout(argv: Arguments) -> None:
                 console.print(Text(f"  {name}: {str(value)[:200]}", style="dim"))
             console.print()
         return
-    groups = experiment.play(prompts)
+    groups = run_or_exit(experiment, lambda: experiment.play(prompts))
     if "--json" not in options:
         _show(groups, tokenizer)
         return

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from traceback import format_exception
+from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
-from skyasync.cli.train import end_with
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import eval_sources
 from skyasync.config.secrets import Secrets
@@ -27,6 +27,7 @@ from skyasync.rollout.evaluation import eval_requests
 from skyasync.rollout.generator_api import eval_prompts, rollout_requests, run_generator
 from skyasync.rollout.types import Group, Prompt, RolloutRequest
 from skyasync.run.experiment import BasePPOExp
+from skyasync.utils.task_group import run_in_own_loop
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 
@@ -35,13 +36,15 @@ class RolloutExperiment(BasePPOExp):
 
     Args:
         evaluation: with the prompts and the sampling of evaluation.
+        data_rows: rows of sources that are the program's own.
 
     Raises:
         UserError: for the first thing that is wrong.
     """
 
-    def __init__(self, cfg: Config, *, evaluation: bool) -> None:
+    def __init__(self, cfg: Config, *, evaluation: bool, data_rows: Mapping[str, Any] = MappingProxyType({})) -> None:
         super().__init__(cfg)
+        self.data_rows |= data_rows
         self.evaluation = evaluation
         cfg.trainer.placement.colocate_all = False  # the engines have their devices for themselves
         settle_references(self.cfg)
@@ -61,7 +64,7 @@ class RolloutExperiment(BasePPOExp):
         return prompts[:most] if most else prompts
 
     def play(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Start the engines, play, and end them; groups in the order of the prompts. An error ends the program."""
+        """Start the engines, play, and end them; groups in the order of the prompts."""
         from skyasync.run.logs import ProcessLogs, last_words
         from skyasync.run.placement import release
         from skyasync.run.ray_cluster import cluster
@@ -73,7 +76,7 @@ class RolloutExperiment(BasePPOExp):
             with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
                 self.gpus = gpus
                 try:
-                    groups = asyncio.run(self._play(prompts))
+                    groups = run_in_own_loop(self._play(prompts))
                 finally:
                     release(self.placement_name)
         except (UserError, KeyboardInterrupt):
@@ -81,7 +84,8 @@ class RolloutExperiment(BasePPOExp):
             raise
         except Exception as error:
             folder.save_error("".join(format_exception(error)) + last_words(logs, error))
-            end_with(error, folder)
+            self.run_dir = folder
+            raise
         folder.discard()
         return groups
 

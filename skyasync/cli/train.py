@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TINY_CONFIG = Path(__file__).parents[1] / "examples" / "tiny" / "config.yaml"
 
 C = TypeVar("C", bound=Config)
+T = TypeVar("T")
 
 DRY_RUN = "--dry-run"
 
@@ -64,7 +65,7 @@ def main(
 
             check_callbacks([type(callback) for callback in callbacks])
             experiment.callbacks = list(callbacks)
-        return _run(experiment)
+        return run_or_exit(experiment, experiment.run)
     except UserError as error:
         exit_with(error)
     except Terminated as end:
@@ -83,10 +84,10 @@ def configuration(arguments: Sequence[str], schema: type[C] = Config, plan: str 
     return cfg
 
 
-def _run(experiment: BasePPOExp) -> dict[str, float] | None:
+def run_or_exit(experiment: BasePPOExp, run: Callable[[], T]) -> T:
     """An error that ends a started run is one line; its traceback is in the run's folder."""
     try:
-        return experiment.run()
+        return run()
     except Exception as error:
         run_dir = experiment.run_dir
         if run_dir is None or not run_dir.error.is_file():

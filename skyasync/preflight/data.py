@@ -81,7 +81,9 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, 
         return
 
     place, colon, _ = source.rpartition(":")
-    if place.endswith(".py") or (colon and "/" not in place):  # a function
+    if source in known:  # the program's own rows
+        pass
+    elif place.endswith(".py") or (colon and "/" not in place):  # a function
         made = rows(source, cfg, is_eval=False)
         if cfg.data.streaming:  # it is called again for each pass, and its rows may have no end
             known = {source: list(islice(made, LOOKED_AT))}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -85,6 +86,30 @@ async def afterwards(
             error.add_note(f"and then, while cleaning up: {another!r}")
         raise
     await call(*args)
+
+
+def run_in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """``asyncio.run``, in another thread if an event loop runs in this one (a notebook's); Ctrl-C cancels it there."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def run() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        started.append((asyncio.get_running_loop(), task))
+        return await coroutine
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(asyncio.run, run())
+        try:
+            return running.result()
+        except KeyboardInterrupt:
+            for loop, task in started:
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 @asynccontextmanager

@@ -1,0 +1,310 @@
+"""The Python entry point: training, evaluation and rollouts as one call each, in a script or a notebook.
+
+Invariant: a call is the command with the same settings. Its arguments become settings, and ``configuration`` checks
+them. The caller's functions, classes and rows are registered under names for the time of the call, and travel with
+the run to its processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from skyasync.cli.train import configuration
+from skyasync.config.keys import Keys
+from skyasync.config.schema import Config
+from skyasync.envs import ENVS
+from skyasync.errors import UserError
+from skyasync.observability import TRACKERS
+from skyasync.registry import Registry
+from skyasync.rewards import REWARDS
+from skyasync.run.experiment import BasePPOExp
+from skyasync.trainer.plans import PLANS
+
+if TYPE_CHECKING:
+    import pandas
+
+    from skyasync.callbacks import RunExtension
+    from skyasync.trainer import RayPPOTrainer
+
+Row = Mapping[str, Any]
+Prompts = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
+OneReward = Callable[..., Any] | str
+Reward = OneReward | Mapping[OneReward, float] | Sequence[OneReward | tuple[OneReward, float]]
+MODEL = "trainer.policy.model.path"
+TRAIN, HELD_OUT = "data.train_data", "data.val_data"
+
+
+def train(
+    model: str | Path | None = None,
+    prompts: Prompts | None = None,
+    reward: Reward | None = None,
+    *,
+    environment: type | Callable[..., Any] | str | None = None,
+    plan: type | str | None = None,
+    steps: int | None = None,
+    eval_prompts: Prompts | None = None,
+    settings: Mapping[str, Any] | None = None,
+    callbacks: Sequence[RunExtension] = (),
+    tracker: object = (),
+) -> TrainResult:
+    """Train a model; blocks until the run has ended. Ctrl-C, or stopping the cell, ends the run and is raised.
+
+    Args:
+        model: a Hugging Face name or folder; the tiny example model by default, with its own task if there are no
+            ``prompts`` either.
+        prompts: rows with a ``prompt`` (text or a conversation) and any other columns: a list of mappings, a
+            ``datasets.Dataset``, a function that returns rows, or a source as in ``data.train_data`` (a file, ...).
+        reward: a function that takes ``response`` and any columns by name; or several, or a mapping or pairs with
+            weights. A string is a name as in ``environment.reward_funcs``.
+        environment: an environment class or its name, in place of ``reward``.
+        plan: the name or the class of the execution plan; ``sync`` by default.
+        steps: training steps; one pass over the prompts by default.
+        eval_prompts: held-out rows, in the same forms.
+        settings: any other setting, dotted or nested. A string value is read as on the command line.
+        callbacks: accompany the run (``skyasync.TrainerCallback``).
+        tracker: in addition to ``metrics.jsonl``: a name as in ``trainer.logger``, a class, an object with
+            ``log(metrics, step)`` and ``close()``, or several of them.
+
+    Raises:
+        UserError: for everything that is wrong with the arguments, before any process starts.
+    """
+    with ExitStack() as stack:
+        given: dict[str, object] = {"trainer.max_training_steps": steps}
+        given["trainer.plan"] = None if plan is None else _named(stack, PLANS, plan)
+        trackers = list(tracker) if isinstance(tracker, list | tuple) else [tracker]
+        if trackers:
+            given["trainer.logger"] = ["jsonl", *(_named(stack, TRACKERS, each) for each in trackers)]
+        sources = {TRAIN: prompts, HELD_OUT: eval_prompts}
+        cfg, rows = stack.enter_context(_configured(model, sources, reward, environment, given, settings))
+        experiment = _ExportingExperiment(cfg)
+        experiment.data_rows |= rows
+        if callbacks:
+            from skyasync.preflight.parts import check_callbacks
+
+            check_callbacks([type(callback) for callback in callbacks])
+            experiment.callbacks = list(callbacks)
+        metrics = experiment.run() or {}
+    from skyasync.observability import jsonl
+
+    folder = experiment.run_dir
+    assert folder is not None
+    report = folder.path / "report.html"
+    return TrainResult(
+        metrics=metrics,
+        history=[row for row in jsonl.read_rows(folder.metrics) if row.keys() > {"step", "time"}],
+        run_dir=folder.path,
+        model=experiment.exported,
+        report=report if report.is_file() else None,
+        settings=dict(settings or {}),
+    )
+
+
+class _ExportingExperiment(BasePPOExp):
+    """An experiment that always writes its final policy."""
+
+    @property
+    def exported(self) -> Path:
+        """By default a folder of the run's own, whose name is known once the experiment is prepared."""
+        assert self.run_dir is not None
+        return Path(self.cfg.trainer.export_path or self.run_dir.path / "model")
+
+    def build(self) -> RayPPOTrainer:
+        """In the controller's process, whose copy of the configuration is not read-only yet."""
+        self.cfg.trainer.export_path = str(self.exported)
+        return super().build()
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run has left.
+
+    Args:
+        metrics: of the last step.
+        history: one row per step, with ``step`` and ``time``.
+        run_dir: the run's folder.
+        model: the trained policy, a Hugging Face folder.
+        report: the page about the run; None without ``trainer.report``.
+        settings: those that the run was given.
+    """
+
+    metrics: dict[str, float] = field(repr=False)
+    history: list[dict[str, Any]] = field(repr=False)
+    run_dir: Path
+    model: Path
+    report: Path | None
+    settings: dict[str, Any] = field(repr=False)
+
+    def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
+        """One response of the trained policy to each prompt (text, or a conversation), with the run's engine.
+
+        The engine starts for this call, so pass all prompts at once. Sampling is that of evaluation.
+        """
+        rows = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        one = {**dict(_flat(self.settings)), "generator.eval_n_samples_per_prompt": 1}
+        return [each["response"] for each in rollouts(self.model, rows, "zero", settings=one, held_out=True)]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """The history as a data frame."""
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise UserError("pandas is not installed; add it with: uv pip install pandas") from error
+        return pandas.DataFrame(self.history)
+
+
+def evaluate(
+    model: str | Path | None = None,
+    prompts: Prompts | None = None,
+    reward: Reward | None = None,
+    *,
+    environment: type | Callable[..., Any] | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, float]:
+    """Mean reward and pass@k of a model on prompts, as ``skyasync evaluate``; arguments as for ``train``."""
+    from skyasync.cli.evaluate import measure
+    from skyasync.cli.rollout_experiment import RolloutExperiment
+
+    sources = {HELD_OUT: prompts}
+    with _configured(model, sources, reward, environment, {}, settings) as (cfg, rows):
+        return measure(RolloutExperiment(cfg, evaluation=True, data_rows=rows))
+
+
+def rollouts(
+    model: str | Path | None = None,
+    prompts: Prompts | None = None,
+    reward: Reward | None = None,
+    *,
+    environment: type | Callable[..., Any] | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    held_out: bool = False,
+) -> list[dict[str, Any]]:
+    """Episodes of a model, as ``skyasync rollout``: messages, response, reward, segments; nothing is trained.
+
+    Args:
+        held_out: with the sampling of evaluation. The other arguments are as for ``train``.
+    """
+    from skyasync.cli.rollout import record
+    from skyasync.cli.rollout_experiment import RolloutExperiment
+
+    sources = {HELD_OUT if held_out else TRAIN: prompts}
+    with _configured(model, sources, reward, environment, {}, settings) as (cfg, rows):
+        experiment = RolloutExperiment(cfg, evaluation=held_out, data_rows=rows)
+        groups, tokenizer = experiment.play(experiment.prompts()), experiment.get_tokenizer()
+    episodes = []
+    for group in groups:
+        for trajectory in group.trajectories:
+            sampled = [token for part in trajectory.segments if part.kind == "action" for token in part.tokens.tolist()]
+            response = tokenizer.decode(sampled, skip_special_tokens=True)
+            episodes.append({**record(group, trajectory, tokenizer), "response": response})
+    return episodes
+
+
+# ---------------------------------------------------------------- arguments as settings
+
+
+@contextmanager
+def _configured(
+    model: str | Path | None,
+    sources: Mapping[str, Prompts | None],
+    reward: Reward | None,
+    environment: type | Callable[..., Any] | str | None,
+    given: Mapping[str, object],
+    settings: Mapping[str, Any] | None,
+) -> Iterator[tuple[Config, dict[str, Iterable[Row]]]]:
+    """The configuration, and the caller's own rows by source. The caller's parts are registered inside."""
+    every: dict[str, object] = {MODEL: None if model is None else str(model), **given}
+    rows: dict[str, Iterable[Row]] = {}
+    with ExitStack() as stack:
+        for key, prompts in sources.items():
+            if isinstance(prompts, str | Path):
+                every[key] = [str(prompts)]
+            elif prompts is not None:
+                name = f"<{key.rpartition('.')[2]}>"
+                rows[name], every[key] = _rows(prompts), [name]
+        if reward is not None and environment is not None:
+            raise UserError("reward and environment are both given: an environment gives its own reward")
+        if reward is not None:
+            weights = _weights(reward)
+            every["environment.reward_funcs"] = [_named(stack, REWARDS, each) for each, _ in weights]
+            every["environment.reward_weights"] = [weight for _, weight in weights]
+            every["environment.env_class"] = "reward"
+        if environment is not None:
+            every["environment.env_class"] = _named(stack, ENVS, environment)
+        if reward is not None or environment is not None:
+            every["environment.env_class_from_rows"] = False
+        every = {key: value for key, value in every.items() if value is not None}
+        own = dict(_flat(settings or {}))
+        if twice := sorted(every.keys() & own.keys()):
+            raise UserError(f"{twice[0]} is set twice, by an argument and by settings")
+        cfg: Config = configuration([f"{key}={_text(key, value)}" for key, value in {**every, **own}.items()])
+        if cfg.data.streaming and rows.keys() & set(cfg.data.train_data):
+            raise UserError("data.streaming=true reads from a source: prompts must be a path or module:function")
+        yield cfg, rows
+
+
+def _rows(prompts: Iterable[Row] | Callable[[], Iterable[Row]]) -> Iterable[Row]:
+    made = prompts() if callable(prompts) else prompts
+    if isinstance(made, Mapping) or not isinstance(made, Iterable):
+        names = f" with {', '.join(map(str, made))}: pass one of its splits" if isinstance(made, Mapping) else ""
+        raise UserError(f"prompts must be rows, a path or a function; found {type(made).__name__}{names}")
+    return made if hasattr(made, "__len__") else list(made)
+
+
+def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
+    if isinstance(reward, Mapping):
+        return list(reward.items())
+    several = [reward] if isinstance(reward, str) or not isinstance(reward, Iterable) else reward
+    pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in several]
+    for each, _ in pairs:
+        if not isinstance(each, str) and not callable(each):
+            raise UserError(f"reward must be a function or a name, or several; found {each!r}")
+    return pairs
+
+
+def _named(stack: ExitStack, registry: Registry, part: object) -> str:
+    """The name of a part; one that is no name is registered under its own until the stack closes."""
+    if isinstance(part, str):
+        return part
+    usual = getattr(part, "__name__", type(part).__name__)
+    usual = usual if usual.isidentifier() else registry.kind.replace(" ", "_")  # a lambda
+    name, number = usual, 1
+    while name in registry or name in registry.names():
+        number += 1
+        name = f"{usual}_{number}"
+    made = registry is TRACKERS and not isinstance(part, type)
+    registry[name] = partial(_the_same, part) if made else part
+    stack.callback(registry.pop, name)
+    return name
+
+
+def _the_same(tracker: object, context: object) -> object:
+    """A tracker that is made already, where the registry makes one."""
+    return tracker
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a mapping that is no group of settings is a value."""
+    for name, value in settings.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and path in Keys.of(Config).groups:
+            yield from _flat(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _text(key: str, value: object) -> str:
+    """A value as the command line takes it."""
+    if isinstance(value, str | Path):
+        return str(value)
+    try:
+        text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
+    except yaml.representer.RepresenterError:
+        raise UserError(f"{key}={value!r}: a setting is a number, text, a list or a mapping") from None
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,70 @@
+"""Training from Python: what is wrong is rejected before anything starts, and leaves nothing registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyasync import TrainResult, UserError, evaluate, rollouts, train
+from skyasync.registry import user_parts
+from skyasync.run.experiment import BasePPOExp
+
+ROWS = [{"prompt": "1+1", "answer": "2"}]
+
+
+def right(response: str, answer: str) -> float:
+    return float(response == answer)
+
+
+@pytest.fixture(autouse=True)
+def never_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run(self: BasePPOExp) -> None:
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr(BasePPOExp, "run", run)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [{"trainer.train_batch_sise": 8}, {"trainer": {"train_batch_sise": 8}}])
+@pytest.mark.parametrize("call", [train, evaluate, rollouts])
+def test_a_wrong_key_is_rejected_with_the_nearest(call: Callable[..., Any], settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"train_batch_sise.*did you mean trainer\.train_batch_size\?"):
+        call(prompts=ROWS, reward=right, settings=settings)
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        ({"settings": {"trainer.train_batch_size": "many"}}, "trainer.train_batch_size: .*'many'"),
+        ({"settings": {"trainer.train_batch_size": 0}}, "trainer.train_batch_size=0"),
+        ({"settings": {"environment.env_config": {"best": right}}}, "environment.env_config=.*: a setting is a number"),
+        ({"steps": 3, "settings": {"trainer": {"max_training_steps": 4}}}, "trainer.max_training_steps is set twice"),
+        ({"plan": "one_step_of"}, "one_step_off"),
+        ({"tracker": "tensorbord"}, "tensorboard"),
+        ({"reward": right, "environment": "gsm8k"}, "reward and environment are both given"),
+        ({"reward": 3}, "reward must be a function or a name, or several; found 3"),
+        ({"reward": [right, None]}, "reward must be a function .*found None"),
+        ({"prompts": {"train": ROWS, "test": ROWS}}, "found dict with train, test: pass one of its splits"),
+        ({"prompts": 3}, "prompts must be rows, a path or a function; found int"),
+        ({"prompts": ROWS, "steps": 1, "settings": {"data.streaming": True}}, "prompts must be a path or module"),
+        ({"callbacks": [right]}, "callback function must be a subclass of skyasync.TrainerCallback"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_error(arguments: dict[str, Any], problem: str) -> None:
+    before = user_parts()
+    with pytest.raises(UserError, match=problem):
+        train(**{"prompts": ROWS, "reward": None if "environment" in arguments else right, **arguments})
+    assert user_parts() == before
+    assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_history_is_a_data_frame_if_pandas_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
+    result = TrainResult({}, history, Path("runs/a"), Path("runs/a/model"), None, {})
+    assert list(result.to_pandas()["reward/mean"]) == [0.5, 0.75]
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(UserError, match="pandas is not installed; add it with: uv pip install pandas"):
+        result.to_pandas()
