@@ -94,7 +94,7 @@ def measure(case: Case, folder: str) -> Found:
     tokens, taken = int(batch.attention_mask.sum()), statistics.median(seconds[1:])
     lengths = batch.attention_mask.sum(1).double()
     work = 6 * trained(worker.backend.model) * tokens + attention(case, float(lengths.square().sum()))
-    return Found(tokens, taken, work / taken / peak_of(device), held(device), planned(cfg, device))
+    return Found(tokens, taken, work / taken / peak_of(device), held(device), planned(cfg, case, device))
 
 
 def config(case: Case, folder: str) -> Any:
@@ -139,15 +139,14 @@ def held(device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
-def planned(cfg: Any, device: str) -> int:
-    import torch.distributed as dist
+def planned(cfg: Any, case: Case, device: str) -> int:
+    from skyasync.planning.memory import updating
+    from skyasync.planning.plan import Machine, make_plan
+    from skyasync.planning.shape import shape_of
 
-    from skyasync.planning.measure import measure as measured_without_memory
-    from skyasync.workers.roles import POLICY, ROLES
-
-    if dist.is_initialized():  # the worker's, which has done its work
-        dist.destroy_process_group()
-    return sum(measured_without_memory(cfg, ROLES[POLICY], 1, gpus=device == "cuda").updating.values())
+    shape = shape_of(SHAPES[case.shape], case.shape)
+    gpus = int(device == "cuda")
+    return sum(updating(shape, make_plan(cfg, shape, Machine(gpus, gpus * (80 << 30), 1 << 40)).rank).values())
 
 
 def make(shape: str, folder: Path) -> None:

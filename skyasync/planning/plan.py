@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,21 +20,30 @@ from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
 from skyasync.heap import RETAINED
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
+from skyasync.models import MeshShape
 from skyasync.planning.memory import (
+    FLOAT32,
     GIB,
-    GRADIENTS,
-    OPTIMIZER,
     EngineMemory,
     Lines,
-    RankUse,
+    RankMemory,
     batch_bytes,
     engine_memory,
-    with_holes,
+    expert_bytes,
+    gradients,
+    held,
+    kept,
+    largest_micro_batch,
+    learnt,
+    on_host,
+    publishing,
+    scoring,
+    updating,
 )
-from skyasync.planning.shape import ModelShape
+from skyasync.planning.shape import ModelShape, adapter_parameters, between_halves, divided, filters
 from skyasync.run.placement import ENGINES, Slots, plan_slots
 from skyasync.weight_sync.update import PART_BYTES
-from skyasync.workers.roles import POLICY, ROLES, Role, roles_with_ranks
+from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, roles_with_ranks
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)?", re.IGNORECASE)
@@ -114,44 +123,96 @@ def fullest(name: str, count: int, room: int, phases: Mapping[str, Lines]) -> Me
     return MemoryUse(name, count, room, when, {what: size for what, size in phases[when].items() if size})
 
 
-Measure = Callable[[Config, Role, int], RankUse]
-"""What a rank of a role needs that has so many ranks."""
+BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
+"""Of a number that is held as a code, with its share of a scale; of a row of int8 that is next to nothing."""
 
 
 @dataclass(frozen=True)
 class OtherRole:
-    """A role's model beside the policy."""
+    """A role's model beside the policy; ``shape`` is a rank's part of it."""
 
     name: str
-    use: RankUse
-    offload: str
-    trains: bool
+    shape: ModelShape
+    rank: RankMemory
     shared: bool  # on the policy's devices
     ranks: int
 
     @property
-    def here(self) -> RankUse:
-        return self.use.offloaded(self.offload)
-
-    @property
     def held(self) -> Lines:
-        return named(self.here.held, self.name)
+        return named(held(self.shape, self.rank), self.name)
 
     @property
     def learnt(self) -> int:
         """Bytes that its checkpoint needs of a rank; nothing is saved of what is not trained."""
-        return self.use.learnt if self.trains else 0
+        return sum(learnt(self.shape, self.rank).values()) if self.rank.trained else 0
 
     @property
     def phase(self) -> str:
-        return "update" if self.trains else "log-probabilities"
+        return "update" if self.rank.trained else "log-probabilities"
 
     @property
     def at_work(self) -> Lines:
-        return with_holes(self.here.updating) if self.trains else self.here.scoring
+        return (updating if self.rank.trained else scoring)(self.shape, self.rank)
 
 
-def _offload(cfg: Config, role: Role, *, gpus: bool) -> str:
+def other_role(cfg: Config, shape: ModelShape, role: Role, policy: RankMemory, *, gpus: bool, ranks: int) -> OtherRole:
+    shape = shape if role.head == VOCABULARY else shape.with_value_head
+    if role.trains:
+        rank, own = trained_rank(cfg, shape, role, gpus=gpus, ranks=ranks)
+    else:
+        b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.mesh_shape(cfg, ranks)
+        rank = RankMemory(
+            _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
+            shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
+        )  # fmt: skip
+        own = divided(shape, axes.tensor, gathers=filters(cfg))
+    return OtherRole(role.name, own, rank, role.colocated_if(cfg), ranks)
+
+
+def trained_rank(
+    cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int
+) -> tuple[RankMemory, ModelShape]:
+    trainer, sampling = cfg.trainer, cfg.generator.sampling_params
+    axes = role.mesh_shape(cfg, ranks)
+    work, count = largest_micro_batch(
+        cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
+    )
+    lora = getattr(role.settings(cfg), "lora", None)
+    optimizer = role.settings(cfg).optimizer_config
+    asked = str(role.settings(cfg).gradient_checkpointing).lower()
+    sharing = _sharing(cfg, role, axes)
+    rank = RankMemory(
+        ranks=sharing,
+        replicas=axes.data * axes.context // sharing,
+        routed=expert_bytes(cfg, shape) if role.name == POLICY else 0,
+        split=axes.tensor > 1,
+        b=bytes_of(role.model(cfg).dtype, gpus=gpus),
+        work=work,
+        micro_batches=count,
+        adapters=adapter_parameters(shape, lora) if lora and lora.rank else 0,
+        between=between_halves(shape, lora) if lora and lora.rank else 0,
+        checkpointing=gpus if asked == "auto" else asked != "false",
+        selective=asked == "selective",
+        reduced_once=getattr(role.settings(cfg), "reduce_gradients", "") == "update",
+        vocabulary=role.head == VOCABULARY,
+        entropy=trainer.algorithm.use_entropy_loss,
+        shaped=sampling.temperature not in (0.0, 1.0),
+        muon=optimizer.name == "muon",
+        master=2 if optimizer.bf16_stochastic_round else FLOAT32,
+        eight_bits=optimizer.name == "adamw_8bit",
+        offloads=_offloads(cfg, role, gpus=gpus),
+        bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
+        critic=role.name == POLICY and ROLES[CRITIC_ROLE].hosted_by_policy(cfg),
+    )
+    return rank, divided(shape, axes.tensor, gathers=filters(cfg))
+
+
+def _sharing(cfg: Config, role: Role, axes: MeshShape) -> int:
+    """Ranks over which its weights are sharded."""
+    return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
+
+
+def _offloads(cfg: Config, role: Role, *, gpus: bool) -> str:
     """What its devices lend to the host; without GPUs they are one."""
     return getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
 
@@ -164,22 +225,20 @@ def named(lines: Lines, who: str, count: int = 1) -> Lines:
     return {f"{who}: {what}": count * size for what, size in lines.items()}
 
 
-def received(cfg: Config, shape: ModelShape, adapters: int, b: int, engines: int, *, gpus: bool) -> Lines:
+def received(cfg: Config, shape: ModelShape, rank: RankMemory, engines: int, *, gpus: bool) -> Lines:
     """Of the engines there; nothing if there is no such host, or weights go from GPU to GPU.
 
     Args:
         shape: the whole policy's.
-        adapters: bytes of them all.
-        b: bytes of a number of the policy.
         engines: on such a host.
     """
     way = engine_config(cfg, gpus=gpus).weight_sync_backend
     if way in BETWEEN_GPUS or not _carried(cfg, gpus=gpus):
         return {}
     if adapter_rank(cfg):
-        return {"received weights": engines * adapters}
+        return {"received weights": engines * rank.adapters * FLOAT32}
     copies = 2 if computes_on_mapped_weights(cfg) else cfg.generator.inference_engine_tensor_parallel_size
-    return {"received weights": engines * copies * shape.parameters * b}
+    return {"received weights": engines * copies * shape.parameters * rank.b}
 
 
 def _carried(cfg: Config, *, gpus: bool) -> bool:
@@ -210,7 +269,7 @@ class MemoryPlan:
     processes: dict[str, int]
     slots: Slots
     places: tuple[MemoryUse, ...]
-    rank: RankUse
+    rank: RankMemory
     engine: EngineMemory
 
     @property
@@ -222,41 +281,44 @@ class MemoryPlan:
         return self.gpus_asked <= self.machine.gpus and all(place.fits for place in self.places)
 
 
-def make_plan(cfg: Config, shape: ModelShape, machine: Machine, measure: Measure) -> MemoryPlan:
-    """What a run of ``cfg`` needs; ``shape`` is the policy's."""
+def make_plan(
+    cfg: Config, shape: ModelShape, machine: Machine, *, shapes: Mapping[str, ModelShape] | None = None
+) -> MemoryPlan:
+    """What a run of ``cfg`` needs.
+
+    Args:
+        shape: the policy's.
+        shapes: by role, those of models of their own; a role that names none has the policy's.
+    """
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
+    rank, own = trained_rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
     per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
     others = tuple(
-        OtherRole(
-            role.name, measure(cfg, role, roles[role.name]), _offload(cfg, role, gpus=gpus), role.trains,
-            role.colocated_if(cfg), roles[role.name],
-        )
+        other_role(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
         for role in roles_with_ranks(cfg)
         if role.name != POLICY and role.own_model(cfg) is not None
-    )  # fmt: skip
+    )
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
     settings = engine_config(cfg, gpus=gpus)
     engine = engine_memory(
         cfg, settings, shape, backend=backend(cfg), b=bytes_of(settings.dtype, gpus=gpus), share=share
     )
-    rank = measure(cfg, ROLES[POLICY], roles[POLICY])
-    offload = _offload(cfg, ROLES[POLICY], gpus=gpus)
-    parts = _Planner(cfg, shape, machine, rank, offload, engine, roles, others, per_device)
+    parts = _Planner(cfg, shape, own, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
     return MemoryPlan(shape, machine, processes, slots, tuple(parts.places()), rank, engine)
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """Everything that shares the machine's places; ``rank`` is what a policy's rank needs, wherever that lies."""
+    """Everything that shares the machine's places; ``own`` is a policy rank's part of its model."""
 
     cfg: Config
     shape: ModelShape
+    own: ModelShape
     machine: Machine
-    rank: RankUse
-    offload: str
+    rank: RankMemory
     engine: EngineMemory
     roles: dict[str, int]
     others: tuple[OtherRole, ...]
@@ -266,16 +328,6 @@ class _Planner:
         if not self.machine.gpus:
             return [self._host_without_gpus(), *self._elsewhere()]
         return [*self._gpus(), self._host_beside_gpus(), *self._elsewhere()]
-
-    @property
-    def here(self) -> RankUse:
-        """What lies on the policy's device."""
-        return self.rank.offloaded(self.offload)
-
-    @property
-    def _number(self) -> int:
-        """Bytes of one as the policy computes."""
-        return bytes_of(self.cfg.trainer.policy.model.dtype, gpus=self.machine.gpus > 0)
 
     # ------------------------------------------------------------ devices
 
@@ -301,10 +353,11 @@ class _Planner:
         """The policy waits on the host while the engines have a cache; they wake with their weights for a hand-over."""
         engines, contexts = self.engines_per_device, CONTEXT * (2 + self.engines_per_device)
         asleep = {"sleeping engines": CONTEXT * engines}
-        there = {what: size for what, size in self.here.publishing.items() if what != OPTIMIZER}
+        handing = publishing(self.own, self.rank)
+        there: Lines = {what: handing[what] for what in ("weights", "gathered")}
         if self._way == "cuda_ipc":  # the policy stays for it; a part lies in a buffer, and copied in each engine
-            part = max(PART_BYTES, self.shape.largest_tensor * self._number)
-            there = self.here.publishing | {"parts": (1 + engines) * part}
+            part = max(PART_BYTES, self.shape.largest_tensor * self.rank.b)
+            there = held(self.own, self.rank) | there | {"parts": (1 + engines) * part}
             for other in self._beside_policy:
                 there |= other.held
         return {
@@ -323,17 +376,19 @@ class _Planner:
         idle: Lines = {}
         for other in self._beside_policy:
             idle |= other.held
-        phases = {"update": with_holes(self.here.updating), "log-probabilities": self.here.scoring}
+        phases = {"update": updating(self.own, self.rank), "log-probabilities": scoring(self.own, self.rank)}
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._beside_policy:
-            phases[other.name] = self.here.held | idle | named(other.at_work, other.name) | self._waiting(other)
+            phases[other.name] = (
+                held(self.own, self.rank) | idle | named(other.at_work, other.name) | self._waiting(other)
+            )
         return phases
 
     def _waiting(self, other: OtherRole, ranks: int = 1) -> Lines:
         """The policy's gradients, while one that is trained behind it finds its own: both step after that."""
-        if not (other.trains and other.shared):
+        if not (other.rank.trained and other.shared):
             return {}
-        return {f"policy: {GRADIENTS}": ranks * self.rank.gradients}
+        return {"policy: gradients": ranks * gradients(self.own, self.rank)}
 
     @property
     def _beside_policy(self) -> list[OtherRole]:
@@ -356,15 +411,15 @@ class _Planner:
         processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
         if self.cfg.trainer.placement.colocate_all:
-            always["offloaded policy"] = here * sum(self.rank.held.values())
+            always["offloaded policy"] = here * sum(kept(self.own, self.rank).values())
             waiting = self._beside_policy
-            always |= {f"offloaded {o.name}": here * sum(o.use.held.values()) for o in waiting}
+            always |= {f"offloaded {o.name}": here * sum(kept(o.shape, o.rank).values()) for o in waiting}
         else:
-            always |= named(self.rank.on_host(self.offload), "policy", here)
+            always |= named(on_host(self.own, self.rank), "policy", here)
             waiting = []
         for other in self.others:
             if other not in waiting:
-                always |= named(other.use.on_host(other.offload), other.name, other.ranks // nodes)
+                always |= named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
         return always
 
     def _elsewhere(self) -> list[MemoryUse]:
@@ -387,13 +442,7 @@ class _Planner:
     @property
     def _received(self) -> Lines:
         here = -(-self.roles[ENGINES] // self._nodes)
-        adapters = self.rank.trained * self._sharing
-        return received(self.cfg, self.shape, adapters, self._number, here, gpus=self.machine.gpus > 0)
-
-    @property
-    def _sharing(self) -> int:
-        """Ranks among which the policy's weights are divided."""
-        return self.cfg.trainer.policy.fsdp_size or self.roles[POLICY]
+        return received(self.cfg, self.shape, self.rank, here, gpus=self.machine.gpus > 0)
 
     @property
     def _nodes(self) -> int:
@@ -407,14 +456,14 @@ class _Planner:
         always["batch"] = 2 * batch_bytes(self.cfg, self.shape)
         for other in self.others:
             always |= {what: other.ranks * size for what, size in other.held.items()}
-        between = always | named(self.rank.held, "policy", ranks) | self._freed(ranks)
+        between = always | named(held(self.own, self.rank), "policy", ranks) | self._freed(ranks)
         phases = {
-            "update": always | named(with_holes(self.rank.updating), "policy", ranks),
-            "log-probabilities": always | named(self.rank.scoring, "policy", ranks),
+            "update": always | named(updating(self.own, self.rank), "policy", ranks),
+            "log-probabilities": always | named(scoring(self.own, self.rank), "policy", ranks),
         }
         for other in self.others:
             at_work = named(other.at_work, other.name, other.ranks)
-            if other.trains and not other.shared:  # beside the policy, not behind it
+            if other.rank.trained and not other.shared:  # beside the policy, not behind it
                 phases["update"] |= at_work
             phases[other.name] = between | at_work | self._waiting(other, ranks)
         phases["hand-over"] = between | self._hand_over()
@@ -423,7 +472,7 @@ class _Planner:
 
     def _freed(self, ranks: int) -> Lines:
         """What ranks on CPUs keep of what an update has given back, for the next one."""
-        transient = sum(self.rank.updating.values()) - sum(self.rank.held.values())
+        transient = sum(updating(self.own, self.rank).values()) - sum(held(self.own, self.rank).values())
         return {"policy: freed": ranks * min(RETAINED, transient)}
 
     def _processes(self, workers: int, engines: int) -> Lines:
@@ -439,8 +488,8 @@ class _Planner:
             return {}
         ranks = 1 if self.machine.gpus else self.roles[POLICY]
         return {
-            "gathered weights": ranks * (sum(self.rank.publishing.values()) - sum(self.rank.held.values())),
-            "weights in shared memory": self.shape.parameters * self._number,
+            "gathered weights": publishing(self.shape, self.rank)["gathered"] * ranks,
+            "weights in shared memory": self.shape.parameters * self.rank.b,
         }
 
     def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, nodes: int) -> dict[str, Lines]:
@@ -448,7 +497,7 @@ class _Planner:
         of all roles at once beside every phase."""
         if not self._saves:
             return phases
-        copies = [self.roles[POLICY] // nodes * self.rank.learnt]
+        copies = [self.roles[POLICY] // nodes * sum(learnt(self.own, self.rank).values())]
         copies += [-(-other.ranks // nodes) * other.learnt for other in self.others]
         if self.cfg.trainer.ckpt_async:
             phases = {phase: lines | {"checkpoint": sum(copies)} for phase, lines in phases.items()}

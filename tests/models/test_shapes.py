@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,9 @@ from transformers import (
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp import backend as fsdp
+from skyasync.models.packing import plain_layout
+from skyasync.planning.memory import Pass, kept_bytes
+from skyasync.planning.shape import shape_of
 from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
@@ -133,6 +137,30 @@ def test_gradients_that_are_added_up_once_and_layers_that_are_recomputed_are_the
     (often, expected), (once, found) = seen
     assert often >= 2 * once and once == SHAPES["qwen3_moe"].num_hidden_layers + 1
     assert distance(torch.from_numpy(found), torch.from_numpy(expected)) < 1e-6
+
+
+def test_all_but_the_results_of_matrices_and_attention_is_recomputed(shapes: dict[str, str]) -> None:
+    """Bytes that autograd keeps of two layers, by the plan and by what is kept."""
+    layout = plain_layout(*(torch.ones(2, 48, dtype=torch.int64) for _ in range(3)))
+    work = Pass(2 * 48, 48, loss_tokens=0)
+    found = {}
+    for how in ("selective", True):
+        cfg = settings(shapes["llama"])
+        cfg.trainer.policy.gradient_checkpointing = how
+        worker = PolicyWorker(cfg, threads=1)
+        worker.setup()
+        before = _tensors()
+        kept = worker.backend.model.hidden(layout)
+        found[how] = _tensors() - before
+        del kept
+    shape = shape_of(SHAPES["llama"].to_dict(), "llama")
+    assert found["selective"] - found[True] == pytest.approx(2 * kept_bytes(shape, work, 4), rel=0.05)
+
+
+def _tensors() -> int:
+    """Bytes of all tensors of this process that are no parameters."""
+    storages = (thing.untyped_storage() for thing in gc.get_objects() if type(thing) is Tensor)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def taught(rank: Rank) -> Any:

@@ -41,5 +41,5 @@ def test_planned_peaks_with_adapters_are_within_10_percent_too(warm_processes: P
 
 def check(case: Case, door: Path) -> None:
     found = measured(case, exact=True, python=program(door))
-    for phase, planned in estimated(case).items():
+    for phase, planned in estimated(case, exact=True).items():
         assert planned == pytest.approx(found[phase], rel=0.10), (phase, planned >> 20, found[phase] >> 20)
