@@ -110,7 +110,7 @@ def test_what_is_published_exported_and_broadcast_is_what_peft_merges(model_path
     equal(published(worker), expected)
     worker.export(str(tmp_path / "merged"))
     equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters()), expected)
-    sent = worker.weight_sender.weights()
+    sent = worker._engine_weights()
     equal(dict(sent), expected)
     specs = worker.transfer_weights("broadcast", "specs")
     assert list(specs) == list(dict(sent)) and all(list(expected[n].shape) == shape for n, (_, shape) in specs.items())
