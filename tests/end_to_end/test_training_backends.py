@@ -17,7 +17,7 @@ REFERENCE = Path(__file__).parents[1] / "models" / "reference_backend.py"
 def test_another_backend_trains_resumes_and_exports(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets the losses of the library's own, which come from the same samples until rounding tells them apart."""
+    """Its losses are those of the library's own backend on the same samples."""
     shutil.copy(REFERENCE, tmp_path / "mine.py")
     monkeypatch.chdir(tmp_path)
     own = ["trainer.strategy=mine.py:ReferenceBackend", "trainer.run_name=own"]

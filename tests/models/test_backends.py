@@ -323,9 +323,14 @@ def test_what_a_backend_lacks_is_named() -> None:
         def forward(self, batch: Any, request: OutputRequest) -> dict[str, Tensor]:
             return {}
 
-        def weights(self) -> Iterator[tuple[str, Tensor]]:
-            return iter(())
+        def sharded_weights(self) -> dict[str, Tensor]:
+            return {}
 
-    for call in (lambda b: b.optimizer_step({}), lambda b: b.save(Path()), lambda b: b.offload()):
+    for call in (
+        lambda b: b.optimizer_step({}),
+        lambda b: b.save(Path()),
+        lambda b: b.offload(),
+        lambda b: b.adapter(),
+    ):
         with pytest.raises(NotImplementedError, match="Asked does not"):
             call(Asked())

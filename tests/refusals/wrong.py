@@ -142,7 +142,7 @@ PARTS = [
     ([f"trainer.plan={HERE}:Missing"], "unknown attribute 'Missing'", "plan"),
     ([f"generator.backend={HERE}:Missing"], "unknown attribute 'Missing'", "engine"),
     ([f"trainer.strategy={HERE}:Missing"], "unknown attribute 'Missing'", "trainer.strategy"),
-    (["trainer.strategy=nowhere.py:Backend"], "trainer.strategy 'nowhere.py:Backend'", "does not exist"),
+    (["trainer.strategy=nowhere.py:Backend"], "trainer.strategy", "nowhere.py does not exist"),
     ([f"generator.backend={HERE}:HalfAnEngine"], "HalfAnEngine", "update_weights"),
     ([f"generator.backend={HERE}:Engine", "generator.inference_engine_tensor_parallel_size=2"],
      "inference_engine_tensor_parallel_size=2", "one device"),
