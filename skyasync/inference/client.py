@@ -188,10 +188,11 @@ class InferenceClient:
         while self._queue:
             inflight = next(iter(self._queue))
             if not inflight.future.done():
-                inflight.charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time())
-                if inflight.charge is None:
+                charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time())
+                if charge is None:
                     return
-                self._outgoing(inflight.charge.engine).requests.append(inflight)
+                self._inflight.send(inflight, charge)
+                self._outgoing(charge.engine).requests.append(inflight)
             del self._queue[inflight]
 
     def _outgoing(self, index: int) -> Outgoing:

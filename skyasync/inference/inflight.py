@@ -67,9 +67,21 @@ class InflightTable(dict[str, InflightRequest]):
         super().__init__()
         self.before: dict[str, GenerationOutput] = {}
         self.leaving: set[str] = set()
+        self._at: dict[int, dict[str, InflightRequest]] = {}
+
+    def send(self, inflight: InflightRequest, charge: Charge) -> None:
+        """From now on the request is at this engine."""
+        inflight.charge = charge
+        self._at.setdefault(charge.engine, {})[inflight.request.request_id] = inflight
+
+    def __delitem__(self, name: str) -> None:
+        charge = self.pop(name).charge
+        if charge is not None:
+            del self._at[charge.engine][name]
 
     def at(self, engine: int) -> dict[str, InflightRequest]:
-        return {name: request for name, request in self.items() if request.engine == engine}
+        """A copy, made for every heartbeat: its cost is that of this engine's requests."""
+        return dict(self._at.get(engine, ()))
 
     def receive(
         self,

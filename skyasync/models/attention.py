@@ -262,6 +262,17 @@ SQUARE = 128
 """Tokens on a side of the squares that the kernel computes or skips as a whole."""
 
 
+RECOMPILATIONS = 64
+"""FlexAttention is compiled per kind of shape: one row or several, short or long, with a window or without."""
+
+
+def allow_recompilations() -> None:
+    """For this process. Beyond torch's limit of 8, FlexAttention would make the whole matrix of scores: an error is
+    better."""
+    torch._dynamo.config.recompile_limit = RECOMPILATIONS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
 class MaskSpec:
     """Which tokens each token sees.
 

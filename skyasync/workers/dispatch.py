@@ -290,7 +290,7 @@ def memory_transfer(
     """Through memory of the machine of the policy's rank 0, or a folder that other machines see."""
     policy, generator, remote = groups[POLICY], cfg.generator, None
     if nodes is not None and not generator.weight_sync_dir:
-        workers = 1 if adapter_rank(cfg) else generator.inference_engine_tensor_parallel_size
+        workers = 1 if adapter_rank(cfg) else generator.devices_per_engine
         remote = RemoteEngines(policy, nodes, workers=workers, timeout_s=generator.heartbeat_timeout_s)
     if maps_weights(cfg):
         return SharedMemoryTransfer(policy, computed_on=computes_on_mapped_weights(cfg), remote=remote)

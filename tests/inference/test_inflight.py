@@ -6,6 +6,7 @@ import asyncio
 
 from skyasync.inference.inflight import InflightRequest, InflightTable
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.inference.router import Charge
 
 
 def piece(name: str) -> InflightRequest:
@@ -37,3 +38,17 @@ async def test_news_that_may_be_those_of_an_earlier_request_of_the_same_name_are
         unanswered.receive(asked, [told("a", 5)], leaving)
         unanswered.receive(unanswered.at(0), [told("a", 6)])
         assert not len(unanswered["a"].so_far.token_ids)
+
+
+async def test_a_heartbeat_costs_no_look_at_the_requests_of_other_engines(monkeypatch) -> None:
+    table = InflightTable()
+    for index, name in enumerate("abcd"):
+        table[name] = InflightRequest(
+            GenerationRequest(name, [1], SamplingParams()), name, asyncio.get_running_loop().create_future()
+        )
+        table.send(table[name], Charge(index % 2, 1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(InflightTable, "items", None)
+        assert set(table.at(0)) == {"a", "c"} and table.at(7) == {}
+    del table["a"]
+    assert set(table.at(0)) == {"c"} and set(table) == {"b", "c", "d"}

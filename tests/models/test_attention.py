@@ -12,9 +12,18 @@ import torch
 import torch.distributed as dist
 import transformers.integrations.flex_attention as library
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
-from skyasync.models.attention import MaskSpec, attention_inputs, block_coverage, owners_mask, window_mask
+from skyasync.models.attention import (
+    RECOMPILATIONS,
+    MaskSpec,
+    allow_recompilations,
+    attention_inputs,
+    block_coverage,
+    owners_mask,
+    window_mask,
+)
 from skyasync.models.batch import TokenBatch
 from skyasync.models.heads import load_causal_lm
 from skyasync.models.packing import MicroBatches
@@ -152,6 +161,25 @@ def test_a_window_over_128k_tokens_takes_no_mask_of_its_square() -> None:
     mask = window_mask(131072, 4096, torch.device("cpu"))
     assert mask.kv_indices.numel() == 1024**2
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 34 * 1024
+
+
+@pytest.mark.slow
+def test_all_shapes_of_rows_and_windows_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's tracer alone, which counts what it compiles."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(flex_attention.flex_attention, backend=counter)
+    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False), torch.no_grad():
+        allow_recompilations()
+        for length in (257, 300, 512, 90, 60, 128):
+            for count in (1, 2, 4):
+                owners = torch.arange(length).expand(count, -1).div(50, rounding_mode="floor").int()
+                spec, states = MaskSpec(torch.zeros_like(owners), owners), torch.randn(count, 2, length, 16)
+                for window in (0, 64):
+                    compiled(states, states, states, block_mask=spec.mask(window))
+    torch.compiler.reset()
+    assert 8 < counter.frame_count < RECOMPILATIONS / 2
 
 
 def test_a_cpu_keeps_sdpa(untied_model: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from skyasync.config.schema import Config
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
 from skyasync.weight_sync.tensors import specs_of
 from skyasync.weight_sync.transfers.base import WeightTransfer
@@ -19,6 +20,7 @@ from skyasync.weight_sync.transfers.remote import RemoteEngines
 from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
 from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 from skyasync.weight_sync.verify.digests import digests_of
+from skyasync.workers.dispatch import memory_transfer
 
 CPU = torch.device("cpu")
 HOME, THERE = "node 0", "node 1"
@@ -78,6 +80,22 @@ class Engine:
         found = dict(self.decoder.decode(received.weights, received.digests, received.about))
         assert digests_of(found) == received.digests, "what an engine proves"
         return found
+
+
+def test_every_worker_of_an_engine_with_pipeline_stages_joins_the_group() -> None:
+    cfg = Config()
+    cfg.generator.backend, cfg.generator.inference_engine_tensor_parallel_size = "vllm", 2
+    cfg.generator.engine_kwargs = {"pipeline_parallel_size": 3}
+
+    async def members() -> int:
+        rank_0, engines = Rank0(), {1: THERE}
+        opened: list[int] = []
+        rank_0.sender.remote.open = lambda host, workers, timeout_s: opened.append(workers) or {}  # type: ignore
+        transfer = memory_transfer(cfg, {"policy": rank_0}, lambda: engines)  # type: ignore[dict-item]
+        await transfer._remote.open(1)  # type: ignore[attr-defined]
+        return opened[0]
+
+    assert asyncio.run(members()) == 6
 
 
 class Cluster:

@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyasync.errors import NonFiniteError, UserError
 from skyasync.heap import keep_freed
 from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
+from skyasync.models.attention import allow_recompilations
 from skyasync.models.backend import (
     MODEL,
     TOKEN_LOGPROBS,
@@ -107,6 +108,8 @@ class FSDPBackend(ModelBackend):
             self._form_group(ranks.store or dist.TCPStore(ranks.host, ranks.port, ranks.world_size, is_master=False))
         torch.manual_seed(spec.trainer.seed)
         disable_progress_bar()
+        if self.device.type == "cuda":
+            allow_recompilations()
         self.model = self._build()
         self.hidden_size = int(self.model.model.config.hidden_size)
         if self.device.type == "cpu":
@@ -246,6 +249,7 @@ class FSDPBackend(ModelBackend):
         spec, model = self.spec, wrapper.model
         if spec.torch_compile:
             wrapper.packs = False  # packed sequences differ in their number of blocks: each would be compiled
+            wrapper.keeps_blocks = True  # FlexAttention's masks are made outside of what is compiled
             compile_layers(decoder_layers(wrapper), self.device)
         if recomputes := self.recomputes():
             if recomputes == "selective":
