@@ -125,9 +125,7 @@ def test_prose_has_no_words_of_our_own() -> None:
     assert not bad, f"{len(bad)}\n" + "\n".join(bad)
 
 
-@pytest.mark.parametrize(
-    "page", sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]), ids=str
-)
+@pytest.mark.parametrize("page", sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]), ids=str)
 def test_pages_have_no_words_of_our_own(page: Path) -> None:
     bad = [f"{n}: {m[0]!r}" for n, line in enumerate(page.read_text().splitlines(), 1) for m in _PROSE.finditer(line)]
     assert not bad, f"{page.name}\n" + "\n".join(bad)
