@@ -147,7 +147,9 @@ class TrainResult:
         The engine starts for this call, so pass all prompts at once. Sampling is that of evaluation.
         """
         rows = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        one = {**dict(_flat(self.settings)), "generator.eval_n_samples_per_prompt": 1}
+        of_task = ("environment.", "data.prompt_key", "data.label_key", "data.domain_key", "data.val_", "data.train_")
+        one = {key: value for key, value in _flat(self.settings) if not key.startswith(of_task)}
+        one["generator.eval_n_samples_per_prompt"] = 1
         return [each["response"] for each in rollouts(self.model, rows, "zero", settings=one, evaluation=True)]
 
     def to_pandas(self) -> pandas.DataFrame:
