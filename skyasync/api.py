@@ -38,7 +38,7 @@ Prompts = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
 OneReward = Callable[..., Any] | str
 Reward = OneReward | Mapping[OneReward, float] | Sequence[OneReward | tuple[OneReward, float]]
 MODEL = "trainer.policy.model.path"
-TRAIN, HELD_OUT = "data.train_data", "data.val_data"
+TRAIN, EVALUATION = "data.train_data", "data.val_data"
 
 
 def train(
@@ -81,7 +81,7 @@ def train(
         trackers = list(tracker) if isinstance(tracker, list | tuple) else [tracker]
         if trackers:
             given["trainer.logger"] = ["jsonl", *(_named(stack, TRACKERS, each) for each in trackers)]
-        sources = {TRAIN: prompts, HELD_OUT: eval_prompts}
+        sources = {TRAIN: prompts, EVALUATION: eval_prompts}
         cfg, rows = stack.enter_context(_configured(model, sources, reward, environment, given, settings))
         experiment = _ExportingExperiment(cfg)
         experiment.data_rows |= rows
@@ -147,8 +147,10 @@ class TrainResult:
         The engine starts for this call, so pass all prompts at once. Sampling is that of evaluation.
         """
         rows = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        one = {**dict(_flat(self.settings)), "generator.eval_n_samples_per_prompt": 1}
-        return [each["response"] for each in rollouts(self.model, rows, "zero", settings=one, held_out=True)]
+        of_task = ("environment.", "data.prompt_key", "data.label_key", "data.domain_key", "data.val_", "data.train_")
+        one = {key: value for key, value in _flat(self.settings) if not key.startswith(of_task)}
+        one["generator.eval_n_samples_per_prompt"] = 1
+        return [each["response"] for each in rollouts(self.model, rows, "zero", settings=one, evaluation=True)]
 
     def to_pandas(self) -> pandas.DataFrame:
         """The history as a data frame."""
@@ -171,7 +173,7 @@ def evaluate(
     from skyasync.cli.evaluate import measure
     from skyasync.cli.rollout_experiment import RolloutExperiment
 
-    sources = {HELD_OUT: prompts}
+    sources = {EVALUATION: prompts}
     with _configured(model, sources, reward, environment, {}, settings) as (cfg, rows):
         return measure(RolloutExperiment(cfg, evaluation=True, data_rows=rows))
 
@@ -183,19 +185,19 @@ def rollouts(
     *,
     environment: type | Callable[..., Any] | str | None = None,
     settings: Mapping[str, Any] | None = None,
-    held_out: bool = False,
+    evaluation: bool = False,
 ) -> list[dict[str, Any]]:
     """Episodes of a model, as ``skyasync rollout``: messages, response, reward, segments; nothing is trained.
 
     Args:
-        held_out: with the sampling of evaluation. The other arguments are as for ``train``.
+        evaluation: with the sampling of evaluation. The other arguments are as for ``train``.
     """
     from skyasync.cli.rollout import record
     from skyasync.cli.rollout_experiment import RolloutExperiment
 
-    sources = {HELD_OUT if held_out else TRAIN: prompts}
+    sources = {EVALUATION if evaluation else TRAIN: prompts}
     with _configured(model, sources, reward, environment, {}, settings) as (cfg, rows):
-        experiment = RolloutExperiment(cfg, evaluation=held_out, data_rows=rows)
+        experiment = RolloutExperiment(cfg, evaluation=evaluation, data_rows=rows)
         groups, tokenizer = experiment.play(experiment.prompts()), experiment.get_tokenizer()
     episodes = []
     for group in groups:

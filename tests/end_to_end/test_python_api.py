@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ result = train(model, rows, {sevens: 1.0, "exact_match": 0.0}, plan="one_step_of
 rewards = [row["reward/mean"] for row in result.history]
 assert len(rewards) == 10 and sum(rewards[-3:]) > sum(rewards[:3]), rewards
 assert open("logged").read().split()[-1] == "10"
-assert result.metrics["env/sevens"] == result.metrics["reward/mean"]
+assert 0 < result.metrics["env/sevens"] <= 1
 """,
     """
 (text,) = result.generate(["Sort: 312"])
@@ -113,15 +114,14 @@ def test_a_script_without_a_guard_trains_and_its_reward_rises(tmp_path: Path, mo
 
 
 def test_the_readmes_lines_train(tmp_path: Path, models: dict[str, str]) -> None:
-    of_page = {
-        b.page.name: b.text for b in blocks() if b.language == "python" and "rows = " in b.text and "train(" in b.text
-    }
+    of_page = {b.page.name: b.text for b in blocks() if b.language == "python" and "import train\n\nrows = " in b.text}
     assert of_page.keys() >= {"README.md", "python_api.md"}
     assert of_page["python_api.md"].startswith(of_page["README.md"])
     program = of_page["python_api.md"].replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(models["tied"]))
     (tmp_path / "readme.py").write_text(program.replace("steps=100", f"steps=2, settings={SMALL!r}"))
-    assert _output(tmp_path, "readme.py").startswith("['")
-    assert len((tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    (response,) = literal_eval(_output(tmp_path, "readme.py"))
+    assert isinstance(response, str)
+    assert len((tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def _output(folder: Path, program: str) -> str:
