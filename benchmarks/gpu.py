@@ -94,7 +94,7 @@ def measure(case: Case, folder: str) -> Found:
     tokens, taken = int(batch.attention_mask.sum()), statistics.median(seconds[1:])
     lengths = batch.attention_mask.sum(1).double()
     work = 6 * trained(worker.backend.model) * tokens + attention(case, float(lengths.square().sum()))
-    return Found(tokens, taken, work / taken / peak_of(device), held(device), planned(cfg, case, device))
+    return Found(tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, case, device))
 
 
 def config(case: Case, folder: str) -> Any:
@@ -132,7 +132,7 @@ def peak_of(device: str) -> float:
     return next((peak for card, peak in PEAKS.items() if card in name), float("nan"))
 
 
-def held(device: str) -> int:
+def resident(device: str) -> int:
     """The most bytes that tensors had."""
     import torch
 

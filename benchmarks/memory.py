@@ -233,7 +233,7 @@ def estimated(case: Case, *, exact: bool = False) -> dict[str, int]:
     """The plan's bytes of the same phases; before the first optimizer step there are no moments."""
     from skyasync.planning import memory
 
-    with mock.patch.multiple(memory, KEPT=0.0, FRAGMENTATION=0.0) if exact else nullcontext():
+    with mock.patch.multiple(memory, RETAINED_SHARE=0.0, FRAGMENTATION=0.0) if exact else nullcontext():
         return _estimated(case)
 
 

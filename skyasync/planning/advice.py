@@ -61,7 +61,7 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
         "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
         "trainer.placement.policy_num_gpus_per_node",
     )  # fmt: skip
-    if plan.gpus_asked > plan.machine.gpus:
+    if plan.gpus_requested > plan.machine.gpus:
         lower = list(_halves(placement.policy_num_gpus_per_node, 1))
         choices["trainer.placement.policy_num_gpus_per_node"] += lower
     ranks, sharing = choices["trainer.placement.policy_num_gpus_per_node"], cfg.trainer.parallel

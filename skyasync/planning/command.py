@@ -82,10 +82,10 @@ def _machine(options: Options) -> Machine:
     here = this_machine()
     gpus = here.gpus if options.gpus is None else options.gpus
     if options.gpu_memory is not None and options.gpus is None and not here.gpus:
-        raise UserError("--gpu-memory needs --gpus N beside it: there is no GPU here")
+        raise UserError("--gpu-memory also needs --gpus N: there is no GPU here")
     memory = options.gpu_memory or here.gpu_memory
     if gpus and not memory:
-        raise UserError(f"--gpus {gpus} needs --gpu-memory beside it, for example 80GiB: there is no GPU here")
+        raise UserError(f"--gpus {gpus} also needs --gpu-memory, for example 80GiB: there is no GPU here")
     return Machine(gpus, memory if gpus else 0, options.host_memory or here.host_memory)
 
 
@@ -99,10 +99,10 @@ def print_plan(plan: MemoryPlan, advice: Mapping[str, Any], console: Console | N
         console = Console(highlight=False, file=console.file, width=_PLAIN_WIDTH, no_color=True)
     for line in _summary(plan):
         console.print(line)
-    for place in plan.places:
+    for place in plan.devices:
         console.print(_table(place, plain=not console.is_terminal))
     console.print()
-    console.print(verdict(plan, advice), style="bold green" if plan.fits else "bold red", soft_wrap=True)
+    console.print(conclusion(plan, advice), style="bold green" if plan.fits else "bold red", soft_wrap=True)
 
 
 def as_json(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
@@ -113,11 +113,11 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
             "machine": vars(plan.machine),
             "processes": plan.processes,
             "bundles": list(plan.slots.bundles),
-            "gpus_asked": plan.gpus_asked,
+            "gpus_requested": plan.gpus_requested,
             "micro_batch": vars(plan.rank.work) | {"count": plan.rank.micro_batches},
             "gradient_checkpointing": plan.rank.checkpointing,
             "cache_tokens_per_engine": plan.engine.tokens,
-            "places": [vars(place) | {"total": place.total, "fits": place.fits} for place in plan.places],
+            "places": [vars(place) | {"total": place.total, "fits": place.fits} for place in plan.devices],
             "fits": plan.fits,
             "advice": dict(advice),
         },
@@ -125,13 +125,15 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
     )
 
 
-def verdict(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
+def conclusion(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
     """ "fits", or what does not, and the keys that make it fit."""
     if plan.fits:
         return "fits"
-    wrong = [f"{p.name} (in its phase {p.when!r}) lacks {_size(p.total - p.room)}" for p in plan.places if not p.fits]
-    if plan.gpus_asked > plan.machine.gpus:
-        wrong.insert(0, f"{plan.gpus_asked} GPUs are asked for and there are {plan.machine.gpus}")
+    wrong = [
+        f"{p.name} (in its phase {p.when!r}) lacks {_size(p.total - p.capacity)}" for p in plan.devices if not p.fits
+    ]
+    if plan.gpus_requested > plan.machine.gpus:
+        wrong.insert(0, f"{plan.gpus_requested} GPUs are asked for and there are {plan.machine.gpus}")
     keys = " ".join(f"{key}={written(value)}" for key, value in advice.items())
     way_out = f"it fits with {keys}" if keys else "no key tried makes it fit: take more or larger devices"
     return f"does not fit: {'; '.join(wrong)}: {way_out}"
@@ -162,7 +164,7 @@ def _table(place: MemoryUse, *, plain: bool) -> Table:
     title = f"\n{each}{place.name}: fullest in {place.when}"
     look = box.ASCII if plain else box.ROUNDED
     table = Table(title=title, title_justify="left", show_footer=True, min_width=len(title), box=look)
-    table.add_column("of each", footer=f"in all, of {_size(place.room)}")
+    table.add_column("of each", footer=f"in all, of {_size(place.capacity)}")
     table.add_column("memory", justify="right", footer=_size(place.total))
     for what, size in place.lines.items():
         table.add_row(what, _size(size))

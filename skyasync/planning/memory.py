@@ -45,7 +45,7 @@ def layer_bytes(shape: ModelShape, work: Pass, b: int, *, frozen: bool = False) 
     return work.tokens * per_token
 
 
-def kept_bytes(shape: ModelShape, work: Pass, b: int) -> int:
+def recomputation_bytes(shape: ModelShape, work: Pass, b: int) -> int:
     """Of one decoder layer where all but the results of its matrices and its attention is recomputed."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 2 * queries + 2 * keys + shape.hidden
@@ -67,9 +67,9 @@ def _norms(shape: ModelShape, b: int, *, frozen: bool = False) -> int:
     normed = FLOAT32 if family.norm == "gemma" else b
     normed = 0 if frozen else normed  # it is the gradient of the norm's weight that takes it
     before = 2 * (h * (FLOAT32 + normed + b) + FLOAT32)
-    behind = 2 * (h * (FLOAT32 + normed) + FLOAT32) if family.post_norms else 0
+    after = 2 * (h * (FLOAT32 + normed) + FLOAT32) if family.post_norms else 0
     of_heads = (shape.heads + shape.kv_heads) * (shape.head_dim * (FLOAT32 + normed) + FLOAT32)
-    return before + behind + (of_heads if family.head_norms else 0)
+    return before + after + (of_heads if family.head_norms else 0)
 
 
 def _attention(shape: ModelShape, b: int, *, masked: bool) -> int:
@@ -157,9 +157,9 @@ def _rows_sharing_a_prompt(lengths: Lengths, shape: ModelShape, cap: int, rows_l
     if not shape.shares_prefixes or saved < MIN_SAVED_TOKENS:
         return 1
     cheapest = int(math.sqrt(lengths.prompt**2 + 6 * shape.hidden * lengths.prompt))
-    room = max(1, min(cheapest, cap - lengths.prompt))
+    space = max(1, min(cheapest, cap - lengths.prompt))
     most = min(lengths.samples, rows_limit or lengths.samples)
-    return max(1, min(most, math.ceil(room / lengths.response)))
+    return max(1, min(most, math.ceil(space / lengths.response)))
 
 
 def batch_bytes(cfg: Config, shape: ModelShape) -> int:
@@ -184,7 +184,7 @@ PARAMETERS = "parameters"
 FRAGMENTATION = 0.15
 """Of what is taken and given back within a step: allocators (C's on a CPU, torch's on a GPU) keep holes. Measured."""
 
-KEPT = 1.2
+RETAINED_SHARE = 1.2
 """Of one layer's activations, what the allocator has not given back when the next thing is done. Measured."""
 
 
@@ -211,7 +211,7 @@ class RankMemory:
         work: its largest micro-batch.
         micro_batches: per optimizer step; from the second on there are gradients already.
         trained: it has an optimizer, whose weights are float32; a reference has neither.
-        adapters: numbers that are trained beside frozen weights; 0: the weights themselves are.
+        adapters: numbers that are trained next to frozen weights; 0: the weights themselves are.
         between: numbers per token between the halves of a layer's adapters.
         selective: with checkpointing, what matrices and attention gave is kept.
         reduced_once: gradients are added up over the ranks once per update.
@@ -251,29 +251,29 @@ class RankMemory:
 
     @property
     def sharded(self) -> bool:
-        asked = self.offloads == PARAMETERS or self.bits > 0 or self.split
-        return asked or self.ranks * self.replicas > 1 or (self.trained and self.b != self.master)
+        forced = self.offloads == PARAMETERS or self.bits > 0 or self.split
+        return forced or self.ranks * self.replicas > 1 or (self.trained and self.b != self.master)
 
     @property
     def short(self) -> bool:
         """Whether what is kept between steps is copied for a step."""
         return self.trained and (self.eight_bits or self.master != FLOAT32)
 
-    def moments(self, numbers: int) -> int:
+    def optimizer_bytes(self, numbers: int) -> int:
         """Bytes of both."""
         return int(2 * numbers * (IN_BLOCKS if self.eight_bits else self.master))
 
 
-def held(shape: ModelShape, rank: RankMemory) -> Lines:
+def resident(shape: ModelShape, rank: RankMemory) -> Lines:
     """Between two calls, where it computes."""
     away = offloaded(shape, rank)
-    return {what: size for what, size in kept(shape, rank).items() if what not in away}
+    return {what: size for what, size in persistent(shape, rank).items() if what not in away}
 
 
 def offloaded(shape: ModelShape, rank: RankMemory) -> Lines:
     """Of what is kept between two calls, what the host holds."""
     away = {"none": (), "optimizer": ("moments",), PARAMETERS: ("weights", "adapters", "moments")}[rank.offloads]
-    return {what: size for what, size in kept(shape, rank).items() if what in away}
+    return {what: size for what, size in persistent(shape, rank).items() if what in away}
 
 
 def on_host(shape: ModelShape, rank: RankMemory) -> Lines:
@@ -284,7 +284,7 @@ def on_host(shape: ModelShape, rank: RankMemory) -> Lines:
     return lines
 
 
-def kept(shape: ModelShape, rank: RankMemory) -> Lines:
+def persistent(shape: ModelShape, rank: RankMemory) -> Lines:
     """Between two calls, wherever it is."""
     share = -(-shape.parameters // rank.ranks)
     if not rank.trained:
@@ -295,15 +295,15 @@ def kept(shape: ModelShape, rank: RankMemory) -> Lines:
         return {"weights": share * rank.b - spared} | learnt(shape, rank)
     head = _head(shape, rank)
     turned = -(-shape.layers * shape.layer_matrices // rank.ranks) if rank.muon else 0
-    return {"weights": share * rank.master, "moments": rank.moments(share) - turned * FLOAT32} | head
+    return {"weights": share * rank.master, "moments": rank.optimizer_bytes(share) - turned * FLOAT32} | head
 
 
 def learnt(shape: ModelShape, rank: RankMemory) -> Lines:
     """Of what is held, what training changes: all that a checkpoint needs."""
     if not rank.adapters:
-        return kept(shape, rank)
+        return persistent(shape, rank)
     share = -(-rank.adapters // rank.ranks)
-    return {"adapters": share * FLOAT32, "moments": rank.moments(share)} | _head(shape, rank)
+    return {"adapters": share * FLOAT32, "moments": rank.optimizer_bytes(share)} | _head(shape, rank)
 
 
 def _head(shape: ModelShape, rank: RankMemory) -> Lines:
@@ -312,13 +312,13 @@ def _head(shape: ModelShape, rank: RankMemory) -> Lines:
 
 
 def scoring(shape: ModelShape, rank: RankMemory) -> Lines:
-    """A log-probability pass: a layer's activations, or what is kept of them beside a piece of the logits."""
+    """A log-probability pass: a layer's activations, or the part retained while logits are computed."""
     layer, logits = _one_layer(shape, rank), logits_bytes(shape, rank, backward=False)
-    beside = int(KEPT * layer) + rank.work.loss_tokens * shape.hidden * rank.b
-    in_a_layer = layer > beside + logits
-    return held(shape, rank) | {
+    in_head = int(RETAINED_SHARE * layer) + rank.work.loss_tokens * shape.hidden * rank.b
+    in_a_layer = layer > in_head + logits
+    return resident(shape, rank) | {
         "gathered": _gathered(shape, rank),
-        "activations": layer if in_a_layer else beside,
+        "activations": layer if in_a_layer else in_head,
         "logits": 0 if in_a_layer else logits,
         "masks": mask_bytes(rank.work),
         **_routed(rank),
@@ -333,7 +333,7 @@ def gradients(shape: ModelShape, rank: RankMemory) -> int:
 def updating(shape: ModelShape, rank: RankMemory) -> Lines:
     """An optimizer step at its fullest: in the head's backward pass, when all activations are there, or at the end of
     the whole, when the embeddings' gradient is, too."""
-    own = held(shape, rank)
+    own = resident(shape, rank)
     share = gradients(shape, rank)
     # The gradient of the head, or, at the end, of the embeddings: none where they are frozen.
     row = 0 if rank.adapters else shape.hidden * rank.b
@@ -354,7 +354,7 @@ def updating(shape: ModelShape, rank: RankMemory) -> Lines:
     if rank.offloads == PARAMETERS:  # the step is the host's
         return max(_with_holes(head, "activations", "logits"), end, key=lambda lines: sum(lines.values()))
     if rank.offloads == "optimizer":
-        end |= {"moments": kept(shape, rank)["moments"]}
+        end |= {"moments": persistent(shape, rank)["moments"]}
     if rank.muon and not rank.adapters:
         end["orthogonalised"] = ORTHOGONALISED * shape.largest_matrix
     if rank.short:
@@ -363,7 +363,7 @@ def updating(shape: ModelShape, rank: RankMemory) -> Lines:
 
 
 def _routed(rank: RankMemory) -> Lines:
-    """The experts of the micro-batch in hand."""
+    """The experts of the current micro-batch."""
     return {"replayed experts": rank.work.tokens * rank.routed} if rank.routed else {}
 
 
@@ -374,8 +374,8 @@ def activations(shape: ModelShape, rank: RankMemory) -> int:
     frozen = rank.adapters > 0
     layer = layer_bytes(shape, work, b, frozen=frozen) + work.tokens * rank.between * b
     inputs = work.tokens * shape.hidden * b
-    kept = inputs + (kept_bytes(shape, work, b) if rank.selective else 0)
-    layers = shape.layers * kept + layer if rank.checkpointing else shape.layers * layer
+    saved = inputs + (recomputation_bytes(shape, work, b) if rank.selective else 0)
+    layers = shape.layers * saved + layer if rank.checkpointing else shape.layers * layer
     return layers + final_norm_bytes(shape, work, b, frozen=frozen)
 
 
@@ -406,8 +406,8 @@ def publishing(shape: ModelShape, rank: RankMemory) -> Lines:
     gathered = shape.largest_tensor * FLOAT32 if rank.ranks > 1 or rank.split else 0
     if rank.adapters:
         gathered = max(gathered, 2 * shape.largest_matrix * FLOAT32)  # a weight and what is added to it
-    kept = int(KEPT * _one_layer(shape, rank))
-    return held(shape, rank) | {"gathered": gathered, "fragmentation": kept}
+    retained = int(RETAINED_SHARE * _one_layer(shape, rank))
+    return resident(shape, rank) | {"gathered": gathered, "fragmentation": retained}
 
 
 def _one_layer(shape: ModelShape, rank: RankMemory) -> int:
@@ -456,9 +456,9 @@ def engine_memory(
     batched = getattr(cfg.generator, "max_num_batched_tokens", 0) or batched
     workspace = _workspace(shape, batched, min(config.max_num_seqs, batched), b, parallel) + (GRAPHS if share else 0)
     per_token = cache_bytes_per_token(shape, b, parallel)
-    wanted = config.max_num_seqs * config.max_model_len * per_token
-    room = share - weights - workspace if share else int(cfg.generator.kv_cache_gb * GIB)
-    cache = min(room, wanted) if backend != "vllm" else room
+    needed = config.max_num_seqs * config.max_model_len * per_token
+    space = share - weights - workspace if share else int(cfg.generator.kv_cache_gb * GIB)
+    cache = min(space, needed) if backend != "vllm" else space
     return EngineMemory(weights, workspace, cache, config.max_model_len * per_token, max(0, cache) // per_token)
 
 

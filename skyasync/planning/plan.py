@@ -31,12 +31,12 @@ from skyasync.planning.memory import (
     engine_memory,
     expert_bytes,
     gradients,
-    held,
-    kept,
     largest_micro_batch,
     learnt,
     on_host,
+    persistent,
     publishing,
+    resident,
     scoring,
     updating,
 )
@@ -105,7 +105,7 @@ class MemoryUse:
 
     name: str
     count: int
-    room: int
+    capacity: int
     when: str
     lines: Lines
 
@@ -115,12 +115,12 @@ class MemoryUse:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.room
+        return self.total <= self.capacity
 
 
-def fullest(name: str, count: int, room: int, phases: Mapping[str, Lines]) -> MemoryUse:
+def fullest(name: str, count: int, capacity: int, phases: Mapping[str, Lines]) -> MemoryUse:
     when = max(phases, key=lambda phase: sum(phases[phase].values()))
-    return MemoryUse(name, count, room, when, {what: size for what, size in phases[when].items() if size})
+    return MemoryUse(name, count, capacity, when, {what: size for what, size in phases[when].items() if size})
 
 
 BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
@@ -129,7 +129,7 @@ BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
 
 @dataclass(frozen=True)
 class OtherRole:
-    """A role's model beside the policy; ``shape`` is a rank's part of it."""
+    """A role's model next to the policy; ``shape`` is a rank's part of it."""
 
     name: str
     shape: ModelShape
@@ -138,8 +138,8 @@ class OtherRole:
     ranks: int
 
     @property
-    def held(self) -> Lines:
-        return named(held(self.shape, self.rank), self.name)
+    def resident(self) -> Lines:
+        return named(resident(self.shape, self.rank), self.name)
 
     @property
     def learnt(self) -> int:
@@ -160,12 +160,12 @@ def other_role(cfg: Config, shape: ModelShape, role: Role, policy: RankMemory, *
     if role.trains:
         rank, own = trained_rank(cfg, shape, role, gpus=gpus, ranks=ranks)
     else:
-        b, axes = bytes_of(role.model(cfg).dtype, gpus=gpus), role.mesh_shape(cfg, ranks)
+        b, mesh_shape = bytes_of(role.model(cfg).dtype, gpus=gpus), role.mesh_shape(cfg, ranks)
         rank = RankMemory(
-            _sharing(cfg, role, axes), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
-            shaped=policy.shaped, split=axes.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
+            _sharing(cfg, role, mesh_shape), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
+            shaped=policy.shaped, split=mesh_shape.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
         )  # fmt: skip
-        own = divided(shape, axes.tensor, gathers=filters(cfg))
+        own = divided(shape, mesh_shape.tensor, gathers=filters(cfg))
     return OtherRole(role.name, own, rank, role.colocated_if(cfg), ranks)
 
 
@@ -173,26 +173,31 @@ def trained_rank(
     cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int
 ) -> tuple[RankMemory, ModelShape]:
     trainer, sampling = cfg.trainer, cfg.generator.sampling_params
-    axes = role.mesh_shape(cfg, ranks)
+    mesh_shape = role.mesh_shape(cfg, ranks)
     work, count = largest_micro_batch(
-        cfg, shape, gpus=gpus, ranks=axes.data, context=axes.context, rows_limit=trainer.micro_train_batch_size_per_gpu
+        cfg,
+        shape,
+        gpus=gpus,
+        ranks=mesh_shape.data,
+        context=mesh_shape.context,
+        rows_limit=trainer.micro_train_batch_size_per_gpu,
     )
     lora = getattr(role.settings(cfg), "lora", None)
     optimizer = role.settings(cfg).optimizer_config
-    asked = str(role.settings(cfg).gradient_checkpointing).lower()
-    sharing = _sharing(cfg, role, axes)
+    setting = str(role.settings(cfg).gradient_checkpointing).lower()
+    sharing = _sharing(cfg, role, mesh_shape)
     rank = RankMemory(
         ranks=sharing,
-        replicas=axes.data * axes.context // sharing,
+        replicas=mesh_shape.data * mesh_shape.context // sharing,
         routed=expert_bytes(cfg, shape) if role.name == POLICY else 0,
-        split=axes.tensor > 1,
+        split=mesh_shape.tensor > 1,
         b=bytes_of(role.model(cfg).dtype, gpus=gpus),
         work=work,
         micro_batches=count,
         adapters=adapter_parameters(shape, lora) if lora and lora.rank else 0,
         between=between_halves(shape, lora) if lora and lora.rank else 0,
-        checkpointing=gpus if asked == "auto" else asked != "false",
-        selective=asked == "selective",
+        checkpointing=gpus if setting == "auto" else setting != "false",
+        selective=setting == "selective",
         reduced_once=getattr(role.settings(cfg), "reduce_gradients", "") == "update",
         vocabulary=role.head == VOCABULARY,
         entropy=trainer.algorithm.use_entropy_loss,
@@ -204,16 +209,16 @@ def trained_rank(
         bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
         critic=role.name == POLICY and ROLES[CRITIC_ROLE].hosted_by_policy(cfg),
     )
-    return rank, divided(shape, axes.tensor, gathers=filters(cfg))
+    return rank, divided(shape, mesh_shape.tensor, gathers=filters(cfg))
 
 
-def _sharing(cfg: Config, role: Role, axes: MeshShape) -> int:
+def _sharing(cfg: Config, role: Role, mesh_shape: MeshShape) -> int:
     """Ranks over which its weights are sharded."""
-    return getattr(role.settings(cfg), "fsdp_size", 0) or axes.data * axes.context
+    return getattr(role.settings(cfg), "fsdp_size", 0) or mesh_shape.data * mesh_shape.context
 
 
 def _offloads(cfg: Config, role: Role, *, gpus: bool) -> str:
-    """What its devices lend to the host; without GPUs they are one."""
+    """What its devices keep on the host; without GPUs they are one."""
     return getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
 
 
@@ -268,17 +273,17 @@ class MemoryPlan:
     machine: Machine
     processes: dict[str, int]
     slots: Slots
-    places: tuple[MemoryUse, ...]
+    devices: tuple[MemoryUse, ...]
     rank: RankMemory
     engine: EngineMemory
 
     @property
-    def gpus_asked(self) -> int:
+    def gpus_requested(self) -> int:
         return int(sum(bundle.get("GPU", 0) for bundle in self.slots.bundles))
 
     @property
     def fits(self) -> bool:
-        return self.gpus_asked <= self.machine.gpus and all(place.fits for place in self.places)
+        return self.gpus_requested <= self.machine.gpus and all(place.fits for place in self.devices)
 
 
 def make_plan(
@@ -307,7 +312,7 @@ def make_plan(
     )
     parts = _Planner(cfg, shape, own, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
-    return MemoryPlan(shape, machine, processes, slots, tuple(parts.places()), rank, engine)
+    return MemoryPlan(shape, machine, processes, slots, tuple(parts.devices()), rank, engine)
 
 
 @dataclass(frozen=True)
@@ -324,46 +329,46 @@ class _Planner:
     others: tuple[OtherRole, ...]
     engines_per_device: int
 
-    def places(self) -> list[MemoryUse]:
+    def devices(self) -> list[MemoryUse]:
         if not self.machine.gpus:
-            return [self._host_without_gpus(), *self._elsewhere()]
-        return [*self._gpus(), self._host_beside_gpus(), *self._elsewhere()]
+            return [self._host_without_gpus(), *self._remote_hosts()]
+        return [*self._gpus(), self._host_with_gpus(), *self._remote_hosts()]
 
     # ------------------------------------------------------------ devices
 
     def _gpus(self) -> list[MemoryUse]:
-        placement, room = self.cfg.trainer.placement, self.machine.gpu_memory
+        placement, capacity = self.cfg.trainer.placement, self.machine.gpu_memory
         policy = {
-            phase: lines | {"context": CONTEXT * (1 + len(self._beside_policy))}
+            phase: lines | {"context": CONTEXT * (1 + len(self._colocated_roles))}
             for phase, lines in self._training_phases().items()
         }
         if placement.colocate_all:
-            return [fullest("policy and engines", self.roles[POLICY], room, self._taking_turns(policy))]
-        places = [fullest("policy", self.roles[POLICY], room, policy)]
+            return [fullest("policy and engines", self.roles[POLICY], capacity, self._taking_turns(policy))]
+        devices = [fullest("policy", self.roles[POLICY], capacity, policy)]
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                places.append(MemoryUse(other.name, other.ranks, room, other.phase, lines))
-        devices = self.roles[ENGINES] * self.cfg.generator.devices_per_engine
-        share = int(room * self.cfg.generator.gpu_memory_utilization)
-        engines = [MemoryUse("engines", devices, share, "generation", self.engine.lines)] if devices else []
-        return [*places, *engines]
+                devices.append(MemoryUse(other.name, other.ranks, capacity, other.phase, lines))
+        if engine_devices := self.roles[ENGINES] * self.cfg.generator.devices_per_engine:
+            share = int(capacity * self.cfg.generator.gpu_memory_utilization)
+            devices.append(MemoryUse("engines", engine_devices, share, "generation", self.engine.lines))
+        return devices
 
     def _taking_turns(self, policy: dict[str, Lines]) -> dict[str, Lines]:
-        """The policy waits on the host while the engines have a cache; they wake with their weights for a hand-over."""
+        """The policy waits on the host while the engines have a cache; engines wake without one for a weight sync."""
         engines, contexts = self.engines_per_device, CONTEXT * (2 + self.engines_per_device)
         asleep = {"sleeping engines": CONTEXT * engines}
         handing = publishing(self.own, self.rank)
         there: Lines = {what: handing[what] for what in ("weights", "gathered")}
         if self._way == "cuda_ipc":  # the policy stays for it; a part lies in a buffer, and copied in each engine
             part = max(PART_BYTES, self.shape.largest_tensor * self.rank.b)
-            there = held(self.own, self.rank) | there | {"parts": (1 + engines) * part}
-            for other in self._beside_policy:
-                there |= other.held
+            there = resident(self.own, self.rank) | there | {"parts": (1 + engines) * part}
+            for other in self._colocated_roles:
+                there |= other.resident
         return {
             "generation": named(self.engine.lines, "engines", engines) | {"context": contexts},
             **{phase: lines | asleep for phase, lines in policy.items()},
-            "hand-over": there | named({"weights": self.engine.weights}, "engines", engines) | {"context": contexts},
+            "weight sync": there | named({"weights": self.engine.weights}, "engines", engines) | {"context": contexts},
         }
 
     @property
@@ -374,13 +379,13 @@ class _Planner:
     def _training_phases(self) -> dict[str, Lines]:
         """Of a policy's device: one model at a time works, the others wait."""
         idle: Lines = {}
-        for other in self._beside_policy:
-            idle |= other.held
+        for other in self._colocated_roles:
+            idle |= other.resident
         phases = {"update": updating(self.own, self.rank), "log-probabilities": scoring(self.own, self.rank)}
         phases = {phase: lines | idle for phase, lines in phases.items()}
-        for other in self._beside_policy:
+        for other in self._colocated_roles:
             phases[other.name] = (
-                held(self.own, self.rank) | idle | named(other.at_work, other.name) | self._waiting(other)
+                resident(self.own, self.rank) | idle | named(other.at_work, other.name) | self._waiting(other)
             )
         return phases
 
@@ -391,19 +396,19 @@ class _Planner:
         return {"policy: gradients": ranks * gradients(self.own, self.rank)}
 
     @property
-    def _beside_policy(self) -> list[OtherRole]:
+    def _colocated_roles(self) -> list[OtherRole]:
         return [other for other in self.others if other.shared]
 
     # ------------------------------------------------------------ hosts
 
-    def _host_beside_gpus(self) -> MemoryUse:
-        """Of the first policy node, which hands over the weights."""
-        always = self._beside_gpus()
-        phases = {"training": always, "hand-over": always | self._hand_over()}
+    def _host_with_gpus(self) -> MemoryUse:
+        """Of the first policy node, which sends the weights."""
+        always = self._always_on_host()
+        phases = {"training": always, "weight sync": always | self._weight_sync()}
         count = 1 if self._received else self._nodes
         return fullest("host", count, self.machine.host_memory, self._with_checkpoint(phases, always, self._nodes))
 
-    def _beside_gpus(self) -> Lines:
+    def _always_on_host(self) -> Lines:
         """What a policy node has in its memory all the time."""
         nodes, ranks = self._nodes, self.roles[POLICY]
         here = ranks // nodes
@@ -411,9 +416,9 @@ class _Planner:
         processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
         if self.cfg.trainer.placement.colocate_all:
-            always["offloaded policy"] = here * sum(kept(self.own, self.rank).values())
-            waiting = self._beside_policy
-            always |= {f"offloaded {o.name}": here * sum(kept(o.shape, o.rank).values()) for o in waiting}
+            always["offloaded policy"] = here * sum(persistent(self.own, self.rank).values())
+            waiting = self._colocated_roles
+            always |= {f"offloaded {o.name}": here * sum(persistent(o.shape, o.rank).values()) for o in waiting}
         else:
             always |= named(on_host(self.own, self.rank), "policy", here)
             waiting = []
@@ -422,22 +427,22 @@ class _Planner:
                 always |= named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
         return always
 
-    def _elsewhere(self) -> list[MemoryUse]:
+    def _remote_hosts(self) -> list[MemoryUse]:
         """A host with engines to which weights are carried: the policy's others, or one that may have all engines."""
         if not self._received:
             return []
         if self._nodes > 1:
-            there = self._beside_gpus()
+            there = self._always_on_host()
         else:
             engines = self.roles[ENGINES]
             there = {"processes": self._engine_processes(engines)}
             if not self.machine.gpus:
                 there |= named(engines_in_memory(self.cfg, self.engine), "engines", engines)
         there = there | self._received
-        phases = {"hand-over": there}
+        phases = {"weight sync": there}
         if self._nodes > 1:
             phases = self._with_checkpoint(phases, there, self._nodes)
-        return [fullest("host elsewhere", max(1, self._nodes - 1), self.machine.host_memory, phases)]
+        return [fullest("host of remote engines", max(1, self._nodes - 1), self.machine.host_memory, phases)]
 
     @property
     def _received(self) -> Lines:
@@ -455,24 +460,24 @@ class _Planner:
         always = self._processes(workers, engines) | named(self.engine.lines, "engines", engines)
         always["batch"] = 2 * batch_bytes(self.cfg, self.shape)
         for other in self.others:
-            always |= {what: other.ranks * size for what, size in other.held.items()}
-        between = always | named(held(self.own, self.rank), "policy", ranks) | self._freed(ranks)
+            always |= {what: other.ranks * size for what, size in other.resident.items()}
+        between = always | named(resident(self.own, self.rank), "policy", ranks) | self._freed(ranks)
         phases = {
             "update": always | named(updating(self.own, self.rank), "policy", ranks),
             "log-probabilities": always | named(scoring(self.own, self.rank), "policy", ranks),
         }
         for other in self.others:
             at_work = named(other.at_work, other.name, other.ranks)
-            if other.rank.trained and not other.shared:  # beside the policy, not behind it
+            if other.rank.trained and not other.shared:  # at the same time as the policy
                 phases["update"] |= at_work
             phases[other.name] = between | at_work | self._waiting(other, ranks)
-        phases["hand-over"] = between | self._hand_over()
+        phases["weight sync"] = between | self._weight_sync()
         phases = self._with_checkpoint(phases, between, 1)
         return fullest("host", 1, self.machine.host_memory, phases)
 
     def _freed(self, ranks: int) -> Lines:
         """What ranks on CPUs keep of what an update has given back, for the next one."""
-        transient = sum(updating(self.own, self.rank).values()) - sum(held(self.own, self.rank).values())
+        transient = sum(updating(self.own, self.rank).values()) - sum(resident(self.own, self.rank).values())
         return {"policy: freed": ranks * min(RETAINED, transient)}
 
     def _processes(self, workers: int, engines: int) -> Lines:
@@ -483,7 +488,7 @@ class _Planner:
         vllm = 2 if backend(self.cfg) == "vllm" else 1  # an actor, and the core's process
         return PROCESS[self.machine.gpus > 0] * vllm * engines
 
-    def _hand_over(self) -> Lines:
+    def _weight_sync(self) -> Lines:
         if self._way in BETWEEN_GPUS:
             return {}
         ranks = 1 if self.machine.gpus else self.roles[POLICY]
@@ -494,7 +499,7 @@ class _Planner:
 
     def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, nodes: int) -> dict[str, Lines]:
         """Phases of one of so many hosts on which checkpoints are put together, role after role, ``between`` steps, or
-        of all roles at once beside every phase."""
+        of all roles at once during every phase."""
         if not self._saves:
             return phases
         copies = [self.roles[POLICY] // nodes * sum(learnt(self.own, self.rank).values())]

@@ -200,9 +200,8 @@ def _has_dense_layers(config: Mapping[str, Any]) -> bool:
 
 def _windows(config: Mapping[str, Any]) -> tuple[int, ...]:
     window = int(config.get("sliding_window") or 0)
-    kinds = config.get("layer_types")
-    if kinds:
-        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if layer_types := config.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
     off = config.get("use_sliding_window") is False
     return () if off or not window else (window,) * int(config.get("num_hidden_layers", 0))
 
@@ -323,7 +322,7 @@ def between_halves(shape: ModelShape, lora: LoraConfig) -> int:
 
 def _chosen(name: str, lora: LoraConfig) -> bool:
     def among(names: list[str]) -> bool:
-        return any(f".{name}".endswith(f".{asked.rpartition('.')[2]}") for asked in names)
+        return any(f".{name}".endswith(f".{needed.rpartition('.')[2]}") for needed in names)
 
     return (lora.target_modules == [ALL] or among(lora.target_modules)) and not among(lora.exclude_modules)
 

@@ -26,7 +26,7 @@ from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp import backend as fsdp
 from skyasync.models.packing import plain_layout
-from skyasync.planning.memory import Pass, kept_bytes
+from skyasync.planning.memory import Pass, recomputation_bytes
 from skyasync.planning.shape import shape_of
 from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker
@@ -154,7 +154,7 @@ def test_all_but_the_results_of_matrices_and_attention_is_recomputed(shapes: dic
         found[how] = _tensors() - before
         del kept
     shape = shape_of(SHAPES["llama"].to_dict(), "llama")
-    assert found["selective"] - found[True] == pytest.approx(2 * kept_bytes(shape, work, 4), rel=0.05)
+    assert found["selective"] - found[True] == pytest.approx(2 * recomputation_bytes(shape, work, 4), rel=0.05)
 
 
 def _tensors() -> int:

@@ -24,8 +24,8 @@ def settings(
 
 
 def host(cfg: Config, machine: Machine) -> MemoryUse | None:
-    places = make_plan(cfg, SHAPE, machine).places
-    return next((place for place in places if place.name == "host elsewhere"), None)
+    places = make_plan(cfg, SHAPE, machine).devices
+    return next((place for place in places if place.name == "host of remote engines"), None)
 
 
 @pytest.mark.parametrize("machine", [CPU, GPUS], ids=["cpu", "gpus"])
@@ -34,7 +34,7 @@ def test_every_engine_receives_whole_models_in_the_policys_dtype(machine: Machin
     cfg = settings(backend)
     cfg.trainer.policy.model.dtype, cfg.generator.dtype = "bfloat16", "float32"
     found = host(cfg, machine)
-    assert found and found.when == "hand-over"
+    assert found and found.when == "weight sync"
     assert found.lines["received weights"] == 4 * buffers * 2 * SHAPE.parameters
 
 
@@ -64,8 +64,8 @@ def test_engines_beside_a_policy_of_one_node_are_on_it_and_servers_have_hosts_of
 
 
 def test_the_policys_other_nodes_hold_what_the_first_does_but_what_it_hands_over() -> None:
-    places = {place.name: place for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS).places}
-    first, others = places["host"], places["host elsewhere"]
+    places = {place.name: place for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS).devices}
+    first, others = places["host"], places["host of remote engines"]
     assert (first.count, others.count) == (1, 2)
     assert others.lines["batch"] == first.lines["batch"] and "weights in shared memory" not in others.lines
     assert others.lines["processes"] == first.lines["processes"]

@@ -38,7 +38,7 @@ def settings(ranks: int = 4, engines: int = 4) -> Config:
 
 
 def place(plan: MemoryPlan, name: str) -> MemoryUse:
-    return next(place for place in plan.places if place.name == name)
+    return next(place for place in plan.devices if place.name == name)
 
 
 def test_seven_billion_without_checkpointing_do_not_fit_and_the_key_is_named() -> None:
@@ -80,7 +80,7 @@ def test_an_advice_fits_and_contradicts_nothing(memory: int) -> None:
 def test_more_devices_than_there_are_do_not_fit() -> None:
     cfg = settings(ranks=8, engines=2)
     plan = make_plan(cfg, QWEN_7B, EIGHT)
-    assert plan.gpus_asked == 10 and not plan.fits
+    assert plan.gpus_requested == 10 and not plan.fits
 
 
 def test_weights_gradients_and_moments_are_divided_by_the_ranks() -> None:
@@ -102,13 +102,15 @@ def test_replicas_hold_whole_weights_among_as_many_ranks_as_shard_them() -> None
 
 
 def test_what_the_host_holds_of_a_policy_is_not_its_devices() -> None:
-    def places(kind: str) -> tuple[dict[str, int], dict[str, int]]:
+    def on_device_and_host(kind: str) -> tuple[dict[str, int], dict[str, int]]:
         cfg = settings(4, 1)
         cfg.trainer.policy.cpu_offload = kind
         plan = make_plan(cfg, QWEN_7B, EIGHT)
         return place(plan, "policy").lines, place(plan, "host").lines
 
-    (plain, host), (without_moments, moments), (bare, everything) = map(places, ("none", "optimizer", "parameters"))
+    (plain, host), (without_moments, moments), (bare, everything) = map(
+        on_device_and_host, ("none", "optimizer", "parameters")
+    )
     share = QWEN_7B.parameters // 4 * 4  # bytes of float32 on each of four ranks
     assert not any("on the host" in what for what in host)
     assert without_moments["weights"] == plain["weights"] and sum(without_moments.values()) < sum(plain.values())
@@ -173,11 +175,11 @@ def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(monkeypatch: p
     critic = Role("critic", "not:imported", section="trainer.policy", trains=True, colocated_if=always)
     monkeypatch.setitem(ROLES, "critic", critic)
     plan = make_plan(settings(), QWEN_7B, EIGHT)
-    assert plan.processes["critic"] == 4 and plan.gpus_asked == 8
+    assert plan.processes["critic"] == 4 and plan.gpus_requested == 8
     assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * QWEN_7B.parameters / 4, rel=1e-6)
     monkeypatch.setitem(ROLES, "critic", replace(critic, colocated_if=never))
     plan = make_plan(settings(), QWEN_7B, EIGHT)
-    assert plan.gpus_asked == 9 and place(plan, "critic").when == "update"
+    assert plan.gpus_requested == 9 and place(plan, "critic").when == "update"
 
 
 def test_what_is_kept_of_layers_and_gradients_that_are_added_up_once_are_counted() -> None:
@@ -199,12 +201,12 @@ def test_a_teacher_has_a_shape_of_its_own_beside_the_policy_or_apart() -> None:
     cfg, small = settings(), replace(QWEN_7B, layers=4)
     cfg.trainer.teacher.model.path = "larger"
     plan = make_plan(cfg, small, EIGHT, shapes={"teacher": QWEN_7B})
-    assert plan.processes["teacher"] == 4 and plan.gpus_asked == 8
+    assert plan.processes["teacher"] == 4 and plan.gpus_requested == 8
     assert place(plan, "policy").lines["teacher: weights"] == pytest.approx(2 * QWEN_7B.parameters / 4, rel=1e-6)
     cfg.trainer.placement.colocate_policy_teacher, cfg.trainer.placement.teacher_num_gpus_per_node = False, 2
     plan = make_plan(cfg, small, EIGHT, shapes={"teacher": QWEN_7B})
     teacher = place(plan, "teacher")
-    assert plan.gpus_asked == 10 and teacher.count == 2 and teacher.when == "log-probabilities"
+    assert plan.gpus_requested == 10 and teacher.count == 2 and teacher.when == "log-probabilities"
     assert teacher.lines["weights"] == pytest.approx(QWEN_7B.parameters, rel=1e-6)
 
 
@@ -225,11 +227,11 @@ def test_a_critic_is_counted_without_a_head_over_the_vocabulary_beside_the_polic
     plan = make_plan(cfg, QWEN_7B, EIGHT)
     parameters = QWEN_7B.parameters - QWEN_7B.vocabulary * QWEN_7B.hidden + QWEN_7B.hidden
     assert QWEN_7B.with_value_head.parameters == parameters and not QWEN_7B.tied
-    assert plan.processes["critic"] == 4 and plan.gpus_asked == 8
+    assert plan.processes["critic"] == 4 and plan.gpus_requested == 8
     assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * parameters / 4, rel=1e-6)
     cfg.trainer.placement.colocate_policy_critic, cfg.trainer.placement.critic_num_gpus_per_node = False, 2
     plan = make_plan(cfg, QWEN_7B, EIGHT)
-    assert plan.processes["critic"] == 2 and plan.gpus_asked == 10
+    assert plan.processes["critic"] == 2 and plan.gpus_requested == 10
     critic, policy = place(plan, "critic"), place(plan, "policy")
     assert critic.when == "update" and critic.count == 2
     assert critic.lines.get("logits", 0) < policy.lines["logits"] / 4
@@ -241,7 +243,7 @@ def test_a_critic_on_the_policys_layers_is_one_vector_and_no_process() -> None:
     before = make_plan(cfg, QWEN_7B, EIGHT)
     cfg.trainer.algorithm.advantage_estimator, cfg.trainer.critic.backbone = "gae", "shared"
     plan = make_plan(cfg, QWEN_7B, EIGHT)
-    assert plan.processes == before.processes and plan.gpus_asked == before.gpus_asked
+    assert plan.processes == before.processes and plan.gpus_requested == before.gpus_requested
     policy, alone = place(plan, "policy").lines, place(before, "policy").lines
     assert policy["critic"] == 12 * QWEN_7B.hidden and "critic" not in alone
     assert policy["logits"] > alone["logits"]
@@ -252,9 +254,9 @@ def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:
     cfg.trainer.placement.colocate_all = True
     cfg.trainer.policy.gradient_checkpointing = True
     plan = make_plan(cfg, QWEN_7B, EIGHT)
-    assert [p.name for p in plan.places] == ["policy and engines", "host"]
-    assert plan.gpus_asked == 8
-    assert plan.places[0].fits
+    assert [p.name for p in plan.devices] == ["policy and engines", "host"]
+    assert plan.gpus_requested == 8
+    assert plan.devices[0].fits
 
 
 def test_by_cuda_ipc_the_policy_stays_on_its_gpus_for_a_hand_over_and_the_host_has_no_weights_on_their_way() -> None:
@@ -265,12 +267,12 @@ def test_by_cuda_ipc_the_policy_stays_on_its_gpus_for_a_hand_over_and_the_host_h
         return make_plan(cfg, QWEN_7B, EIGHT)
 
     own, by_host = plan_by("cuda_ipc"), plan_by("shared_memory")
-    lines = own.places[0].lines
-    assert own.places[0].when == "hand-over" != by_host.places[0].when
+    lines = own.devices[0].lines
+    assert own.devices[0].when == "weight sync" != by_host.devices[0].when
     assert lines["weights"] + lines["moments"] == pytest.approx(12 / 8 * QWEN_7B.parameters, rel=1e-3)
     assert lines["engines: weights"] == pytest.approx(2 * QWEN_7B.parameters, rel=1e-3)
     assert lines["parts"] == 2 * max(PART_BYTES, 2 * QWEN_7B.largest_tensor)
-    less = sum(by_host.places[-1].lines.values()) - sum(own.places[-1].lines.values())
+    less = sum(by_host.devices[-1].lines.values()) - sum(own.devices[-1].lines.values())
     assert less > 2 * QWEN_7B.parameters
 
 
@@ -286,7 +288,7 @@ def test_every_role_that_waits_for_the_engines_is_in_host_memory_and_in_the_chec
         cfg.trainer.placement.colocate_all = True
         cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, True
         plan = make_plan(cfg, QWEN_7B, EIGHT)
-        assert plan.gpus_asked == 8
+        assert plan.gpus_requested == 8
         return place(plan, "host").lines
 
     alone, beside = host(settings(ranks=8, engines=8)), host(with_critic())
@@ -346,7 +348,7 @@ def test_while_a_critic_on_the_policys_devices_learns_the_policys_gradients_wait
     cfg, small = with_critic(), replace(QWEN_7B, layers=4)
     cfg.trainer.critic.model.path, cfg.trainer.critic.gradient_checkpointing = "larger", False
     plan = make_plan(cfg, small, replace(EIGHT, gpus=gpus), shapes={"critic": QWEN_7B})
-    fullest = plan.places[0]
+    fullest = plan.devices[0]
     ranks = 1 if gpus else 8  # of a place
     assert fullest.when == "critic"
     assert fullest.lines["policy: gradients"] == pytest.approx(ranks * 4 * small.parameters / 8, rel=1e-6)
@@ -354,7 +356,7 @@ def test_while_a_critic_on_the_policys_devices_learns_the_policys_gradients_wait
 
 def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
     plan = make_plan(settings(1, 1), QWEN_7B, Machine(0, 0, 24 * GIB))
-    (host,) = plan.places
+    (host,) = plan.devices
     assert not plan.fits and host.lines["policy: weights"] == 4 * QWEN_7B.parameters
 
 
