@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import psutil
 import torch
 import xxhash
 from safetensors import safe_open
@@ -272,9 +271,19 @@ def sweep(folder: str = "") -> None:
     for directory in [Path(folder)] if folder else directories():
         for path in directory.glob(f"{PREFIX}*-{_namespace(folder)}-*"):
             writer = path.name.removeprefix(PREFIX).split("-")[0]
-            if writer.isdigit() and not psutil.pid_exists(int(writer)):
+            if writer.isdigit() and not _process_exists(int(writer)):
                 with contextlib.suppress(OSError):  # another user's, or removed by another process just now
                     path.unlink()
+
+
+def _process_exists(number: int) -> bool:
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True
 
 
 def _namespace(folder: str = "") -> str:
