@@ -120,6 +120,14 @@ def engines_on_ray(ray_session: None, warm_processes: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def process_group_of_one_test() -> Iterator[None]:
+    """A sharded model on one rank forms torch's default group in the tests' own process."""
+    yield
+    if (distributed := sys.modules.get("torch.distributed")) is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
 def environments_of_one_test() -> Iterator[None]:
     """What a test registers among the environments is gone behind it, whatever the order of the tests."""
     before = dict(ENVS)

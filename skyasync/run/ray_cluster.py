@@ -26,7 +26,7 @@ from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.process_guard import PLACE
 from skyasync.run.logs import ProcessLogs, bring_to
 from skyasync.run.placement import plan_slots, resources, too_small
-from skyasync.run.watchdog import VARIABLE, Watchdog
+from skyasync.run.watchdog import Watchdog
 from skyasync.workers.roles import Role
 
 _AGENT = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in a raylet's log
@@ -101,15 +101,17 @@ def start_on_loopback(
         # switched off, and workers that wait for tasks when there are only actors. They are two fifths of Ray's start.
         _patched(parameter, "RayParams", partial(parameter.RayParams, no_monitor=True)),
         _patched(services, "start_api_server", lambda *args, **options: (None, None)),  # no address, no process
-        # Processes that are started inside, and their descendants, are the watchdog's.
-        _variables({prestart: os.environ.get(prestart, "0"), VARIABLE: watchdog.mark, PLACE: watchdog.folder}),
+        _variables({prestart: os.environ.get(prestart, "0"), PLACE: watchdog.folder, **watchdog.variables}),
     ):
-        ray.init(
-            address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
-            num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
-            runtime_env=runtime_env, _temp_dir=os.path.join(watchdog.folder, "ray"),
-        )  # fmt: skip
-    watchdog.note()
+        try:
+            ray.init(
+                address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
+                num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
+                runtime_env=runtime_env, _temp_dir=os.path.join(watchdog.folder, "ray"),
+            )  # fmt: skip
+        except BaseException:
+            _watched_by(None)
+            raise
 
 
 def await_end() -> None:

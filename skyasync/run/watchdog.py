@@ -2,10 +2,10 @@
 
     the program ── its pidfd, a pipe ──▶ watchdog ──(gone)──▶ 10 s ──▶ SIGKILL, and the folder is removed
 
-Invariant: it ends processes that were started while its mark stood in the environment or were noted, and no others: no
-process of a cluster that was joined. Ray's own processes notice the program's end by themselves, but its agents, which
-hold no model, first try for more than a minute to tell of it; they write their names over their environment, and are
-noted therefore. ``folder`` is this user's alone: Ray makes everything inside it readable, and writable, for all.
+Invariant: it ends processes that were started while ``variables`` stood in the environment, and no others: no process
+of a cluster that was joined. Ray's own processes notice the program's end by themselves, but its agents, which hold no
+model, first try for more than a minute to tell of it. ``folder`` is this user's alone: Ray makes everything inside it
+readable, and writable, for all.
 
 | who waits    | for what                          | woken by                               |
 |--------------|-----------------------------------|----------------------------------------|
@@ -41,6 +41,7 @@ class Watchdog:
 
     Attributes:
         folder: for temporary files; it is removed by ``close``, or when this process ends.
+        variables: in the environment of what is started, and of its descendants.
     """
 
     def __init__(self, grace_s: float = GRACE_S) -> None:
@@ -49,21 +50,12 @@ class Watchdog:
 
         self.folder = private_folder()
         self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        # Without the second, Ray's workers and agents write their titles over the environment that /proc shows.
+        self.variables = {VARIABLE: self.mark, "SPT_NOENV": "1"}
         command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder, str(os.getpid()), str(grace_s)]
         # A session of its own: Ctrl-C in the terminal is for the program, which then ends the watchdog.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._process.wait()  # it continues as a grandchild, which needs no wait
-
-    def note(self) -> None:
-        """Have the processes that the marked ones have started in their own groups ended too."""
-        assert self._process.stdin is not None
-        groups, lines = marked(self.mark), ""
-        for process in _processes():
-            born, group = _born(process)
-            if group in groups:
-                lines += f"{process} {born}\n"
-        self._process.stdin.write(lines.encode())
-        self._process.stdin.flush()
 
     def close(self) -> None:
         """End what is left, at once. Blocks; safe to call twice."""
@@ -91,58 +83,35 @@ def private_folder() -> str:
 def marked(mark: str) -> list[int]:
     """Ids of the running processes that carry this mark."""
     entry, carriers = f"{VARIABLE}={mark}".encode(), []
-    for process in _processes():
+    for process in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{process}/environ", "rb") as environment:
                 if entry in environment.read().split(b"\0"):
-                    carriers.append(process)
+                    carriers.append(int(process))
         except OSError:  # gone, or another user's
             continue
     return carriers
 
 
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _born(process: int) -> tuple[str, int]:
-    """When it began, in the kernel's ticks, and its group; of one that has ended nothing that another has."""
-    try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return "", 0
-    return ("", 0) if fields[0] == b"Z" else (fields[19].decode(), int(fields[2]))
-
-
-def _await_end(parent: int) -> tuple[bytes, bool]:
-    """The noted processes, and whether the program still runs, and requests the end now."""
-    watched, noted = [0], b""
+def _close_is_asked(parent: int) -> bool:
+    """Waits for it, or for the program's end."""
+    watched = [0]
     try:
         watched.append(os.pidfd_open(parent))  # a fork of the program may outlive it, and hold the pipe
     except ProcessLookupError:
-        return noted, False
+        return False
     except (OSError, AttributeError):
         pass
-    while True:
-        ready, _, _ = select.select(watched, [], [])
-        more = os.read(0, 1 << 16) if 0 in ready else b""
-        noted += more
-        if noted.endswith(b"now") or not more:
-            return noted.removesuffix(b"now"), noted.endswith(b"now")
+    ready, _, _ = select.select(watched, [], [])
+    return 0 in ready and os.read(0, 3) == b"now"
 
 
-def _end(mark: str, noted: bytes, grace_s: float) -> None:
-    born = {int(line.split()[0]): line.split()[1].decode() for line in noted.splitlines()}
-
-    def running() -> set[int]:
-        return {*marked(mark), *(process for process, when in born.items() if _born(process)[0] == when)}
-
+def _end(mark: str, grace_s: float) -> None:
     deadline = time.monotonic() + grace_s
-    while time.monotonic() < deadline and running():
+    while time.monotonic() < deadline and marked(mark):
         time.sleep(0.5)
     for _ in range(SWEEPS):
-        left = running()
+        left = marked(mark)
         if not left:
             return
         for process in left:
@@ -152,8 +121,7 @@ def _end(mark: str, noted: bytes, grace_s: float) -> None:
 
 
 def main(mark: str, folder: str, parent: int, grace_s: float) -> None:
-    noted, now = _await_end(parent)
-    _end(mark, noted, 0.0 if now else grace_s)
+    _end(mark, 0.0 if _close_is_asked(parent) else grace_s)
     import shutil  # not before it is needed: this process is small
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from benchmarks import lean_logprobs, update_speed
 from tests.warm import program
@@ -18,9 +17,6 @@ def small(monkeypatch):
     grouped, ragged = update_speed.grouped_batch, update_speed.ragged_batch
     monkeypatch.setattr(update_speed, "grouped_batch", lambda prompts, samples: grouped(2, 2))
     monkeypatch.setattr(update_speed, "ragged_batch", lambda: ragged(rows=8, mean=16))
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("options", "lines"), [([], 10), (["--ragged"], 5)])

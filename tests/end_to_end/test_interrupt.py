@@ -149,15 +149,14 @@ def wait_until(reached: Callable[[], bool], program: subprocess.Popen[bytes], ou
 
 BEFORE_IT_LISTENS = """
 import signal
-from skyasync.run import launch as program
-from skyasync.run.watchdog import Watchdog
+from skyasync.run import launch as program, ray_cluster
 PLACE = lambda *parts: signal.raise_signal(signal.SIGTERM)
 from skyasync.cli.train import main
 main()
 """
 
 
-@pytest.mark.parametrize("place", ["Watchdog.note", "program.run_in_controller"])
+@pytest.mark.parametrize("place", ["ray_cluster.bring_to", "program.run_in_controller"])
 def test_sigterm_between_rays_start_and_the_controllers_is_told_as_at_any_other_time(
     place: str, tmp_path: Path, models: dict[str, str]
 ) -> None:

@@ -20,14 +20,11 @@ from tests.end_to_end import leftovers
 
 PROGRAM = """
 import os, subprocess, sys, time
-from skyasync.run.watchdog import VARIABLE, Watchdog
+from skyasync.run.watchdog import Watchdog, marked
 dog = Watchdog(grace_s=3.0)
-os.environ[VARIABLE] = dog.mark
-# One that forgets its environment, as Ray's agents do, in the group of one that does not.
-subprocess.Popen(["sh", "-c", "env -i sleep 600 & exec sleep 600"], process_group=0)
-while b"sleep" not in subprocess.run(["ps", "-eo", "pgid,args"], capture_output=True).stdout: time.sleep(0.01)
-time.sleep(0.2)
-dog.note()
+os.environ |= dog.variables
+subprocess.Popen(["sh", "-c", "sleep 600 & exec sleep 600"], process_group=0)
+while [open(f"/proc/{each}/comm").read() for each in marked(dog.mark)] != ["sleep\\n"] * 2: time.sleep(0.01)
 open(os.path.join(dog.folder, "x"), "w").close()
 os.symlink("/", os.path.join(dog.folder, "all"))
 if os.fork() == 0:  # a fork that lives on holds the pipe

@@ -138,6 +138,20 @@ def test_a_member_that_ends_ends_the_others_wait(moment: str, monkeypatch: pytes
     assert time.monotonic() - began < 10
 
 
+def test_a_member_that_comes_after_its_group_has_ended_does_not_wait() -> None:
+    sender, info = sending({"a": torch.ones(1)}, 2)
+    former = info["rendezvous"]
+    info["rendezvous"] = sender.open("127.0.0.1", 1, 20.0)
+    began = time.monotonic()
+    with pytest.raises(TransferInterruptedError):
+        BroadcastReader(CPU).read({**info, "rendezvous": former})
+    assert time.monotonic() - began < 5
+    thread, found = alongside(lambda: BroadcastReader(CPU).read(info))
+    assert sender.send() == ""
+    thread.join()
+    assert found[0].keys() == {"a"}
+
+
 class Policy:
     """Two ranks of a real policy, without Ray."""
 

@@ -44,7 +44,7 @@ class Ranks:
         self.model = nn.Linear(1, 1, bias=False)
         self.sender = BroadcastSender(lambda: FullTensors(dict(self.model.named_parameters()), torch.float32), 0, CPU)
         self.lost: BaseException | None = None
-        self.ports: list[int] = []
+        self.groups: list[str] = []
         self._thread = ThreadPoolExecutor(1)
 
     async def call_first(self, method: str, *args: Any) -> Any:
@@ -64,7 +64,7 @@ class Ranks:
     def transfer_weights(self, sender: str, method: str, *args: Any) -> Any:
         found = getattr(self.sender, method)(*args)
         if method == "open":
-            self.ports.append(found["port"])
+            self.groups.append(found["name"])
         return found
 
     def optimizer_step(self, *_: object) -> dict[str, float]:
@@ -192,7 +192,7 @@ async def test_a_newcomer_meets_the_ranks_alone_and_the_next_sync_is_of_a_group_
             await run.trainer.optimizer_step()
             await run.sync.sync(version)
             run.check(version)
-        assert len(set(run.trainer.ranks.ports)) == 3, "all, the newcomer alone, all"
+        assert len(set(run.trainer.ranks.groups)) == 3, "all, the newcomer alone, all"
         (alone, own), (_, other) = (engine.groups for engine in run.engines)
         assert alone == 1 and {own, other} == {1, 2}
 

@@ -132,8 +132,8 @@ async def test_engines_of_rank_0s_node_read_its_memory_and_the_others_get_a_broa
         assert ["rendezvous" in engine.told for engine in cluster.engines] == [False, True, True]
         assert update.metrics["sync/bytes_to_nodes"] > 0 and update.metrics["sync/to_nodes_s"] > 0
         await cluster.transfer.release(update)
-    ports = {engine.told["rendezvous"]["port"] for engine in cluster.engines[1:]}
-    assert len(ports) == 1, "one group for all syncs"
+    groups = {engine.told["rendezvous"]["name"] for engine in cluster.engines[1:]}
+    assert len(groups) == 1, "one group for all syncs"
     assert capsys.readouterr().out.count("weights go to engines on 1 other node by broadcast") == 1
 
 

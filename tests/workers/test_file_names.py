@@ -57,20 +57,15 @@ def test_an_engine_that_has_the_trainers_model_gets_them_as_they_are_there(model
 
 def test_float32_shards_travel_in_the_dtype_of_the_engines(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        drawn = {"a": torch.randn(6, 5), "b": torch.arange(4)}
-        shards = {
-            name: distribute_tensor(each, init_device_mesh("cpu", (1,)), [Shard(0)]) for name, each in drawn.items()
-        }
-        travelled, gather = [], DTensor.full_tensor
-        monkeypatch.setattr(DTensor, "full_tensor", lambda self: travelled.append(self.dtype) or gather(self))
-        full = dict(FullTensors(shards, torch.bfloat16))
-        assert travelled == [torch.bfloat16, torch.int64]
-        assert torch.equal(full["a"], drawn["a"].bfloat16()) and torch.equal(full["b"], drawn["b"])
-        FullTensors({"a": shards["a"]}, torch.float64).only_gather()
-        assert travelled[2:] == [torch.float32], "never in more bytes"
-    finally:
-        dist.destroy_process_group()
+    drawn = {"a": torch.randn(6, 5), "b": torch.arange(4)}
+    shards = {name: distribute_tensor(each, init_device_mesh("cpu", (1,)), [Shard(0)]) for name, each in drawn.items()}
+    travelled, gather = [], DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda self: travelled.append(self.dtype) or gather(self))
+    full = dict(FullTensors(shards, torch.bfloat16))
+    assert travelled == [torch.bfloat16, torch.int64]
+    assert torch.equal(full["a"], drawn["a"].bfloat16()) and torch.equal(full["b"], drawn["b"])
+    FullTensors({"a": shards["a"]}, torch.float64).only_gather()
+    assert travelled[2:] == [torch.float32], "never in more bytes"
 
 
 MIXTURES = {

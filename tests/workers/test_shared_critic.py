@@ -280,10 +280,7 @@ def test_bfloat16_keeps_a_float32_head(untied_model: str) -> None:
     cfg = shared_config(untied_model)
     cfg.trainer.policy.model.dtype = "bfloat16"
     worker, exact = started(cfg), started(shared_config(untied_model))
-    try:
-        difference = (worker.values(make_batch()) - exact.values(make_batch())).abs().max()
-        assert 0 < float(difference) < 0.02
-        metrics = steps(worker, 0, 1)[0]
-        assert metrics["critic/grad_norm"] > 0 and worker.backend.model.value_head.weight.dtype == torch.float32  # type: ignore[union-attr]
-    finally:
-        torch.distributed.destroy_process_group()
+    difference = (worker.values(make_batch()) - exact.values(make_batch())).abs().max()
+    assert 0 < float(difference) < 0.02
+    metrics = steps(worker, 0, 1)[0]
+    assert metrics["critic/grad_norm"] > 0 and worker.backend.model.value_head.weight.dtype == torch.float32  # type: ignore[union-attr]

@@ -28,6 +28,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -61,20 +62,14 @@ class TensorGroup:
     """Rank 0 sends, the others receive. Any error of the group closes it and is a ``TransferInterruptedError``.
 
     Args:
+        store: the sender's; what is written to it for this group is under the group's ``name``.
         rendezvous: how the other members find the sender, as it travels in a message.
     """
 
     def __init__(self, store: TCPStore, rendezvous: Mapping[str, Any], device: torch.device) -> None:
-        self._store, self.rendezvous, self._device = store, dict(rendezvous), device
-        self._number = int(store.add("joined", 1)) - 1  # the sender comes first
+        self._store, self.rendezvous, self._device = PrefixStore(rendezvous["name"], store), dict(rendezvous), device
+        self._number = int(self._store.add("joined", 1)) - 1  # the sender comes first
         self._group: Any = None
-
-    @classmethod
-    def listen(cls, host: str, members: int, timeout_s: float, device: torch.device) -> TensorGroup:
-        """The sender's group; the others join by its ``rendezvous``."""
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        address = {"host": host, "port": store.port, "size": 1 + members, "timeout_s": timeout_s}
-        return cls(store, address | {"chunk_bytes": PART_BYTES}, device)
 
     def join(self) -> None:
         """Wait for all members, once."""
@@ -132,14 +127,16 @@ class TensorGroup:
         raise TransferInterruptedError(f"the broadcast of weights was interrupted: {reason}")
 
     def close(self) -> None:
-        """Close the connections, by which the others know. Safe to call twice."""
+        """Close the connections, by which the others know; those that still join are told. Safe to call twice."""
+        if self._number == 0:
+            self._store.set("interrupted", "")
         group, self._group = self._group, None
         if group is not None and self._device.type == "cuda":
             group.abort()
 
 
 def _connect(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
-    """Raises OSError at once if the sender has left: ``TCPStore`` itself would try again until its limit."""
+    """Raises OSError at once if the sender's process has ended: ``TCPStore`` would try again until its limit."""
     host, port = rendezvous["host"], rendezvous["port"]
     socket.create_connection((host, port), timeout=timeout_s).close()
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -147,21 +144,37 @@ def _connect(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
 
 def interrupt(rendezvous: Mapping[str, Any]) -> None:
     """Let members that wait for others to join stop waiting. For any process."""
-    _connect(rendezvous, 10.0).set("interrupted", "")
+    PrefixStore(rendezvous["name"], _connect(rendezvous, 10.0)).set("interrupted", "")
 
 
 class BroadcastSender:
-    """On each policy rank; all ranks iterate, and rank 0 sends."""
+    """On each policy rank; all ranks iterate, and rank 0 sends.
+
+    Its store listens as long as its process lives, so that a member that comes after its group has ended is told so.
+    """
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
         self._weights, self._rank, self._device = weights, rank, device
         self._group: TensorGroup | None = None
+        self._groups = count()
+        self._store: TCPStore | None = None
 
     def open(self, host: str, members: int, timeout_s: float) -> dict[str, Any]:
         """Leave the former group and listen for the members of a new one; how they find it. Of rank 0."""
         self.close()
-        self._group = TensorGroup.listen(host, members, timeout_s, self._device)
-        return dict(self._group.rendezvous)
+        if self._store is None:
+            timeout = timedelta(seconds=timeout_s)
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        rendezvous = {
+            "host": host,
+            "port": self._store.port,
+            "name": f"group-{next(self._groups)}",
+            "size": 1 + members,
+            "timeout_s": timeout_s,
+            "chunk_bytes": PART_BYTES,
+        }
+        self._group = TensorGroup(self._store, rendezvous, self._device)
+        return rendezvous
 
     def specs(self) -> dict[str, Any]:
         """Of what ``send`` sends. No communication."""

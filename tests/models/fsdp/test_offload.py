@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -63,9 +62,7 @@ def cfg(request: pytest.FixtureRequest, model_path: str, monkeypatch: pytest.Mon
     cfg = config_for(model_path)
     cfg.trainer.policy.model.dtype = request.param  # bfloat16 is sharded by FSDP2, on one rank too
     monkeypatch.setattr(offload, "moved", offload.moved)  # put back afterwards
-    yield cfg
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return cfg
 
 
 def started(cfg: Config) -> Elsewhere:

@@ -25,13 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not find_spec("bitsandbytes")
 KINDS = ["nf4", "int8"]
 
 
-@pytest.fixture(autouse=True)
-def no_group_is_left() -> Any:
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def adapted(path: str, kind: str) -> Config:
     cfg = config_for(path)
     cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.base_dtype = 4, kind
