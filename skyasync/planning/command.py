@@ -21,9 +21,10 @@ SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 HELP = """\
 usage: python -m skyasync plan [--gpus N] [--gpu-memory SIZE] [--host-memory SIZE] [--json] [key=value ...]
 
-Says which processes a run would start, what each device and the host must hold, and whether it fits. It reads the
-model's config.json alone. The machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of
-each GPU and of each host. The same as --dry-run of a run. Ends with status 0 if the run fits, 1 if it does not.
+Says which processes a run would start, what each device and the host must hold, and whether it fits. What ranks need
+is measured: the workers' own code computes on tensors without memory, for which the model's config.json is enough. The
+machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of each GPU and of each host. The
+same as --dry-run of a run. Ends with status 0 if the run fits, 1 if it does not.
 """
 
 
@@ -114,7 +115,9 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
             "processes": plan.processes,
             "bundles": list(plan.slots.bundles),
             "gpus_requested": plan.gpus_requested,
-            "micro_batch": vars(plan.rank.work) | {"count": plan.rank.micro_batches},
+            "micro_batch": {"tokens": plan.rank.tokens, "count": plan.rank.micro_batches},
+            "flops_per_update": plan.rank.flops,
+            "sent_per_update": plan.rank.sent,
             "gradient_checkpointing": plan.rank.checkpointing,
             "cache_tokens_per_engine": plan.engine.tokens,
             "places": [vars(place) | {"total": place.total, "fits": place.fits} for place in plan.devices],
@@ -148,9 +151,12 @@ def _summary(plan: MemoryPlan) -> Iterator[str]:
     yield "bundles      " + ", ".join(f"{count} x {bundle}" for bundle, count in _counted(plan))
     checkpointing = "on" if rank.checkpointing else "off"
     yield (
-        f"update       {rank.micro_batches} micro-batches of {rank.work.tokens:,} tokens per rank at most, "
+        f"update       {rank.micro_batches} micro-batches of {rank.tokens:,} tokens per rank at most, "
         f"gradient checkpointing {checkpointing}"
     )
+    yield f"             {rank.flops / 1e15:,.3g} PFLOP per rank"
+    sent = [f"{kind} {_size(size)}" for kind, size in rank.sent.items() if size >= 1 << 20]
+    yield "sent         " + (", ".join(sent) + " per rank and update" if sent else "nothing")
     yield f"cache        {plan.engine.tokens:,} tokens per engine"
 
 
