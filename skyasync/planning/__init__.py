@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.planning.advice import advise
-from skyasync.planning.memory import RankUse
 from skyasync.planning.plan import Machine, MemoryPlan, make_plan
 from skyasync.planning.shape import read_shape
-from skyasync.workers.roles import Role
 
 
 @dataclass(frozen=True)
@@ -36,9 +35,6 @@ def estimate(cfg: Config, machine: Machine) -> Report:
 
     model = cfg.trainer.policy.model
     shape = read_shape(model.path, config_kwargs=model.config_kwargs)
-
-    def measured(settings: Config, role: Role, ranks: int) -> RankUse:
-        return measure(settings, role, ranks, gpus=machine.gpus > 0)
-
+    measured = partial(measure, gpus=machine.gpus > 0)
     plan = make_plan(cfg, shape, machine, measured)
     return Report(plan, {} if plan.fits else advise(cfg, plan, measured))

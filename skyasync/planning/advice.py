@@ -19,7 +19,6 @@ from skyasync.workers.roles import Role
 
 Values = list[Any]
 
-
 TRIED = 5
 """Settings that are measured, each for some seconds."""
 
@@ -31,19 +30,15 @@ def advise(cfg: Config, plan: MemoryPlan, measure: Measure) -> dict[str, Any]:
         before = {key: _get(trial, key) for key in changes}
         for key, value in changes.items():
             _set(trial, key, value)
-        if _plan(trial, plan, rough).fits and not check_config(trial):
+        if make_plan(trial, plan.model, plan.machine, rough).fits and not check_config(trial):
             if tried == TRIED:
                 return {}
-            if _plan(trial, plan, measure).fits:
+            if make_plan(trial, plan.model, plan.machine, measure).fits:
                 return changes
             tried += 1
         for key, value in before.items():
             _set(trial, key, value)
     return {}
-
-
-def _plan(cfg: Config, plan: MemoryPlan, measure: Measure) -> MemoryPlan:
-    return make_plan(cfg, plan.model, plan.machine, measure)
 
 
 def _roughly(cfg: Config, plan: MemoryPlan, measure: Measure) -> Measure:
@@ -52,10 +47,10 @@ def _roughly(cfg: Config, plan: MemoryPlan, measure: Measure) -> Measure:
     def scaled(trial: Config, role: Role, ranks: int) -> RankUse:
         base = copy.deepcopy(cfg)
         base.trainer.policy.gradient_checkpointing = trial.trainer.policy.gradient_checkpointing
-        was = plan.processes[role.name]
-        use = measure(base, role, was)
+        before = plan.processes[role.name]
+        use = measure(base, role, before)
         tokens = trial.trainer.micro_batch_tokens
-        return use.scaled(min(1.0, tokens / use.tokens) if tokens else 1.0, ranks / was)
+        return use.scaled(min(1.0, tokens / use.tokens) if tokens else 1.0, ranks / before)
 
     return scaled
 

@@ -128,12 +128,8 @@ class OtherRole:
     shared: bool  # on the policy's devices
 
     @property
-    def name(self) -> str:
-        return self.role.name
-
-    @property
     def resident(self) -> Lines:
-        return named(self.use.resident, self.name)
+        return named(self.use.resident, self.role.name)
 
     @property
     def phase(self) -> str:
@@ -273,7 +269,7 @@ class _Planner:
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                devices.append(MemoryUse(other.name, other.ranks, capacity, other.phase, lines))
+                devices.append(MemoryUse(other.role.name, other.ranks, capacity, other.phase, lines))
         if engine_devices := self.roles[ENGINES] * self.cfg.generator.devices_per_engine:
             share = int(capacity * self.cfg.generator.gpu_memory_utilization)
             devices.append(MemoryUse("engines", engine_devices, share, "generation", self.engine.lines))
@@ -311,7 +307,9 @@ class _Planner:
         }
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._colocated_roles:
-            phases[other.name] = self.rank.resident | idle | named(other.at_work, other.name) | self._waiting(other)
+            phases[other.role.name] = (
+                self.rank.resident | idle | named(other.at_work, other.role.name) | self._waiting(other)
+            )
         return phases
 
     def _waiting(self, other: OtherRole, ranks: int = 1) -> Lines:
@@ -343,13 +341,13 @@ class _Planner:
         if self.cfg.trainer.placement.colocate_all:
             waiting = self._colocated_roles
             always["offloaded policy"] = here * self.rank.everywhere
-            always |= {f"offloaded {other.name}": here * other.use.everywhere for other in waiting}
+            always |= {f"offloaded {other.role.name}": here * other.use.everywhere for other in waiting}
         else:
             always |= _on_host(self.rank, "policy", here)
             waiting = []
         for other in self.others:
             if other not in waiting:
-                always |= _on_host(other.use, other.name, other.ranks // nodes)
+                always |= _on_host(other.use, other.role.name, other.ranks // nodes)
         return always
 
     def _remote_hosts(self) -> list[MemoryUse]:
@@ -393,10 +391,10 @@ class _Planner:
             "log-probabilities": always | named(with_fragmentation(self.rank.scoring), "policy", ranks),
         }
         for other in self.others:
-            at_work = named(other.at_work, other.name, other.ranks)
+            at_work = named(other.at_work, other.role.name, other.ranks)
             if other.role.trains and not other.shared:  # at the same time as the policy
                 phases["update"] |= at_work
-            phases[other.name] = between | at_work | self._waiting(other, ranks)
+            phases[other.role.name] = between | at_work | self._waiting(other, ranks)
         phases["weight sync"] = between | self._weight_sync()
         phases = self._with_checkpoint(phases, between, 1)
         return fullest("host", 1, self.machine.host_memory, phases)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,17 +63,11 @@ def read_shape(
     kind = read_json(file, f"{key}={name}").get("model_type")
     if not kind:
         raise UserError(f"{name}: its {CONFIG} names no model_type, so its memory cannot be planned")
-    cached = (str(file.parent), file.stat().st_mtime_ns, head, repr(config_kwargs))
-    if cached not in _SHAPES:
-        try:
-            _SHAPES[cached] = _shape(name, str(file.parent), head, config_kwargs or {})
-        except (ValueError, AttributeError, TypeError, KeyError, ZeroDivisionError) as error:
-            first = str(error).strip().partition("\n")[0]
-            raise UserError(f"{name}: transformers cannot build a model of type {kind!r} ({first})") from error
-    return _SHAPES[cached]
-
-
-_SHAPES: dict[tuple[object, ...], ModelShape] = {}
+    try:
+        return _shape(name, str(file.parent), file.stat().st_mtime_ns, head, json.dumps(dict(config_kwargs or {})))
+    except (ValueError, AttributeError, TypeError, KeyError, ZeroDivisionError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(f"{name}: transformers cannot build a model of type {kind!r} ({first})") from error
 
 
 def config_of(path: str, head: str, config_kwargs: Mapping[str, Any]) -> PreTrainedConfig:
@@ -90,13 +86,14 @@ def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
     return config
 
 
-def _shape(name: str, path: str, head: str, config_kwargs: Mapping[str, Any]) -> ModelShape:
+@cache
+def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str) -> ModelShape:
     import torch
 
     from skyasync.models.heads import HEADS
 
     with torch.device("meta"):
-        model = HEADS[head].with_config(config_kwargs).empty(path, torch.float32)
+        model = HEADS[head].with_config(json.loads(config_kwargs)).empty(path, torch.float32)
     text: Any = model.config.get_text_config()
 
     def number(*names: str, default: int = 0) -> int:

@@ -203,7 +203,7 @@ def test_logits_that_are_capped_take_copies_of_them(folder: Path) -> None:
     plain, capped = (
         policy(settings(folder, "gemma2", vocab_size=8192, final_logit_softcapping=cap)) for cap in (None, 30.0)
     )
-    assert capped.scoring["logits"] > plain.scoring["logits"]
+    assert capped.updating["logits"] > plain.updating["logits"]
 
 
 def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(folder: Path) -> None:
