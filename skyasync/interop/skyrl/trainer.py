@@ -201,10 +201,13 @@ class SkyRLTrainer(SkyRLNames, trainer.RayPPOTrainer):
 
     init_weight_sync_state = build_models = _profiler_start = _profiler_step = _profiler_stop = _nothing
 
+    @staticmethod
+    def _remove_tail_data(entries: Sequence[object]) -> Sequence[object]:
+        """Batches of any size are divided among the ranks."""
+        return entries
+
 
 RayPPOTrainer = SkyRLTrainer
-for _name in ("_remove_tail_data",):  # batches of any size are divided among the ranks
-    setattr(SkyRLTrainer, _name, staticmethod(lambda entries: entries))
 
 
 def _with_our_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Foreign], Awaitable[None]]:
