@@ -201,10 +201,7 @@ class SkyRLTrainer(SkyRLNames, trainer.RayPPOTrainer):
 
     init_weight_sync_state = build_models = _profiler_start = _profiler_step = _profiler_stop = _nothing
 
-    @staticmethod
-    def _remove_tail_data(entries: Sequence[object]) -> Sequence[object]:
-        """Batches of any size are divided among the ranks."""
-        return entries
+    _remove_tail_data = staticmethod(lambda entries: entries)  # batches of any size are divided among the ranks
 
 
 RayPPOTrainer = SkyRLTrainer
