@@ -65,6 +65,10 @@ class ScoringPlan:
             proximal=proximal,
         )
 
+    def needs_proximal(self, updates: int) -> bool:
+        """Whether proximal log-probabilities are computed for a batch of so many updates."""
+        return self.proximal == "always" or (self.proximal == "several updates" and updates > 1)
+
 
 class Learner:
     """Makes the policy better, one training step at a time.
@@ -119,8 +123,7 @@ class Learner:
         if plan.reference:
             with timed("reference"):
                 batch.reference_logprobs = await dispatch.ask(REFERENCE, "logprobs", batch)
-        several = self._context.length.updates_per_batch(len(batch.group_ids.unique())) > 1
-        proximal = plan.proximal == "always" or (plan.proximal == "several updates" and several)
+        proximal = plan.needs_proximal(self._context.length.updates_per_batch(len(batch.group_ids.unique())))
         computed = proximal and not self.updates
         in_one_pass = computed and plan.values_by_policy
         if plan.values:
