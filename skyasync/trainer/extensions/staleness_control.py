@@ -118,19 +118,19 @@ class StalenessControl(RunExtension):
                 "trainer.staleness_control=auto compares the trained policy with the one that sampled, and the "
                 "generator's output lacks rollout_logprobs: return them, or set trainer.staleness_control=none"
             )
-        factor = self._rule.choose(batch)
-        self._phases.metrics |= {SCALE: factor, FULL_KL: self._rule.full_kl}
+        rule, factor = self._rule, self._rule.choose(batch)
+        self._phases.metrics |= {SCALE: factor, FULL_KL: rule.full_kl}
         if abs(factor - self._noted) > NOTED * self._noted:
-            self._noted = factor
-            tokens = sum(drift.tokens for drift in batch.values())
+            self._noted, tokens = factor, sum(drift.tokens for drift in batch.values())
+            estimate = f"they would be {rule.full_kl:.2g} nats per token from the policy after full steps"
             log.info(
-                "step %d: the learning rate is multiplied by %.2g: samples are %.1f versions old, and full steps would "
-                "take the policy %.2g nats per token from them, where %.2g is the limit (trainer.staleness_control)",
+                "step %d: the learning rate is multiplied by %.2g (trainer.staleness_control): samples are %.1f "
+                "versions old, %s, and the limit is %.2g",
                 step + 1,
                 factor,
-                sum(s * drift.tokens for s, drift in batch.items()) / tokens,
-                self._rule.full_kl,
-                self._rule.kl_limit,
+                sum(s * drift.tokens for s, drift in batch.items()) / max(tokens, 1),
+                "nothing is known yet of the size of steps" if rule.speed is None else estimate,
+                rule.kl_limit,
             )
         return factor
 

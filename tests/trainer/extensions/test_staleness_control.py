@@ -14,12 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyasync import TrainerCallback
 from skyasync.algorithms.off_policy import Drift, drift_by_staleness, off_policy_metrics
 from skyasync.config.parts import Plan
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.extensions.staleness_control import FULL_KL, KL_LIMIT, SCALE, StepSize
+from skyasync.trainer.extensions.staleness_control import FULL_KL, KL_LIMIT, SCALE, StalenessControl, StepSize
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times
@@ -132,16 +133,23 @@ def test_the_bound_is_that_of_the_plans_settings(plan: str, settings: dict[str, 
     assert chosen is not None and chosen.most_stale(cfg) == most
 
 
+def test_a_decision_is_logged_in_words_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
+    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}))
+    control, batches = StalenessControl(context, bound=2), [batch([[0]], 0.0), batch([[1]], 0.4), batch([[1]], 0.0)]
+    with caplog.at_level("INFO"):
+        factors = [control.choose([made], 5) for made in batches]  # type: ignore[list-item]
+    assert factors == [1 / 3, 1 / 3, 1 / 2] and context.phases.metrics[SCALE] == 1 / 2
+    first, second = caplog.messages
+    assert "multiplied by 0.33" in first and "0.0 versions old, nothing is known yet of the size of steps" in first
+    assert "multiplied by 0.5" in second and "1.0 versions old, they would be 0.41 nats per token" in second
+
+
 # ---------------------------------------------------------------- in runs
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True)
-
-
-def own(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if name.startswith(("policy/", "off_policy/", "staleness"))}
 
 
 @pytest.mark.slow
@@ -157,26 +165,39 @@ async def test_a_synchronous_run_with_control_is_the_plain_run_bitwise(model: st
         assert torch.equal(auto.dispatch.weights()[name], weights), name
 
 
+class Broken(Exception):
+    """Ends a run."""
+
+
+class Stop(TrainerCallback):
+    """Ends a run at the end of the fourth step, before its checkpoint."""
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.global_step == 4:
+            raise Broken
+
+
+def stale_run(model: str, folder: Path, lr: float, **settings: Any) -> LocalRun:
+    """One version stale, in batches that do not depend on the clock."""
+    cfg = config(model, steps=6, ckpt_path=str(folder), ckpt_interval=1, staleness_control="auto", **settings)
+    cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
+    cfg.trainer.policy.optimizer_config.lr = lr
+    return LocalRun(AsyncRayPPOTrainer, cfg)
+
+
 @pytest.mark.slow
-async def test_steps_of_a_stale_run_are_smaller_and_a_resumed_run_takes_the_same(model: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"async_queue_size": 2, "staleness_control": "auto"}
-
-    async def piece(steps: int, folder: str) -> LocalRun:
-        saved = {"ckpt_path": str(tmp_path / folder), "ckpt_interval": 1, "resume_mode": "latest"}
-        cfg = config(model, steps=steps, **settings, **saved)
-        cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
-        cfg.trainer.policy.optimizer_config.lr = 0.1
-        return await LocalRun(AsyncRayPPOTrainer, cfg).train()
-
-    whole = await piece(5, "whole")
-    rows = whole.tracker.rows
-    assert rows[1][SCALE] == pytest.approx(1 / 3)
-    assert all(rows[step][SCALE] < 1 for step in range(1, 6)), [rows[step][SCALE] for step in range(1, 6)]
-    for row in (row for step, row in rows.items() if step):
-        assert row["policy/lr"] == 0.1 * row[SCALE]
-    await piece(3, "cut")
-    resumed = await piece(5, "cut")
-    assert [own(resumed.tracker.rows[step]) for step in (4, 5)] == [own(rows[step]) for step in (4, 5)]
+async def test_a_stale_run_takes_smaller_steps_and_resumes_bitwise(model: str, tmp_path: Path) -> None:
+    lr = 3e-3
+    whole = await stale_run(model, tmp_path / "whole", lr).train()
+    factors = [whole.tracker.rows[step][SCALE] for step in range(1, 7)]
+    assert factors[0] == 1 / 2 and min(factors) >= 1 / 2 and len(set(factors)) > 3, factors
+    assert [whole.tracker.rows[step]["policy/lr"] for step in range(1, 7)] == [lr * factor for factor in factors]
+    first = stale_run(model, tmp_path / "cut", lr)
+    first.trainer.callbacks.append(Stop())
+    with pytest.raises(Broken):
+        await first.train()
+    resumed = await stale_run(model, tmp_path / "cut", lr, resume_mode="latest").train()
+    assert [resumed.tracker.rows[step][SCALE] for step in (4, 5, 6)] == factors[3:]
     for name, weights in whole.dispatch.weights().items():
         assert torch.equal(resumed.dispatch.weights()[name], weights), name
 
