@@ -112,6 +112,12 @@ _ESS = Chart(
     missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
     percent=True,
 )
+_CONTROL = Chart(
+    "Step size under staleness",
+    (Line("staleness_control/lr_scale", "factor of the learning rate"),),
+    says="1 is the schedule's own rate; it is lower while stale samples are far from the trained policy.",
+    percent=True,
+)
 _GAP = Chart(
     "Trainer and engine",
     (
@@ -169,6 +175,7 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
         says="Mean |log(trainer / engine)| of the tokens of each staleness: what a correction has to mend.",
         missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
     )
+    control = [_CONTROL] if "staleness_control/lr_scale" in names else []
     environments = [
         Chart("Environments' own metrics", tuple(Line(name, name.removeprefix("env/")) for name in reported))
     ]
@@ -181,7 +188,7 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     return [
         Section("reward", "Reward and evaluation", (_REWARD, rewards, scores)),
         Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
-        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, _GAP)),
+        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, *control, _GAP)),
         Section(
             "responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *(environments if reported else []))
         ),

@@ -70,6 +70,12 @@ def test_every_section_has_its_pictures(whole: str) -> None:
     assert "Timeline of the last steps" in whole
 
 
+def test_the_step_size_under_staleness_is_drawn_if_it_is_controlled() -> None:
+    title = "Step size under staleness"
+    for rows, drawn in (([{"staleness_control/lr_scale": 0.5}], True), ([{"policy/lr": 0.5}], False)):
+        assert (title in [chart.title for section in sections(rows) for chart in section.charts]) is drawn
+
+
 def test_a_picture_without_data_says_what_would_fill_it(whole: str) -> None:
     entropy = whole[whole.index("<h3>Entropy</h3>") :][:300]
     assert "Nothing yet." in entropy and "trainer.algorithm.use_entropy_loss=true" in entropy
