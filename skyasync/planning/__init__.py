@@ -31,10 +31,10 @@ def estimate(cfg: Config, machine: Machine) -> Report:
     Raises:
         UserError: for a model whose ``config.json`` cannot be read, or settings that the workers reject.
     """
-    from skyasync.planning.measure import measure
-
     model = cfg.trainer.policy.model
     shape = read_shape(model.path, config_kwargs=model.config_kwargs)
+    from skyasync.planning.measure import measure
+
     measured = partial(measure, gpus=machine.gpus > 0)
     plan = make_plan(cfg, shape, machine, measured)
     return Report(plan, {} if plan.fits else advise(cfg, plan, measured))

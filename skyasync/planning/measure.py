@@ -37,6 +37,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_
 from skyasync.algorithms.objective import Objective
 from skyasync.config.schema import Config
 from skyasync.config.schema.reward_models import reward_models
+from skyasync.errors import UserError
 from skyasync.models import MICRO_BATCH_TOKENS, VOCABULARY
 from skyasync.models.backend import LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import B, UpdateBatch
@@ -254,7 +255,8 @@ class MeasuredBackend(FSDPBackend):
 
 
 def _each(layout: Layout, function: Callable[[Tensor], Tensor]) -> Layout:
-    return replace(layout, **{n: function(v) for n, v in vars(layout).items() if isinstance(v, Tensor)})
+    tensors: dict[str, Any] = {n: function(v) for n, v in vars(layout).items() if isinstance(v, Tensor)}
+    return replace(layout, **tensors)
 
 
 WINDOWS = "forward and head", "upper layers", "lower layers", "optimizer step"
@@ -274,15 +276,15 @@ class _Measurement:
             Meter(),
         )
         self.sections: Sections = {}
+        self.backend: MeasuredBackend
 
     def run(self, batch: UpdateBatch, rows: int) -> None:
         """Every phase; ``batch`` stands for so many rows."""
         with self.mode, self.meter:
             self.worker.setup()
-        (self.backend,) = self.worker.backends
-        backend, meter = self.backend, self.meter
+        (backend,), meter = self.worker.backends, self.meter
         assert isinstance(backend, MeasuredBackend)
-        backend.meter = meter
+        self.backend, backend.meter = backend, meter
         model, size = backend.model, backend.model.model.config.get_text_config().vocab_size
         meter.vocabulary = {size, -(-size // backend.spec.mesh_shape.tensor)}
         for tensor in (*model.parameters(), *model.buffers()):
@@ -405,7 +407,7 @@ def measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
     """What rank 0 of so many needs.
 
     Raises:
-        UserError, ValueError: as the worker does, for what cannot be divided, for instance.
+        UserError: as the worker does, for what cannot be divided, for instance, and where its code fails.
     """
     if role.name == REWARD_ROLE:  # its models lie side by side, and work one after the other
         uses = [
@@ -447,9 +449,19 @@ def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
             worker = role.worker_class()(_settings(cfg, role, folder, gpus=gpus), 0, ranks, "cpu", role=role.name)
             worker._store = FakeStore()
             measurement = _Measurement(worker, role)
-            measurement.run(_longest(cfg, lengths, some, (depth, shape.experts_per_token)), rows)
+            batch = _longest(cfg, lengths, some, (depth, shape.experts_per_token))
+            try:
+                measurement.run(batch, rows)
+            except UserError:
+                raise
+            except Exception as error:  # of transformers' or the worker's code: a run would end with it, too
+                first = str(error).strip().partition("\n")[0]
+                raise UserError(
+                    f"{role.section}.model.path={shape.name}: the {role.name} worker fails with a model of this "
+                    f"config.json, without weights: {type(error).__name__}: {first}"
+                ) from error
             sections.append((depth, measurement.sections))
-    whole = sections[-1][1] if len(sections) == 1 else _line(*sections, shape.layers)
+    whole = _line(sections[0], sections[-1], shape.layers) if len(sections) > 1 else sections[0][1]
     offload = getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
     _MEASURED[key] = use = _use(whole, measurement).offloaded(offload)
     return use
@@ -481,7 +493,8 @@ def _longest(cfg: Config, lengths: Lengths, rows: int, experts: tuple[int, int])
     shape, teacher = (rows, lengths.total), cfg.trainer.teacher
     numbers, loss_mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     loss_mask[:, lengths.prompt :] = True
-    of_tokens = "behaviour_logprobs", "rewards", "advantages", "values", "returns", "proximal_logprobs", "loss_weights"
+    names = "behaviour_logprobs", "rewards", "advantages", "values", "returns", "proximal_logprobs", "loss_weights"
+    of_tokens: dict[str, Any] = dict.fromkeys(names, numbers)
     replayed = cfg.trainer.policy.router_replay != "none"
     return UpdateBatch(
         tokens=numbers.long(),
@@ -495,7 +508,7 @@ def _longest(cfg: Config, lengths: Lengths, rows: int, experts: tuple[int, int])
         teacher_logprobs=numbers if teacher.model.path else None,
         teacher_top_k=torch.zeros(*shape, 2 * teacher.top_k) if teacher.top_k and teacher.model.path else None,
         selection=loss_mask if Objective(cfg.trainer.algorithm).prepares else None,
-        **dict.fromkeys(of_tokens, numbers),
+        **of_tokens,
     )
 
 
@@ -516,7 +529,6 @@ def _use(sections: Sections, measurement: _Measurement) -> RankUse:
         return {name: int(sizes[name]) for name in LINES if sizes.get(name, 0) >= 1}
 
     backend, count = measurement.backend, measurement.micro_batches
-    assert isinstance(backend, MeasuredBackend)
     resident, update = lines("resident"), max(map(lines, WINDOWS), key=lambda window: sum(window.values()))
     each, step, sizes = sections.get("micro-batch", {}), sections.get("step", {}), sections["sizes"]
     counts = {kind: int(count * each.get(kind, 0) + step.get(kind, 0)) for kind in each.keys() | step.keys()}

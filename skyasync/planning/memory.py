@@ -119,7 +119,8 @@ class RankUse:
             updating = max(updating, self.stepping, key=lambda lines: sum(lines.values()))
         return replace(
             self, resident=here(self.resident), scoring=here(self.scoring), updating=updating,
-            publishing=here(self.publishing), host=host,
+            stepping=self.stepping if kind == "optimizer" else here(self.stepping), publishing=here(self.publishing),
+            host=host,
         )  # fmt: skip
 
     def scaled(self, tokens: float, ranks: float) -> RankUse:

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyasync.config.resume import saves
@@ -44,19 +44,21 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without."""
+    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without; ``card`` is their name."""
 
     gpus: int
     gpu_memory: int
     host_memory: int
+    card: str = ""
 
 
 def this_machine() -> Machine:
     """What is here, without torch: NVIDIA's own tool, the kernel, and the container's limit."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    sizes = [] if visible == "" else _gpu_sizes()
-    count = len(sizes) if visible is None else min(len(sizes), len(visible.split(",")))
-    return Machine(count, min(sizes, default=0), _host_memory())
+    found = [] if visible == "" else _gpus()
+    count = len(found) if visible is None else min(len(found), len(visible.split(",")))
+    size, card = min(found, default=(0, ""))
+    return Machine(count, size, _host_memory(), card)
 
 
 def parse_size(text: str, flag: str) -> int:
@@ -73,13 +75,14 @@ def parse_size(text: str, flag: str) -> int:
     return int(float(match[1]) * scale)
 
 
-def _gpu_sizes() -> list[int]:
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def _gpus() -> list[tuple[int, str]]:
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [int(line) << 20 for line in answer.split() if line.isdigit()]
+    lines = (line.partition(", ") for line in answer.splitlines())
+    return [(int(size) << 20, name) for size, _, name in lines if size.isdigit()]
 
 
 def _host_memory() -> int:
@@ -92,13 +95,18 @@ def _host_memory() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``."""
+    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``.
+
+    Args:
+        phases: bytes of one in each phase, where there are several.
+    """
 
     name: str
     count: int
     capacity: int
     when: str
     lines: Lines
+    phases: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -110,8 +118,9 @@ class MemoryUse:
 
 
 def fullest(name: str, count: int, capacity: int, phases: Mapping[str, Lines]) -> MemoryUse:
-    when = max(phases, key=lambda phase: sum(phases[phase].values()))
-    return MemoryUse(name, count, capacity, when, {what: size for what, size in phases[when].items() if size})
+    totals = {phase: sum(lines.values()) for phase, lines in phases.items()}
+    when = max(totals, key=lambda phase: totals[phase])
+    return MemoryUse(name, count, capacity, when, {what: size for what, size in phases[when].items() if size}, totals)
 
 
 Measure = Callable[[Config, Role, int], RankUse]
@@ -303,7 +312,9 @@ class _Planner:
             idle |= other.resident
         phases = {
             "update": with_fragmentation(self.rank.updating),
+            "optimizer step": with_fragmentation(self.rank.stepping),
             "log-probabilities": with_fragmentation(self.rank.scoring),
+            "weight sync": self.rank.publishing,
         }
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._colocated_roles:

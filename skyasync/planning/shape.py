@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from skyasync.config.model_files import CONFIG, config_file, model_path, read_json
 from skyasync.errors import UserError
 from skyasync.models import VOCABULARY
+from skyasync.preflight.model import hub_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -143,10 +144,8 @@ def _fetched(name: str, key: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, CONFIG, etag_timeout=2))
+        hub_folder(name, key)  # the download tries again for half a minute
+        return Path(hf_hub_download(name, CONFIG))
     except Exception as error:  # no network, no such model, no access: all end the plan in one line
         first = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{key}={name}: its {CONFIG} is neither in a folder here nor to be had from the hub "
-            f"({type(error).__name__}: {first}); a folder that holds nothing but {CONFIG} is enough for a plan"
-        ) from error
+        raise UserError(f"{first}; a folder that holds nothing but {CONFIG} is enough for a plan") from error
