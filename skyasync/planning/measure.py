@@ -269,12 +269,8 @@ class _Measurement:
     """One worker at work under a meter."""
 
     def __init__(self, worker: ModelWorker, role: Role) -> None:
-        self.worker, self.role, self.mode, self.meter = (
-            worker,
-            role,
-            FakeTensorMode(allow_non_fake_inputs=True),
-            Meter(),
-        )
+        self.worker, self.role = worker, role
+        self.mode, self.meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
         self.sections: Sections = {}
         self.backend: MeasuredBackend
 

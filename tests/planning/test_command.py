@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,15 @@ def test_a_plan_that_fits_says_so_in_plain_text(model: str, capsys: pytest.Captu
     assert out.isascii() and "\x1b" not in out
     assert out.splitlines()[-1] == "fits"
     assert "weights" in out and "moments" in out and "cache" in out
-    assert "PFLOP per rank" in out and "\nsent         " in out
+    assert "PFLOP per rank" in out and "\nsent         " in out and "estimate" not in out
+    assert re.search(r"phases: update .*, optimizer step .*, log-probabilities .*, weight sync", out)
+
+
+@pytest.mark.slow
+def test_a_card_by_its_name_has_memory_and_speeds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--gpus=2", "--card", "L4", "--host-memory=64GiB", model, "data.train_data=[x]"]) == 0
+    out = capsys.readouterr().out
+    assert "2 GPUs of 22.5 GiB" in out and "by the published peak and bandwidths of L4" in out and "tokens/s" in out
 
 
 @pytest.mark.slow
@@ -67,6 +76,8 @@ def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(model: str, capsys:
         (["plan", "--gpu-memory"], "--gpu-memory needs a value"),
         (["plan", "--gpus", "2", "--gpu-memory", "much"], "--gpu-memory much: not a size"),
         (["plan", "--gpus", "two"], "not a number of GPUs"),
+        (["plan", "--gpus", "2", "--card", "H99"], "--card H99: no card that is known, which are A100, H100"),
+        (["plan", "--card", "H100"], "--card also needs --gpus N"),
         (["plan", "trainer.sead=3"], "did you mean trainer.seed"),
     ],
 )

@@ -151,6 +151,18 @@ def test_heads_that_cannot_be_divided_are_the_workers_own_error(folder: Path) ->
     assert not dist.is_initialized()
 
 
+def test_what_fails_in_the_workers_code_is_one_line_that_names_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise ValueError("layer 3 has no weights\nand more")
+
+    monkeypatch.setattr("skyasync.workers.model_worker.ModelWorker.setup", fails)
+    with pytest.raises(UserError, match=r"trainer\.policy\.model\.path=.*layer 3 has no weights") as caught:
+        policy(settings(folder, rms_norm_eps=1e-4))
+    assert "\n" not in str(caught.value) and not dist.is_initialized()
+
+
 def test_a_critic_has_a_head_of_one_number_and_a_reference_no_moments(folder: Path) -> None:
     cfg = settings(folder)
     cfg.trainer.algorithm.advantage_estimator = "gae"
