@@ -339,8 +339,8 @@ class _Measurement:
         once = backend.spec.reduce_gradients == "update"  # these gradients are whole: made by the one before
         backend.computed = min(self.micro_batches, 2 if once else 1)
         layers = decoder_layers(backend.model)
-        window_ends = {len(layers) - 1: WINDOWS[0], (len(layers) - 1) // 2: WINDOWS[1]}
-        hooks = [layers[i].register_forward_hook(self._at_gradient(name)) for i, name in window_ends.items()]
+        window_of = {len(layers) - 1: WINDOWS[0], (len(layers) - 1) // 2: WINDOWS[1]}
+        hooks = [layers[i].register_forward_hook(self._at_gradient(name)) for i, name in window_of.items()]
         if backend.mesh is None:
             hooks += [
                 parameter.register_post_accumulate_grad_hook(lambda p: meter.watch(p.grad, GRADIENTS))

@@ -55,9 +55,9 @@ class Machine:
 def this_machine() -> Machine:
     """What is here, without torch: NVIDIA's own tool, the kernel, and the container's limit."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    found = [] if visible == "" else _gpus()
-    count = len(found) if visible is None else min(len(found), len(visible.split(",")))
-    size, card = min(found, default=(0, ""))
+    gpus = [] if visible == "" else _gpus()
+    count = len(gpus) if visible is None else min(len(gpus), len(visible.split(",")))
+    size, card = min(gpus, default=(0, ""))
     return Machine(count, size, _host_memory(), card)
 
 
