@@ -93,7 +93,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "report": Subcommand(
         "skyasync.cli.report:report",
         "make a run's page, or one that compares runs",
-        ("--out", "--every", "--help"),
+        ("--out", "--every", "--live", "--host", "--port", "--help"),
         settings=False,
         runs=True,
         needs=True,
