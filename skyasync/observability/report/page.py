@@ -80,6 +80,14 @@ class Run:
         rewards = series(self.rows, "reward/mean")[1]
         self.last_reward = f"{rewards[-1]:.3f}" if rewards else "–"
 
+    @property
+    def drawn(self) -> list[Row]:
+        """The rows, without the idle engines of a last step that had nothing left to generate."""
+        *before, last = self.rows or [{}]
+        if last.get("throughput/tokens_per_s") == 0:
+            last = {k: v for k, v in last.items() if not k.startswith(("throughput/", "idle/"))}
+        return [*before, last] if self.rows else []
+
     def tiles(self) -> list[tuple[str, str, str]]:
         """Name, figure, and a word about it."""
         summary, means = self.summary, self.summary.means
@@ -116,7 +124,7 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False)
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     runs = [Run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
-    drawn = {run.label: run.rows for run in runs}
+    drawn = {run.label: run.drawn for run in runs}
     every = [row for run in runs for row in run.rows]
     context: dict[str, Any] = {
         "runs": runs,
