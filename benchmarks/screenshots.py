@@ -22,8 +22,8 @@ def browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-def ask(page: Path, *flags: str, width: int = 1280, height: int = 900, dark: bool = False) -> str:
-    """Open a page, and what the browser prints.
+def ask(page: Path | str, *flags: str, width: int = 1280, height: int = 900, dark: bool = False) -> str:
+    """Open a page, a file or an address, and what the browser prints.
 
     Raises:
         FileNotFoundError: if there is no browser.
@@ -37,7 +37,7 @@ def ask(page: Path, *flags: str, width: int = 1280, height: int = 900, dark: boo
             program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
             "--force-device-scale-factor=1", f"--user-data-dir={profile}", f"--window-size={width},{height}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=2000", *flags,
-            page.resolve().as_uri(),
+            page if isinstance(page, str) else page.resolve().as_uri(),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:

@@ -19,8 +19,9 @@ WINDOW = 10  # steps
 LONG = 30  # steps after which a reward that has not risen is an alarm
 FEW_MIXED, LOW_SAMPLE_SIZE, CUT, IDLE = 0.1, 0.5, 0.3, 0.85  # shares
 RISES = 3.0  # times what it was in the first steps
-#: By metric, what it must exceed besides: nats per token.
-DIVERGENCES = {"policy/approx_kl": 0.1, "off_policy/kl": 0.1, "policy/kl_loss": 1.0, "reward/kl": 1.0}
+#: Nats per token that a metric must exceed in ``OFTEN`` of the last steps.
+DIVERGENCES = {"policy/approx_kl": 0.2, "off_policy/kl": 0.2, "policy/kl_loss": 1.0, "reward/kl": 1.0}
+OFTEN = 3
 GAP, NEAR_LIMIT = 0.05, 0.5  # nats; share of sync/logprob_gap_limit
 LOST_ENTROPY, NO_ENTROPY = 0.2, 0.05  # of what it was in the first steps
 FALL = 0.1  # of the held-out score
@@ -99,13 +100,13 @@ def _groups_equal(course: _Course) -> Iterator[str]:
 
 
 def _entropy(course: _Course) -> Iterator[str]:
-    ends = course.ends("policy/entropy")
-    if ends is None or ends[0] <= 0:
+    values = course.values("policy/entropy")
+    if len(values) < WINDOW or max(values[:3]) <= 0:
         return
-    left = ends[1] / ends[0]
-    if left < NO_ENTROPY or (left < LOST_ENTROPY and not course.reward_risen()):
+    first, last = max(values[:3]), median(values[-WINDOW:])  # it may be gone within a few steps
+    if last < NO_ENTROPY * first or (last < LOST_ENTROPY * first and not course.reward_risen()):
         yield (
-            f"The entropy fell from {ends[0]:.3g} to {ends[1]:.3g} nats per token: the policy hardly explores. Lower "
+            f"The entropy fell from {first:.3g} to {last:.3g} nats per token: the policy hardly explores. Lower "
             f"trainer.policy.optimizer_config.lr, raise trainer.algorithm.entropy_loss_coef or the upper clip "
             f"(trainer.algorithm.eps_clip_high), or sample at temperature 1."
         )
@@ -113,11 +114,11 @@ def _entropy(course: _Course) -> Iterator[str]:
 
 def _divergence(course: _Course) -> Iterator[str]:
     for name, limit in DIVERGENCES.items():
-        ends = course.ends(name)
-        if ends and ends[1] > max(limit, RISES * ends[0]):
+        values = course.values(name)[-WINDOW:]
+        if sum(value > limit for value in values) >= OFTEN:
             yield (
-                f"The KL divergence rises: {name} was {ends[0]:.3g} and is {ends[1]:.3g} nats per token. Lower "
-                f"trainer.policy.optimizer_config.lr, make fewer updates per batch, or add "
+                f"The KL divergence is too large: {name} was up to {max(values):.3g} nats per token in the last steps. "
+                f"Lower trainer.policy.optimizer_config.lr, make fewer updates per batch, or add "
                 f"trainer.algorithm.use_kl_loss=true; trainer.spike_limits can undo such steps."
             )
 

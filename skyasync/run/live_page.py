@@ -58,10 +58,12 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     Raises:
         UserError: for an address or a port that cannot be had.
     """
+    if not 0 <= port < 1 << 16:  # the resolver would take the rest of it
+        raise UserError(f"--port {port}: a port is a number up to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=WAITING_CONNECTIONS)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UserError(f"the live page cannot listen at {host}, port {port}: {error}") from error
 
 
@@ -74,6 +76,7 @@ class LivePage:
 
     Attributes:
         token: what requests must give; "" on the loopback.
+        pages_drawn: how often a page was drawn so far.
     """
 
     def __init__(self, folders: Sequence[Path], listening: socket.socket) -> None:
@@ -83,6 +86,7 @@ class LivePage:
         self.token = "" if self._loopback else secrets.token_urlsafe(24)
         self._drawn = ("", "")  # the state of the files, and the page of it
         self._drawing = asyncio.Lock()
+        self.pages_drawn = 0
 
     @property
     def url(self) -> str:
@@ -120,6 +124,7 @@ class LivePage:
                 return web.Response(status=304)
             if self._drawn[0] != state:
                 self._drawn = state, await asyncio.to_thread(page, self._folders, live=True)
+                self.pages_drawn += 1
         return web.Response(text=self._drawn[1], content_type="text/html", headers={"ETag": state})
 
     async def _metrics(self, _: web.Request) -> web.Response:

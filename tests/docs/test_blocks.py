@@ -25,7 +25,7 @@ from tests.docs.checking import check
 from tests.docs.pages import GENERATED, ROOT, Block, blocks, commands, pages, plain
 
 BLOCKS = blocks()
-LANGUAGES = {"python", "bash", "text", "yaml", "json", "toml"}
+LANGUAGES = {"python", "bash", "text", "yaml", "json", "toml", "math"}
 pytestmark = pytest.mark.usefixtures("registries")
 
 

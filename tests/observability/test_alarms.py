@@ -41,6 +41,16 @@ def test_too_few_steps_raise_none(name: str) -> None:
     assert {alarm.name for alarm in early} <= {"restarts", "score"}
 
 
+def test_a_difference_of_log_probabilities_that_grows_is_named_before_it_ends_the_run() -> None:
+    """Planted into the rows of a healthy run: no setting makes one that the run itself does not end with."""
+    healthy = rows_of("sync")
+    by_tokens: list[Row] = [{**row, "gap/mean": 0.004 * 1.1 ** row["step"]} for row in healthy]
+    by_probes: list[Row] = [{**row, "sync/logprob_gap_mean": 0.012, "sync/logprob_gap_limit": 0.02} for row in healthy]
+    for rows in (by_tokens, by_probes):
+        (alarm,) = alarms(rows)
+        assert alarm.name == "logprob_difference" and "trainer.policy.model.dtype" in alarm.text
+
+
 def test_restarts_of_workers_are_named_until_they_are_old() -> None:
     rows: list[Row] = [{"step": step} for step in range(1, 31)]
     again = [{"step": 25, "what": "a process of the policy"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientSession
 
+from benchmarks.screenshots import ask, browser
 from skyasync.errors import UserError
 from skyasync.run.live_page import LivePage, listen
 from tests.observability.report.folders import make_run, metrics
@@ -110,6 +112,21 @@ async def test_prometheus_gets_the_newest_value_of_each_metric(tmp_path: Path, s
 def test_an_address_that_cannot_be_had_is_one_line() -> None:
     with listen() as taken, pytest.raises(UserError, match=r"the live page cannot listen at 127\.0\.0\.1, port"):
         listen(port=taken.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(browser() is None, reason="there is no chromium here: apt-get install chromium")
+async def test_the_browser_shows_what_is_new_by_itself(tmp_path: Path, serve: Serve) -> None:
+    folder = make_run(tmp_path / "run", steps=3)
+    live = await serve(folder)
+    shown = asyncio.create_task(asyncio.to_thread(ask, live.url, "--dump-dom", "--virtual-time-budget=9000"))
+    while not live.pages_drawn:  # noqa: ASYNC110  (the browser asks)
+        await asyncio.sleep(0.05)
+    for step in range(4, 18):
+        log_step(folder, {**metrics(step), "idle/engines": 0.95})
+    text = await shown
+    assert "The engines are idle 95% of the time" in text and "No alarms." not in text
+    assert live.pages_drawn >= 2
 
 
 @pytest.mark.slow

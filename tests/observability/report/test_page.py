@@ -99,7 +99,9 @@ def test_settings_are_those_that_differ(whole: str) -> None:
     changed = whole[whole.index('<table class="settings">') :].partition("<details>")[0]
     assert "trainer.plan" in changed and "mine.strength" in changed
     assert "trainer.seed" not in changed
-    assert re.search(r"trainer\.plan.*>command line<.*Of the recipe.*mine\.strength.*>recipe<", changed, flags=re.DOTALL)
+    assert re.search(
+        r"trainer\.plan.*>command line<.*Of the recipe.*mine\.strength.*>recipe<", changed, flags=re.DOTALL
+    )
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
