@@ -10,6 +10,7 @@ import logging
 import re
 from html import escape
 from pathlib import Path
+from typing import Any
 
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source|link(?=[^>]*rel=["']?(?:stylesheet|preconnect|icon|preload)))[^>]*?"""
@@ -52,9 +53,29 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return "".join(parts)
 
 
-def on_post_build(config: dict[str, str], **_: object) -> None:
-    """A warning, which ``--strict`` counts as an error, for whatever a page or a style would fetch."""
+def llms(name: str, about: str, nav: list[dict[str, Any]], docs: Path) -> str:
+    """``llms.txt``: the pages by section, each with its first sentence, for programs that read documentation."""
+    lines = [f"# {name}", "", f"> {about}"]
+    for part in nav:
+        for section, entries in part.items():
+            lines += ["", f"## {section}", ""]
+            for entry in entries:
+                for title, file in entry.items():
+                    text = FENCED.sub("", (docs / file).read_text(encoding="utf-8"))
+                    prose = [block for block in text.split("\n\n")[1:] if block[:1].isalpha()]
+                    first = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose[0]).split()) if prose else ""
+                    sentence = re.split(r"(?<=[.:]) ", first)[0].rstrip(":.")
+                    lines.append(
+                        f"- [{title}]({file.removesuffix('.md')}.html)" + (f": {sentence}." if sentence else "")
+                    )
+    return "\n".join(lines) + "\n"
+
+
+def on_post_build(config: dict[str, Any], **_: object) -> None:
+    """A warning, which ``--strict`` counts as an error, for whatever a page or a style would fetch; ``llms.txt``."""
     site = Path(config["site_dir"])
+    pages = llms(config["site_name"], config["site_description"], config["nav"], Path(config["docs_dir"]))
+    (site / "llms.txt").write_text(pages, encoding="utf-8")
     for script in sorted(site.rglob("*.js")):
         text = script.read_text(encoding="utf-8")
         if HELPERS in text:

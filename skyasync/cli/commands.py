@@ -108,7 +108,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "runs": Subcommand(
         "skyasync.cli.runs:runs",
         "list the runs of a folder",
-        ("--sort", "--json", "--help"),
+        ("--sort", "--best", "--json", "--help"),
         settings=False,
         runs=True,
     ),
