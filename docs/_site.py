@@ -62,9 +62,11 @@ def llms(name: str, about: str, nav: list[dict[str, Any]], docs: Path) -> str:
             for entry in entries:
                 for title, file in entry.items():
                     text = FENCED.sub("", (docs / file).read_text(encoding="utf-8"))
-                    prose = [block for block in text.split("\n\n")[1:] if block[:1].isalpha()]
-                    first = " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", prose[0]).split()) if prose else ""
-                    sentence = re.split(r"(?<=[.:]) ", first)[0].rstrip(":.")
+                    prose = [" ".join(block.split()) for block in text.split("\n\n")[1:] if re.match(r"[\w`]", block)]
+                    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", block) for block in prose)
+                    sentences = (s for block in plain for s in re.split(r"(?<=[.:]) ", block))
+                    fits = (s for s in sentences if len(s.split()) > 3 and not s.startswith("This page is"))
+                    sentence = next(fits, "").rstrip(":.")
                     lines.append(
                         f"- [{title}]({file.removesuffix('.md')}.html)" + (f": {sentence}." if sentence else "")
                     )

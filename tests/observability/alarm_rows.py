@@ -48,7 +48,8 @@ ILL = {
     "truncation": [*_SHORT, "trainer.plan=sync", "generator.sampling_params.max_generate_length=4"],
     "engines_idle": [*_SHORT, "trainer.plan=one_step_off", "trainer.update_epochs_per_batch=16",
                      f"{_FAST}1e-5"],
-    "trainer_idle": [*_SHORT, "trainer.plan=one_step_off", *_REWARD, f"environment.reward_funcs=[{_HERE}:slow]"],
+    "trainer_idle": [*_SHORT, "trainer.plan=one_step_off", *_REWARD, f"environment.reward_funcs=[{_HERE}:slow]",
+                     "trainer.max_training_steps=14"],
     "restarts": [*_SHORT, "trainer.plan=one_step_off"],
 }  # fmt: skip
 KILLED_AFTER = 8  # steps of "restarts", whose engine then gets SIGKILL
@@ -66,7 +67,7 @@ def nines(response: str) -> float:
 
 def slow(response: str, label: str) -> float:
     """A right reward, after a long thought."""
-    time.sleep(0.05)
+    time.sleep(0.15)
     return float(response == label)
 
 
