@@ -44,15 +44,15 @@ class _Course:
     def values(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if row.get(name) is not None]
 
-    def ends(self, name: str) -> tuple[float, float] | None:
+    def first_and_last(self, name: str) -> tuple[float, float] | None:
         """Medians of the first and of the last ``WINDOW`` values; None until there are so many."""
         values = self.values(name)
         return (median(values[:WINDOW]), median(values[-WINDOW:])) if len(values) >= WINDOW else None
 
     def last(self, name: str) -> float | None:
         """Median of the last ``WINDOW`` values."""
-        ends = self.ends(name)
-        return ends[1] if ends else None
+        both = self.first_and_last(name)
+        return both[1] if both else None
 
     def reward_risen(self) -> bool:
         """It is above what it was in the first steps by more than chance, and has not fallen since its best."""
@@ -74,8 +74,8 @@ def alarms(rows: Sequence[Row], restarts: Sequence[Row] = ()) -> list[Alarm]:
         restarts: of ``restarts.jsonl``: workers and controllers that were started again.
     """
     course = _Course(rows)
-    found = [Alarm(name, text) for name, check in _CHECKS.items() for text in check(course)]
-    return found + [Alarm("restarts", text) for text in _restarts(course, restarts)]
+    raised = [Alarm(name, text) for name, check in _CHECKS.items() for text in check(course)]
+    return raised + [Alarm("restarts", text) for text in _restarts(course, restarts)]
 
 
 def _reward_flat(course: _Course) -> Iterator[str]:
@@ -124,13 +124,13 @@ def _divergence(course: _Course) -> Iterator[str]:
 
 
 def _difference(course: _Course) -> Iterator[str]:
-    ends = course.ends("gap/mean")
+    both = course.first_and_last("gap/mean")
     probes = [row for row in course.rows if row.get("sync/logprob_gap_mean") is not None][-3:]
     limits = [NEAR_LIMIT * (row.get("sync/logprob_gap_limit") or 1.0) for row in probes]
     differences = [row["sync/logprob_gap_mean"] for row in probes]
     near = len(probes) == 3 and all(value > limit for value, limit in zip(differences, limits, strict=True))
-    if near or (ends and ends[1] > max(GAP, RISES * ends[0])):
-        measured = f"{differences[-1]:.3g} nats on probes" if near else f"gap/mean is {ends[1] if ends else 0:.3g} nats"
+    if near or (both and both[1] > max(GAP, RISES * both[0])):
+        measured = f"{differences[-1]:.3g} nats on probes" if near else f"gap/mean is {both[1] if both else 0:.3g} nats"
         yield (
             f"The log-probabilities of trainer and engine differ too much under the same weights: {measured}. Use the "
             f"same precision on both sides (trainer.policy.model.dtype, generator.dtype), or correct for it with "
@@ -149,10 +149,10 @@ def _sample_size(course: _Course) -> Iterator[str]:
 
 
 def _truncation(course: _Course) -> Iterator[str]:
-    ends = course.ends("response/truncated")
-    if ends and ends[1] > CUT and ends[1] >= ends[0]:
+    both = course.first_and_last("response/truncated")
+    if both and both[1] > CUT and both[1] >= both[0]:
         yield (
-            f"{ends[1]:.0%} of the responses are cut by their length ({ends[0]:.0%} in the first steps). Raise "
+            f"{both[1]:.0%} of the responses are cut by their length ({both[0]:.0%} in the first steps). Raise "
             f"generator.sampling_params.max_generate_length, or penalise length (trainer.algorithm.overlong_buffer)."
         )
 
@@ -190,11 +190,11 @@ def _score_fell(course: _Course) -> Iterator[str]:
 
 def _restarts(course: _Course, restarts: Sequence[Row]) -> Iterator[str]:
     counted = [float(row.get("engines/deaths") or 0) for row in course.rows[-WINDOW - 1 :]]
-    died = round(sum(max(0.0, after - before) for before, after in pairwise(counted)))
+    failures = round(sum(max(0.0, after - before) for before, after in pairwise(counted)))
     since = course.rows[-WINDOW]["step"] if len(course.rows) >= WINDOW else 0
     again = [str(row.get("what", "a process")) for row in restarts if row["step"] >= since]
-    if died or again:
-        what = ([f"engines ({died})"] if died else []) + again
+    if failures or again:
+        what = ([f"engines ({failures})"] if failures else []) + again
         yield (
             f"Parts failed in the last {WINDOW} steps and were started again: {', '.join(what)}. Their files "
             f"in logs/ end with the reason; out of memory is the most frequent one (skyasync plan estimates it)."

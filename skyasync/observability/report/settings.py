@@ -62,7 +62,7 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
         is_model = path.endswith(".model.path") and path != MODEL
         return path not in _WHERE and not (is_model and values[path] == model)
 
-    found = [
+    differ = [
         Setting(key.path, [written(values[key.path])], written(key.default), key.doc, _origin(key.path, origins))
         for key in keys
         if key.path in values and values[key.path] != key.default and is_users(key.path)
@@ -71,7 +71,7 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
         for path, value in values.items()
         if path not in keys
     ]
-    return sorted(found, key=lambda setting: setting.origin == RECIPE)
+    return sorted(differ, key=lambda setting: setting.origin == RECIPE)
 
 
 def _origin(path: str, origins: Mapping[str, str]) -> str:
