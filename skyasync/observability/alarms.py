@@ -93,7 +93,7 @@ def _groups_equal(course: _Course) -> Iterator[str]:
     mixed = course.last("reward/mixed_groups")
     if mixed is not None and mixed < FEW_MIXED and not course.reward_risen():
         yield (
-            f"Only {mixed:.0%} of the groups have samples with different rewards: the others teach a group-relative "
+            f"In {1 - mixed:.0%} of the groups all samples have the same reward: they teach a group-relative "
             f"estimator nothing. Use easier or harder prompts, a reward with partial credit, a larger "
             f"generator.n_samples_per_prompt, or trainer.algorithm.dynamic_sampling.type=variance."
         )
@@ -158,7 +158,8 @@ def _truncation(course: _Course) -> Iterator[str]:
 
 
 def _engines_idle(course: _Course) -> Iterator[str]:
-    if (share := course.last("idle/engines")) is not None and share > IDLE:
+    shares = [share for share in course.values("idle/engines") if share < 1]  # 1: all is generated, as at the end
+    if len(shares) >= WINDOW and (share := median(shares[-WINDOW:])) > IDLE:
         yield (
             f"The engines are idle {share:.0%} of the time: they wait for the trainer, environments or rewards. Give "
             f"the trainer more devices, raise environment.num_workers, or use an asynchronous plan."
