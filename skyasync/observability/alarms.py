@@ -115,7 +115,7 @@ def _entropy(course: _Course) -> Iterator[str]:
 def _divergence(course: _Course) -> Iterator[str]:
     for name, limit in DIVERGENCES.items():
         values = course.values(name)[-WINDOW:]
-        if sum(value > limit for value in values) >= OFTEN:
+        if len(values) == WINDOW and sum(value > limit for value in values) >= OFTEN:
             yield (
                 f"The KL divergence is too large: {name} was up to {max(values):.3g} nats per token in the last steps. "
                 f"Lower trainer.policy.optimizer_config.lr, make fewer updates per batch, or add "
