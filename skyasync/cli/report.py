@@ -48,7 +48,8 @@ def report(argv: Sequence[str]) -> int | None:
     if "--live" in options:
         if other := options.keys() & {"--out", "--every"}:
             raise UserError(f"{min(other)} has no effect with --live: the page is served, not written")
-        return _serve(folders, options.get("--host", ""), options.get("--port", "0"))
+        _serve(folders, options.get("--host", ""), options.get("--port", "0"))
+        return None
     if other := options.keys() & {"--host", "--port"}:
         raise UserError(f"{min(other)} needs --live")
     from skyasync.observability.jsonl import replace_text
