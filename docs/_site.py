@@ -47,7 +47,9 @@ def picture(latex: str) -> str:
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Formulas become pictures."""
-    markdown = FORMULA.sub(lambda found: f'<p style="margin-left: 2em">{picture(found[1])}</p>', markdown)
+    markdown = FORMULA.sub(
+        lambda found: f'<p style="margin-left: 1.5em; font-size: 1.25em">{picture(found[1])}</p>', markdown
+    )
     parts = FENCED.split(markdown)
     parts[::2] = [IN_LINE.sub(lambda found: picture(found[1]), part) for part in parts[::2]]
     return "".join(parts)
