@@ -236,7 +236,7 @@ def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
         if _matches(layer, settings.exclude_modules) or not (named or (all_linear and module is not head)):
             continue
         if module is head and head.weight is model.get_input_embeddings().weight:
-            raise UserError(f"{KEY}.target_modules: {layer} shares its weight with the embeddings: leave it out")
+            raise UserError(f"{KEY}.target_modules: {layer} shares its weight with the embeddings: remove it")
         targets.append(layer)
     if not targets:
         raise UserError(f"{KEY}: target_modules less exclude_modules leave no layer of {type(model).__name__}")
