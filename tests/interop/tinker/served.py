@@ -12,6 +12,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
 
+import pytest
+
+tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
@@ -61,8 +65,6 @@ async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterat
 
 async def with_sdk(server: Any, program: Callable[[Any], T], key: str = KEY) -> T:
     """What a program of the SDK returns, in a thread: it gets a ``ServiceClient``."""
-    import tinker
-
     def run() -> T:
         service = tinker.ServiceClient(base_url=server.base_url, api_key=key)
         try:
