@@ -1,7 +1,7 @@
 """Reinforcement learning of sums with Tinker's SDK, which knows nothing of this library: GRPO with importance sampling.
 
-    skyasync tinker                                            # prints both
-    python examples/tinker/arithmetic.py TINKER_BASE_URL base_model
+skyasync tinker                                            # prints both
+python examples/tinker/arithmetic.py TINKER_BASE_URL base_model
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class System:
 
 @cache
 def systems() -> dict[str, System]:
-    """All of them by name, in their order; a folder without a table of settings is no framework whose recipes are read."""
+    """All of them by name, in their order: the folders that have a table of settings."""
     packages = [module.name for module in pkgutil.iter_modules([str(_FOLDER)]) if module.ispkg]
     folders = [name for name in packages if (_FOLDER / name / SETTINGS).is_file()]
     declared = [import_module(f"{__package__}.{folder}").SYSTEM for folder in folders]

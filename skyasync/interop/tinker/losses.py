@@ -1,6 +1,6 @@
 """The losses of the Tinker API, as sums over tokens, for the policy's ranks.
 
-Invariant: ``token_losses`` alone says what a loss is: the gradient comes from it, and so does the loss that is answered.
+Invariant: ``token_losses`` alone says what a loss is: both the gradient and the loss in the answer come from it.
 """
 
 from __future__ import annotations

@@ -211,8 +211,12 @@ class SamplingQueue:
         return sample_result(outputs, scores)
 
     async def _scores(self, prompt: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        while not (scores := await self._client.score([prompt])):
+        scores = await self._client.score([prompt])
+        for _ in range(int(self._client.request_timeout_s)):
+            if scores:
+                break
             await asyncio.sleep(1.0)  # every engine has failed; the supervisor starts others, or ends the client
+            scores = await self._client.score([prompt])
         return np.array([np.nan, *scores[0][0]], dtype=np.float32)
 
     def _prompt(self, request: types.SampleRequest) -> list[int]:
@@ -222,7 +226,7 @@ class SamplingQueue:
         prompt = [token for chunk in chunks for token in chunk.tokens]  # type: ignore[union-attr]
         if not prompt:
             raise UserError("the prompt is empty")
-        if (wrong := [token for token in prompt if not 0 <= token < self._vocabulary]):
+        if wrong := [token for token in prompt if not 0 <= token < self._vocabulary]:
             raise UserError(f"there is no token {wrong[0]}: the model has {self._vocabulary}")
         if len(prompt) >= self._most_tokens:
             raise UserError(f"the prompt has {len(prompt)} tokens; with the answer {self._most_tokens} are the most")

@@ -95,9 +95,7 @@ class TinkerServer:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S, **RUNNER_OPTIONS
         )
         await self._runner.setup()
-        self.port = await self._limits.open(
-            self._runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS
-        )
+        self.port = await self._limits.open(self._runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS)
 
     @property
     def base_url(self) -> str:

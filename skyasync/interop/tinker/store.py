@@ -136,7 +136,8 @@ class Store:
 
     def _requests(self, where: str, *values: object) -> Iterator[StoredRequest]:
         for row in self._rows(f"select * from requests where {where} order by seq", *values):
-            yield StoredRequest(*(row[name] for name in ("id", "seq", "kind", "payload", "result")), bool(row["ok"]))
+            payload, result = row["payload"], row["result"]
+            yield StoredRequest(row["id"], row["seq"], row["kind"], payload, result, bool(row["ok"]))
 
     def finish(
         self, request: StoredRequest, model: str, result: bytes, *, ok: bool, state: str = "",

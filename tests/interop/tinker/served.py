@@ -14,7 +14,9 @@ from unittest import mock
 
 import pytest
 
-tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
+pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+import tinker
 
 from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
@@ -41,7 +43,7 @@ def config(model: str) -> Config:
 async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterator[SimpleNamespace]:
     """``server``, with its ``dispatch``, ``client``, ``turns`` and ``snapshots``; another one goes on in the folder."""
     cfg = config(model)
-    folder.mkdir(exist_ok=True)
+    await asyncio.to_thread(folder.mkdir, exist_ok=True)
     worker = replace(ROLES[POLICY], worker="skyasync.interop.tinker.worker:MultiAdapterWorker")
     with mock.patch.dict(ROLES, {POLICY: worker}):
         made: list[LocalDispatch] = [LocalDispatch(cfg)]
@@ -65,6 +67,7 @@ async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterat
 
 async def with_sdk(server: Any, program: Callable[[Any], T], key: str = KEY) -> T:
     """What a program of the SDK returns, in a thread: it gets a ``ServiceClient``."""
+
     def run() -> T:
         service = tinker.ServiceClient(base_url=server.base_url, api_key=key)
         try:

@@ -8,12 +8,13 @@ from typing import Any
 import aiohttp
 import pytest
 
+pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.interop.tinker.experiment import Address, TinkerExperiment
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.interop.tinker.served import tinker_server
-
-from skyasync.interop.tinker.experiment import Address, TinkerExperiment  # isort: skip
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +32,7 @@ async def ask(server: Any, method: str, path: str, **options: Any) -> tuple[int,
         return answer.status, await answer.json()
 
 
-async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_form(
-    model: str, tmp_path: Path
-) -> None:
+async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_form(model: str, tmp_path: Path) -> None:
     mine = {"X-API-Key": "tml-mine"}
     async with tinker_server(model, tmp_path, key="tml-mine") as up:
         for headers in ({}, {"X-API-Key": "tml-other"}, {"Authorization": "Bearer tml-mine-not"}):

@@ -11,16 +11,17 @@ from unittest import mock
 import pytest
 import torch
 
+pytest.importorskip("tinker", reason="the extra tinker is not installed")
+
+import tinker
+from tinker import types
+from tinker.lib.public_interfaces.training_client import TrainingClient
+
+from skyasync.interop.tinker import training
+from skyasync.interop.tinker.server import CLIENT_CONFIG
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.interop.tinker.served import tinker_server, with_sdk
-
-tinker = pytest.importorskip("tinker", reason="the extra tinker is not installed")
-from tinker import types  # noqa: E402
-from tinker.lib.public_interfaces.training_client import TrainingClient  # noqa: E402
-
-from skyasync.interop.tinker import training  # noqa: E402
-from skyasync.interop.tinker.server import CLIENT_CONFIG  # noqa: E402
-from tests.interop.tinker.test_losses import encoded  # noqa: E402
+from tests.interop.tinker.test_losses import encoded
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def datum(*tokens: int, **inputs: list[float]) -> Any:
     return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": list(tokens[1:]), **inputs}
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": list(tokens[1:]), **inputs},
     )
 
 
