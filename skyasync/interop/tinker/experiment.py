@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -63,7 +64,7 @@ class Address:
     key: str = ""
 
     def check(self) -> None:
-        """Raises UserError if other machines could reach a server without a key."""
+        """Raises UserError if other machines could reach a server without a key, or if the port is taken."""
         try:
             loopback = is_loopback(self.host)
         except ValueError:
@@ -73,6 +74,12 @@ class Address:
                 f"--host {self.host} lets other machines reach the server: set {KEY_VARIABLE} to a key, which clients "
                 f"send as TINKER_API_KEY (it begins with tml-)"
             )
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, self.port), family=family).close()
+        except OSError as error:
+            problem = error.strerror or error
+            raise UserError(f"--host {self.host} --port {self.port} cannot be listened on: {problem}") from error
 
 
 @asynccontextmanager
@@ -205,9 +212,8 @@ class TinkerExperiment(BasePPOExp):
             ) as (server, turns, snapshots):  # fmt: skip
                 print(f"TINKER_BASE_URL={server.base_url}", flush=True)
                 print(f"base_model={cfg.trainer.policy.model.path}", flush=True)
-                stop = asyncio.create_task(stopped.wait())
-                await asyncio.wait([stop, turns.ended], return_when=asyncio.FIRST_COMPLETED)
-                stop.cancel()
+                turns.ended.add_done_callback(lambda _: stopped.set())
+                await stopped.wait()
                 if turns.ended.done():
                     turns.ended.result()
         finally:

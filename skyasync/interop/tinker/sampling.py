@@ -1,8 +1,8 @@
 """Sampling: from snapshots of models and from the base, of which the engines hold one at a time.
 
 Invariant: every token of an answer is of the snapshot of its sampler. The engines change to another one between the
-answers, in the order in which snapshots were requested; the requests for the one that they hold come first only as long
-as nobody waits for another.
+answers, in the order in which snapshots were requested. A request for the one that they hold starts at once, unless a
+request for another one waits.
 
 | who waits     | for what                                | woken by                                              |
 |---------------|-----------------------------------------|-------------------------------------------------------|
@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 from tinker import types
 
+from skyasync.arrays import ints
 from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
@@ -201,7 +202,7 @@ class SamplingQueue:
         last = request.prompt_logprobs_last_n
         async with self._turns.at(snapshot):
             calls = [
-                self._client.generate(GenerationRequest(f"{name}-{secrets.token_hex(4)}", prompt, sampling))
+                self._client.generate(GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling))
                 for sampling in samplings
             ]
             outputs = await asyncio.gather(*calls)
@@ -237,11 +238,11 @@ class SamplingQueue:
         if not 1 <= request.num_samples <= MOST_SAMPLES:
             raise UserError(f"num_samples is {request.num_samples}, not from 1 to {MOST_SAMPLES}")
         stops = [stop] if isinstance(stop, str) else list(stop or ())
-        room = self._most_tokens - prompt
+        left = self._most_tokens - prompt
         seeds = range(request.num_samples)
         return [
             SamplingParams(
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                max_tokens=left if params.max_tokens is None else min(params.max_tokens, left),
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=params.top_k,

@@ -136,15 +136,14 @@ class TinkerServer:
             ("POST", "unload_model"): _refusal("unload_model", "models stay for as long as their state does"),
             ("POST", "forward_backward"): self._forward_backward,
             ("POST", "load_weights"): self._load_weights,
-            **{
-                ("POST", kind): self._training_request(kind, schema)
-                for kind, schema in {
-                    "optim_step": types.OptimStepRequest,
-                    "save_weights": types.SaveWeightsRequest,
-                    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
-                    "save_weights_external": types.SaveWeightsExternalRequest,
-                }.items()
-            },
+            ("POST", "optim_step"): self._training_request("optim_step", types.OptimStepRequest),
+            ("POST", "save_weights"): self._training_request("save_weights", types.SaveWeightsRequest),
+            ("POST", "save_weights_for_sampler"): self._training_request(
+                "save_weights_for_sampler", types.SaveWeightsForSamplerRequest
+            ),
+            ("POST", "save_weights_external"): self._training_request(
+                "save_weights_external", types.SaveWeightsExternalRequest
+            ),
             ("POST", "create_sampling_session"): self._create_sampler,
             ("GET", "samplers/{sampler}"): self._sampler,
             ("POST", "asample"): self._sample,
@@ -399,11 +398,11 @@ class TinkerServer:
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
-    kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    type_of = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
     sizes = [path.stat().st_size for path in Path(checkpoint.folder).rglob("*") if path.is_file()]
     return {
         "checkpoint_id": checkpoint.path.split("/", 3)[3],
-        "checkpoint_type": kinds[checkpoint.kind],
+        "checkpoint_type": type_of[checkpoint.kind],
         "time": _time(checkpoint.created),
         "tinker_path": checkpoint.path,
         "size_bytes": sum(sizes),

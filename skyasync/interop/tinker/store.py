@@ -28,7 +28,7 @@ create table if not exists checkpoints (
     path text primary key, number integer, model text, kind text, folder text, rank integer, named integer,
     created real, expires real, about text);
 """
-KEPT_RESULTS = 64
+RETAINED_RESULTS = 64
 """Results that the client has retrieved stay for so many requests of their model: an answer may be lost on its way."""
 
 
@@ -159,7 +159,7 @@ class Store:
                 done = "update requests set payload = x'' where model = ? and seq <= ? and result is not null"
                 database.execute(done, (model, request.seq))
                 old = "delete from requests where model = ? and seq <= ? and retrieved = 1"
-                database.execute(old, (model, request.seq - KEPT_RESULTS))
+                database.execute(old, (model, request.seq - RETAINED_RESULTS))
             if checkpoint is not None:
                 same = database.execute("select folder from checkpoints where path = ?", (checkpoint.path,)).fetchall()
                 obsolete = same[0]["folder"] if same else obsolete

@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _RANGES = {"learning_rate": (0, 1e6), "beta1": (0, 1), "beta2": (0, 1), "eps": (0, 1), "weight_decay": (0, 1e6)}
 
 
-class Outcome(NamedTuple):
+class RequestOutcome(NamedTuple):
     """What a request has come to. ``state``: the model's state must be saved with it."""
 
     result: bytes
@@ -65,7 +65,7 @@ class TrainingQueue:
         self._steps: dict[str, int] = {}  # of a model since its last state
         self._tasks: set[asyncio.Task[None]] = set()
         turns.restore = self._restore
-        self._work: Mapping[str, Callable[[Dispatch, str, bytes], Awaitable[Outcome]]] = {
+        self._work: Mapping[str, Callable[[Dispatch, str, bytes], Awaitable[RequestOutcome]]] = {
             "create_model": self._create,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
@@ -130,7 +130,7 @@ class TrainingQueue:
             following += 1
 
     async def _carry_out(self, model: str, request: StoredRequest) -> None:
-        async def work(dispatch: Dispatch) -> tuple[Outcome, str]:
+        async def work(dispatch: Dispatch) -> tuple[RequestOutcome, str]:
             outcome = await self._work[request.kind](dispatch, model, request.payload)
             self._steps[model] = self._steps.get(model, 0) + (request.kind == "optim_step")
             if not outcome.state and self._steps[model] < STEPS_PER_STATE:
@@ -174,16 +174,16 @@ class TrainingQueue:
 
     # ---------------------------------------------------------------- the requests
 
-    async def _create(self, dispatch: Dispatch, model: str, payload: bytes) -> Outcome:
+    async def _create(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         return _json({"model_id": model, "type": "create_model"})
 
-    async def _forward_backward(self, dispatch: Dispatch, model: str, payload: bytes) -> Outcome:
+    async def _forward_backward(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         batch = await asyncio.to_thread(lambda: loss_batch(payload, **self._limits))
         await dispatch.forward_backward(batch)
         assert batch.proximal_logprobs is not None
-        return Outcome(await asyncio.to_thread(loss_result, batch.proximal_logprobs, batch))
+        return RequestOutcome(await asyncio.to_thread(loss_result, batch.proximal_logprobs, batch))
 
-    async def _optim_step(self, dispatch: Dispatch, model: str, payload: bytes) -> Outcome:
+    async def _optim_step(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         params = types.OptimStepRequest.model_validate_json(payload).optim_params
         if not isinstance(params, types.AdamParams):
             raise UserError(f"the optimizer {params.type} is not supported: models are trained by AdamW")
@@ -198,7 +198,7 @@ class TrainingQueue:
         named = {"grad_norm:mean": metrics["grad_norm"]} if metrics else {}
         return _json({"metrics": named, "type": "optim_step"})
 
-    async def _load(self, dispatch: Dispatch, model: str, payload: bytes) -> Outcome:
+    async def _load(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.LoadWeightsRequest.model_validate_json(payload)
         checkpoint, row = self._store.checkpoint(request.path), self._store.model(model)
         assert row is not None
@@ -210,14 +210,14 @@ class TrainingQueue:
             await dispatch.call(POLICY, "load_adapters", checkpoint.folder, request.optimizer)
         return _json({"path": request.path, "model_id": model, "type": "load_weights"})._replace(state=True)
 
-    async def _save(self, dispatch: Dispatch, model: str, payload: bytes) -> Outcome:
+    async def _save(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.SaveWeightsRequest.model_validate_json(payload)
         about = request.user_metadata
         saved = self._named(model, "weights", request.path, request.ttl_seconds, about, overwrite=request.overwrite)
         checkpoint = saved._replace(folder=await self._write(dispatch, "checkpoints"))
         return _json({"path": checkpoint.path, "type": "save_weights"})._replace(checkpoint=checkpoint)
 
-    async def _save_for_sampler(self, dispatch: Dispatch, model: str, payload: bytes) -> Outcome:
+    async def _save_for_sampler(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request, answer = types.SaveWeightsForSamplerRequest.model_validate_json(payload), dict[str, str]()
         name, number = request.path, request.sampling_session_seq_id
         saved = self._named(model, "sampler_weights", name or f"snapshot-{secrets.token_hex(8)}", request.ttl_seconds,
@@ -234,7 +234,7 @@ class TrainingQueue:
             self._store.add_sampler(answer["sampling_session_id"], row["session"], number, checkpoint.path)
         return _json({**answer, "type": "save_weights_for_sampler"})._replace(checkpoint=checkpoint)
 
-    async def _save_external(self, dispatch: Dispatch, model: str, payload: bytes) -> Outcome:
+    async def _save_external(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.SaveWeightsExternalRequest.model_validate_json(payload)
         if request.age_encryption_recipients:
             raise UserError("age_encryption_recipients is not supported: the files stay on this machine")
@@ -272,5 +272,5 @@ class TrainingQueue:
         return folder
 
 
-def _json(answer: Mapping[str, Any]) -> Outcome:
-    return Outcome(json.dumps(dict(answer)).encode())
+def _json(answer: Mapping[str, Any]) -> RequestOutcome:
+    return RequestOutcome(json.dumps(dict(answer)).encode())

@@ -26,6 +26,7 @@ from tests.interop.tinker.served import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::FutureWarning")]
 START_S = 240.0
+QUICK = ("generator.backend=transformers",)  # it starts sooner than vLLM
 RANKS, ENGINES = "ray::MultiAdapterWorker", "ray::_EngineActor"
 
 
@@ -53,7 +54,7 @@ def test_a_program_that_knows_a_base_url_and_a_model_learns_sums(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    with command(tmp_path / "server") as (base_url, model, _):
+    with command(tmp_path / "server", 0, *QUICK) as (base_url, model, _):
         rewards = learn(base_url, model)
     assert sum(rewards[-5:]) / 5 > sum(rewards[:2]) / 2 + 0.1
 
@@ -95,7 +96,7 @@ def test_a_client_goes_on_when_an_engine_a_rank_and_the_server_are_killed(
         return values
 
     port = 20000 + os.getpid() % 10000
-    with command(tmp_path / "server", port) as (base_url, model, server):
+    with command(tmp_path / "server", port, *QUICK) as (base_url, model, server):
         service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
         losses.append(steps(service.create_lora_training_client(model, 4, seed=1).result(), 6))
         client = service.create_lora_training_client(model, 4, seed=1).result()
@@ -107,7 +108,7 @@ def test_a_client_goes_on_when_an_engine_a_rank_and_the_server_are_killed(
         future = client.forward_backward(rows, "cross_entropy")
         server.send_signal(signal.SIGKILL)
         server.wait(60)
-    with command(tmp_path / "server", port):
+    with command(tmp_path / "server", port, *QUICK):
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         progress += [future.result().metrics["loss:sum"], *steps(client, 1)]
     assert progress == losses[0]

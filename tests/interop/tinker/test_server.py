@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,16 @@ async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_f
 def test_another_address_than_the_loopback_needs_a_key(host: str) -> None:
     with pytest.raises(UserError, match="set SKYASYNC_TINKER_KEY"):
         Address(host).check()
-    Address(host, key="tml-key").check()
+
+
+def test_an_address_that_cannot_be_listened_on_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"--port {port} cannot be listened on"):
+            Address(port=port, key="tml-key").check()
+    Address(port=port).check()
+    with pytest.raises(UserError, match="--host nowhere is no address"):
+        Address("nowhere").check()
 
 
 @pytest.mark.parametrize(
