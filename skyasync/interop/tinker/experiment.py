@@ -107,9 +107,12 @@ async def served(
         async with snapshots.at(""):  # engines that fail are replaced from the first weight sync on
             pass
         await server.start()
+        watch = asyncio.create_task(turns.watch())
+        watch.add_done_callback(turns.task_ended)
         try:
             yield server, turns, snapshots
         finally:
+            watch.cancel()
             await server.close()
     finally:
         store.close()
@@ -196,14 +199,20 @@ class TinkerExperiment(BasePPOExp):
                 parts.supervisor.begin()
 
             async def replace_ranks(role: str, error: BaseException) -> Dispatch:
-                if not budget.take(f"a process of the {role}", 0, error):
-                    raise error
-                await parts.dispatch.shutdown()
-                parts.dispatch = await asyncio.to_thread(self.get_dispatch)
-                await parts.dispatch.start()
-                await snapshots.load_again(parts.dispatch)
-                dispatch: Dispatch = parts.dispatch
-                return dispatch
+                while True:
+                    if not budget.take(f"a process of the {role}", 0, error):
+                        raise error
+                    await parts.dispatch.shutdown()
+                    parts.dispatch = await asyncio.to_thread(self.get_dispatch)
+                    try:
+                        await parts.dispatch.start()
+                        await snapshots.load_again(parts.dispatch)
+                        dispatch: Dispatch = parts.dispatch
+                        return dispatch
+                    except Exception as another:
+                        if parts.dispatch.lost is None:
+                            raise
+                        error = another
 
             most_tokens = self.engine_config().max_model_len
             async with served(

@@ -84,6 +84,16 @@ class SnapshotTurns:
         finally:
             self._leave()
 
+    @asynccontextmanager
+    async def engines(self) -> AsyncIterator[None]:
+        """Around requests to them: if none can be started any more, the server ends."""
+        try:
+            yield
+        except Exception as error:
+            if self._client.pool.end is not None:
+                self._turns.end(error)
+            raise
+
     async def load(self, snapshot: str, dispatch: Dispatch) -> None:
         """Into the engines, from a policy without a model of its own."""
         number = 0
@@ -200,7 +210,7 @@ class SamplingQueue:
         prompt = self._prompt(request)
         samplings = self._samplings(request, len(prompt))
         last = request.prompt_logprobs_last_n
-        async with self._turns.at(snapshot):
+        async with self._turns.at(snapshot), self._turns.engines():
             calls = [
                 self._client.generate(GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling))
                 for sampling in samplings

@@ -6,6 +6,7 @@ failed before: new ranks load the model's last state, and repeat what has been d
 | who waits      | for what                        | woken by                                          |
 |----------------|---------------------------------|---------------------------------------------------|
 | ``run``        | the work of other models        | its end; each takes its turn in order             |
+| ``watch``      | ranks that are lost             | nothing: it looks every ``WATCH_S``               |
 | ``run``        | new ranks, if one was lost      | ``replace``; the limits of the ranks' own start   |
 """
 
@@ -21,6 +22,10 @@ from skyasync.workers.roles import POLICY
 
 T = TypeVar("T")
 Replace = Callable[[str, BaseException], Awaitable[Dispatch]]
+WATCH_S = 1.0
+
+
+async def _nothing(dispatch: Dispatch) -> None: ...
 
 
 class PolicyTurns:
@@ -51,16 +56,24 @@ class PolicyTurns:
                 try:
                     self.dispatch = await self._replace(*lost)
                 except Exception as error:
-                    self._end(error)
+                    self.end(error)
                     raise
                 self._resident.clear()
+
+    async def watch(self) -> None:
+        """Replace ranks that were lost while no model needed them: an engine that starts gets its weights from them."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self.dispatch.lost is not None and not self._turn.locked():
+                await self.run(BASE, _nothing)
 
     def task_ended(self, task: asyncio.Task[None]) -> None:
         """A task that serves for ever has ended."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._end(error)
+            self.end(error)
 
-    def _end(self, error: BaseException) -> None:
+    def end(self, error: BaseException) -> None:
+        """The server cannot go on."""
         if not self.ended.done():
             self.ended.set_exception(error)
 

@@ -14,10 +14,10 @@ pytest.importorskip("tinker", reason="the extra tinker is not installed")
 import tinker
 from tinker import types
 
-from skyasync.interop.tinker import training
+from skyasync.interop.tinker import training, turns
 from tests.inference.tiny_llama import EOS, save_tiny_llama
 from tests.interop.tinker.served import tinker_server, with_sdk
-from tests.interop.tinker.test_training import ADAM, FIRST, losses_of, trained
+from tests.interop.tinker.test_training import ADAM, FIRST, losses_of
 
 pytestmark = pytest.mark.slow
 PROMPT = [5, 6, 7]
@@ -142,19 +142,19 @@ async def test_the_oldest_snapshot_without_a_name_is_removed_and_its_sampler_say
         assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
+def lose_ranks(up: Any) -> None:
+    group = up.dispatches[-1]._groups["policy"]
+    group.lost = RuntimeError("the rank is lost")
+
+    async def lost(*args: object) -> Any:
+        raise group.lost
+
+    group.call_first = group.on_rows = group.call = lost
+
+
 async def test_ranks_that_are_lost_while_engines_answer_publish_their_weights_again(model: str, tmp_path: Path) -> None:
     async with tinker_server(model, tmp_path) as up:
-        await with_sdk(up.server, trained(model, 1, [FIRST], 1))
         loop = asyncio.get_running_loop()
-
-        def lose_ranks() -> None:
-            group = up.dispatches[-1]._groups["policy"]
-            group.lost = RuntimeError("the rank is lost")
-
-            async def lost(*args: object) -> Any:
-                raise group.lost
-
-            group.call_first = group.on_rows = group.call = lost
 
         def program(service: Any) -> None:
             client = service.create_lora_training_client(model, rank=4, seed=1).result()
@@ -162,10 +162,24 @@ async def test_ranks_that_are_lost_while_engines_answer_publish_their_weights_ag
             sampler = client.save_weights_and_get_sampling_client().result()
             expected = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()
             answers = sampled(sampler, 16, max_tokens=50)
-            loop.call_soon_threadsafe(lose_ranks)
+            loop.call_soon_threadsafe(lose_ranks, up)
             client.optim_step(types.AdamParams(**ADAM)).result()
             assert len(answers.result().sequences) == 16
             assert sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result() == expected
 
         await with_sdk(up.server, program)
+        assert len(up.dispatches) == 2
+
+
+async def test_ranks_that_are_lost_while_no_request_needs_them_are_replaced(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that starts would wait for them, and its requests for the engine."""
+    monkeypatch.setattr(turns, "WATCH_S", 0.01)
+    async with tinker_server(model, tmp_path) as up:
+        syncs = up.snapshots._weights._syncs
+        lose_ranks(up)
+        async with asyncio.timeout(60):
+            while up.snapshots._weights._syncs == syncs:
+                await asyncio.sleep(0.01)
         assert len(up.dispatches) == 2
