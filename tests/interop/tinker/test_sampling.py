@@ -177,9 +177,14 @@ async def test_ranks_that_are_lost_while_no_request_needs_them_are_replaced(
     """An engine that starts would wait for them, and its requests for the engine."""
     monkeypatch.setattr(turns, "WATCH_S", 0.01)
     async with tinker_server(model, tmp_path) as up:
-        syncs = up.snapshots._weights._syncs
+        replaced, load_again = asyncio.Event(), up.snapshots.load_again
+
+        async def loaded(dispatch: Any) -> None:
+            await load_again(dispatch)
+            replaced.set()
+
+        up.snapshots.load_again = loaded
         lose_ranks(up)
         async with asyncio.timeout(60):
-            while up.snapshots._weights._syncs == syncs:
-                await asyncio.sleep(0.01)
+            await replaced.wait()
         assert len(up.dispatches) == 2
