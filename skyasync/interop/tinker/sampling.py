@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 ANSWERS = 8192
 """The last answers, which stay: one may be lost on its way. A client whose answer is gone samples again."""
 MOST_SAMPLES = 1024
+MOST_STOPS, LONGEST_STOP = 64, 256
 NOT_SUPPORTED = {
     "topk_prompt_logprobs": "the engines give the log-probabilities of the tokens alone",
     "topk_sample_logprobs": "the engines give the log-probabilities of the tokens alone",
@@ -248,6 +249,8 @@ class SamplingQueue:
         if not 1 <= request.num_samples <= MOST_SAMPLES:
             raise UserError(f"num_samples is {request.num_samples}, not from 1 to {MOST_SAMPLES}")
         stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if len(stops) > MOST_STOPS or any(isinstance(each, str) and len(each) > LONGEST_STOP for each in stops):
+            raise UserError(f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters")
         left = self._most_tokens - prompt
         seeds = range(request.num_samples)
         return [

@@ -29,6 +29,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from skyasync.agents.api.types import RequestError
 from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_bytes, read_json
 from skyasync.agents.server import LOOPBACK, key_of, same_key
+from skyasync.config.schema.sampling import INT32
 from skyasync.errors import UserError
 from skyasync.interop.tinker.sampling import SamplingQueue
 from skyasync.interop.tinker.store import Checkpoint, Store
@@ -40,6 +41,7 @@ POLL_S = 20.0  # the client waits 45 s for an answer
 GRACE_S = 5.0
 MOST_BYTES = 1 << 24  # of a body; clients send at most about 5 MB at a time
 WAITING_CONNECTIONS = 1024
+LARGEST_SEED = 1 << 63
 PAGE = 1000  # entries of a list
 M = TypeVar("M", bound=BaseModel)
 
@@ -216,7 +218,8 @@ class TinkerServer:
             raise RequestError("train_mlp=False and train_attn=False are not supported: all models adapt the layers of "
                                "trainer.policy.lora.target_modules")  # fmt: skip
         model = f"{body.session_id}:train:{body.model_seq_id}"
-        seed = secrets.randbits(31) if lora.seed is None else lora.seed
+        seed = (secrets.randbits(31) if lora.seed is None else lora.seed) % LARGEST_SEED
+        _check_number(body.model_seq_id, "model_seq_id", 0)
         self._store.add_model(model, body.session_id, lora.rank, seed, body.user_metadata or {})
         return self._future(self._training.submit(model, 0, "create_model", b"{}"), model)
 
@@ -225,11 +228,13 @@ class TinkerServer:
         payload = body.model_dump_json().encode()
         if body.model_id is not None and body.seq_id is not None:
             self._known_model(body.model_id)
+            _check_number(body.seq_id)
             return self._future(self._training.submit(body.model_id, body.seq_id, "load_weights", payload), None)
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         self._known_session(body.session_id)
         self._check_base(body.base_model)
+        _check_number(body.model_seq_id, "model_seq_id", 0)
         checkpoint = self._known_checkpoint(body.path)
         model = f"{body.session_id}:train:{body.model_seq_id}"
         self._store.add_model(model, body.session_id, checkpoint.rank, 0, body.user_metadata or {})
@@ -258,6 +263,7 @@ class TinkerServer:
         except DecodeError as error:
             raise RequestError(f"the request is no ForwardBackwardRequest: {error}") from error
         self._known_model(message.model_id)
+        _check_number(message.seq_id)
         submitted = self._training.submit(message.model_id, message.seq_id, "forward_backward", payload)
         return self._future(submitted, message.model_id)
 
@@ -265,8 +271,7 @@ class TinkerServer:
         async def handler(request: web.Request) -> web.StreamResponse:
             body: Any = await _parsed(request, schema)
             self._known_model(body.model_id)
-            if body.seq_id is None:
-                raise RequestError(f"{kind} needs seq_id")
+            _check_number(body.seq_id)
             payload = await request.read()
             return self._future(self._training.submit(body.model_id, body.seq_id, kind, payload), body.model_id)
 
@@ -296,6 +301,7 @@ class TinkerServer:
         body = await _parsed(request, types.CreateSamplingSessionRequest)
         self._known_session(body.session_id)
         self._check_base(body.base_model)
+        _check_number(body.sampling_session_seq_id, "sampling_session_seq_id", 0)
         snapshot = self._sampled_checkpoint(body.model_path)
         sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         self._store.add_sampler(sampler, body.session_id, body.sampling_session_seq_id, snapshot)
@@ -377,7 +383,7 @@ class TinkerServer:
     async def _expire_checkpoint(self, request: web.Request) -> web.Response:
         checkpoint, body = self._requested_checkpoint(request), await read_json(request)
         seconds = body.get("ttl_seconds")
-        if seconds is not None and (isinstance(seconds, bool) or not isinstance(seconds, int) or seconds < 0):
+        if seconds is not None and (type(seconds) is not int or not 0 <= seconds <= INT32):
             raise RequestError(f"ttl_seconds is {seconds!r:.100}, not a number of seconds", "ttl_seconds")
         now = datetime.now(UTC).timestamp()
         self._store.expire(checkpoint.path, None if seconds is None else now + seconds)
@@ -438,6 +444,11 @@ async def _parsed(request: web.Request, schema: type[M]) -> M:
         [first, *_] = error.errors()
         where = ".".join(map(str, first["loc"]))
         raise RequestError(f"{where}: {first['msg']}", where) from error
+
+
+def _check_number(value: int | None, name: str = "seq_id", least: int = 1) -> None:
+    if value is None or not least <= value <= INT32:
+        raise RequestError(f"{name} is {value}, not a whole number from {least} to {INT32}", name)
 
 
 def _not_ready() -> web.Response:

@@ -39,7 +39,8 @@ STEPS_PER_STATE = 8
 SNAPSHOTS = 16
 """Snapshots without a name that a model has; samplers of older ones are rejected."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_RANGES = {"learning_rate": (0, 1e6), "beta1": (0, 1), "beta2": (0, 1), "eps": (0, 1), "weight_decay": (0, 1e6)}
+_RANGES = {"learning_rate": (0, 1e6), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "eps": (1e-30, 1),
+           "weight_decay": (0, 1e6), "grad_clip_norm": (-1e30, 1e30)}  # fmt: skip
 
 
 class RequestOutcome(NamedTuple):
@@ -190,7 +191,7 @@ class TrainingQueue:
         adam = params.model_dump(exclude={"type"})
         for name, (low, high) in _RANGES.items():
             if not low <= adam[name] <= high:
-                raise UserError(f"{name} is {adam[name]}, not from {low} to {high:g}")
+                raise UserError(f"{name} is {adam[name]}, not from {low} to {high}")
         async with dispatch.transfer.changing():
             metrics = (await dispatch.call(POLICY, "adam_step", adam))[0]
         if problem := metrics.pop("problem", ""):
