@@ -189,14 +189,14 @@ async def test_a_wrong_request_is_its_own_error_and_the_next_one_goes_on(model: 
 
         await with_sdk(up.server, program)
         [row] = up.server._store.models()
-        wrong_settings = ({"beta2": 1.0}, {"eps": 0.0}, {"learning_rate": float("nan")}, {"grad_clip_norm": 1e300})
-        queue, seq = up.server._training, 2
-        for seq, settings in enumerate(wrong_settings, seq):
+        wrong_settings = ({"beta2": 1.0}, {"eps": 0.0}, {"learning_rate": 1e300}, {"grad_clip_norm": 1e300})
+        queue = up.server._training
+        for seq, settings in enumerate(wrong_settings, 2):
             request = types.OptimStepRequest(optim_params=types.AdamParams(**settings), model_id=row["id"], seq_id=seq)
             name = queue.submit(row["id"], seq, "optim_step", request.model_dump_json().encode())
             answer = json.loads((await queue.result(name, 20.0)).result)
             assert answer["category"] == "user" and next(iter(settings)) in answer["error"]
-        name = queue.submit(row["id"], seq + 1, "forward_backward", encoded([FIRST], "cross_entropy"))
+        name = queue.submit(row["id"], len(wrong_settings) + 2, "forward_backward", encoded([FIRST], "cross_entropy"))
         assert (await queue.result(name, 20.0)).ok
 
 
