@@ -14,6 +14,7 @@ pytest.importorskip("tinker", reason="the extra tinker is not installed")
 
 import tinker
 from tinker import types
+from tinker.lib.api_future_impl import QueueState
 
 from skyasync.interop.tinker.server import NOT_SUPPORTED
 from tests.inference.tiny_llama import save_tiny_llama
@@ -30,6 +31,10 @@ def custom(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor,
     return -torch.cat(logprobs).sum(), {}
 
 
+def per_datum(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -(logprobs * weights).sum(), {}
+
+
 def calls(model: str) -> dict[str, Call]:
     """By class and method: a call with the clients of ``has``."""
     prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=2)
@@ -44,7 +49,7 @@ def calls(model: str) -> dict[str, Call]:
             has.service.create_training_client_from_state_with_optimizer(has.state)),
         "ServiceClient.create_sampling_client": lambda has: has.service.create_sampling_client(base_model=model),
         "ServiceClient.create_custom_loss": lambda has: has.service.create_custom_loss(
-            lambda logprobs, inputs: -(logprobs * inputs["weights"]).sum(), {"weights": 1}),
+            per_datum, {"logprobs": 1, "weights": 1}),
         "ServiceClient.create_rest_client": lambda has: has.service.create_rest_client(),
         "ServiceClient.copy_weights": lambda has: has.service.copy_weights(has.state),
         "ServiceClient.get_console_url": lambda has: has.service.get_console_url(),
@@ -76,7 +81,7 @@ def calls(model: str) -> dict[str, Call]:
         "SamplingClient.from_sampler_handle": lambda has: type(has.sampler)
         .from_sampler_handle(has.sampler.get_sampler_handle(), api_key=KEY).sample(prompt, 1, params),
         "SamplingClient.on_queue_state_change": lambda has: has.sampler.on_queue_state_change(
-            tinker.QueueState.ACTIVE, None),
+            QueueState.ACTIVE, None),
         "RestClient.get_server_capabilities": lambda has: has.rest.get_server_capabilities(),
         "RestClient.get_training_run": lambda has: has.rest.get_training_run(has.run),
         "RestClient.get_training_run_by_tinker_path": lambda has: has.rest.get_training_run_by_tinker_path(has.state),
