@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import format_exception
-from typing import Any
 from uuid import uuid4
 
 from skyasync.agents.server import LOOPBACK
@@ -181,6 +180,8 @@ class TinkerExperiment(BasePPOExp):
             unlock_run(self._folder)
 
     async def _serve(self) -> None:
+        from skyasync.observability.timeline import Timeline
+
         cfg, parts = self.cfg, self.parts
         assert self.run_dir is not None
         budget = Restarts(self.run_dir.path, cfg.trainer.max_restarts, time.time())
@@ -194,7 +195,7 @@ class TinkerExperiment(BasePPOExp):
             parts.share_threads(True)
             await asyncio.gather(parts.client.start(), parts.dispatch.start())
             parts.weight_sync = self.get_weight_sync(parts.dispatch, parts.client, ())
-            parts.supervisor = self.get_engine_supervisor(parts.weight_sync, self._timeline())
+            parts.supervisor = self.get_engine_supervisor(parts.weight_sync, Timeline(None))
             if parts.supervisor is not None:
                 parts.supervisor.begin()
 
@@ -227,12 +228,6 @@ class TinkerExperiment(BasePPOExp):
                     turns.ended.result()
         finally:
             await self.close()
-
-    @staticmethod
-    def _timeline() -> Any:  # noqa: ANN401
-        from skyasync.observability.timeline import Timeline
-
-        return Timeline(None)
 
 
 def serve(cfg: Config, folder: str, host: str, port: int) -> TinkerExperiment:

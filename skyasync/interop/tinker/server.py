@@ -135,7 +135,6 @@ class TinkerServer:
             ("GET", "sessions/{session}"): self._session,
             ("POST", "create_model"): self._create_model,
             ("POST", "get_info"): self._info,
-            ("POST", "unload_model"): _refusal("unload_model", "models stay for as long as their state does"),
             ("POST", "forward_backward"): self._forward_backward,
             ("POST", "load_weights"): self._load_weights,
             ("POST", "optim_step"): self._training_request("optim_step", types.OptimStepRequest),

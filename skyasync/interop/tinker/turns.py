@@ -77,13 +77,6 @@ class PolicyTurns:
         if not self.ended.done():
             self.ended.set_exception(error)
 
-    async def forget(self, model: str) -> None:
-        """The model is not used any more, until it is."""
-        async with self._turn:
-            if model in self._resident:
-                self._resident.discard(model)
-                await self.dispatch.call(POLICY, "forget", model)
-
     async def _activate(self, model: str) -> None:
         if model in self._resident or model == BASE:
             async with self.dispatch.transfer.changing():

@@ -11,13 +11,7 @@ from torch import Tensor
 from skyasync.interop.tinker.losses import LossBatch, SummedLoss
 from skyasync.models.backend import LOGPROBS, MODEL, OutputRequest, SaveResult
 from skyasync.models.batch import UpdateBatch
-from skyasync.models.fsdp.adapter_states import (
-    AdapterState,
-    drop_optimizer_state,
-    exchange,
-    set_optimizer,
-    without_optimizer_state,
-)
+from skyasync.models.fsdp.adapter_states import AdapterState, exchange, without_optimizer_state
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.workers.policy import PolicyWorker
 
@@ -62,14 +56,10 @@ class MultiAdapterWorker(PolicyWorker):
 
     def adam_step(self, adam: Mapping[str, float]) -> dict[str, Any]:
         """One step of AdamW with these settings, and its metrics; ``problem`` if there was none, and why."""
-        backend = self._fsdp
-        set_optimizer(
-            backend,
-            max_grad_norm=max(0.0, adam["grad_clip_norm"]),
-            betas=(adam["beta1"], adam["beta2"]),
-            eps=adam["eps"],
-            weight_decay=adam["weight_decay"],
-        )
+        backend, betas = self._fsdp, (adam["beta1"], adam["beta2"])
+        backend.trained[MODEL].max_grad_norm = max(0.0, adam["grad_clip_norm"])
+        for group in backend.optimizer.param_groups:
+            group |= {"betas": betas, "eps": adam["eps"], "weight_decay": adam["weight_decay"]}
         if problem := backend.examine():
             backend.drop_gradient()
             return {"problem": problem}
@@ -80,7 +70,8 @@ class MultiAdapterWorker(PolicyWorker):
         self.backend.drop_gradient()
         self.load(folder)
         if not optimizer:
-            drop_optimizer_state(self._fsdp)
+            self._fsdp.optimizer.state.clear()
+            self._fsdp.step = 0
 
     def save_adapters(self, folder: str, optimizer: bool) -> SaveResult:
         """Write the active model's adapters, with their optimizer state or without."""

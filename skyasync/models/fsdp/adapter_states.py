@@ -60,12 +60,6 @@ def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
     return taken
 
 
-def drop_optimizer_state(backend: FSDPBackend) -> None:
-    """The next step is the first, with the weights as they are."""
-    backend.optimizer.state.clear()
-    backend.step = 0
-
-
 @contextmanager
 def without_optimizer_state(backend: FSDPBackend) -> Iterator[None]:
     """Meanwhile a checkpoint holds the weights alone."""
@@ -74,10 +68,3 @@ def without_optimizer_state(backend: FSDPBackend) -> Iterator[None]:
         yield
     finally:
         backend.optimizer.state = state
-
-
-def set_optimizer(backend: FSDPBackend, *, max_grad_norm: float, **settings: object) -> None:
-    """Args: settings: of the optimizer's parameter groups (betas, eps, weight_decay), from here on."""
-    backend.trained[MODEL].max_grad_norm = max_grad_norm
-    for group in backend.optimizer.param_groups:
-        group.update(settings)
