@@ -85,6 +85,10 @@ class SnapshotTurns:
         finally:
             self._leave()
 
+    @property
+    def server_ends(self) -> bool:
+        return self._turns.ended.done()
+
     @asynccontextmanager
     async def engines(self) -> AsyncIterator[None]:
         """Around requests to them: if none can be started any more, the server ends."""
@@ -197,6 +201,8 @@ class SamplingQueue:
             return None
         if task.cancelled():
             raise KeyError(name)
+        if self._turns.server_ends and task.exception() is not None:
+            return None  # the next server does not know it, and the client samples again
         if (error := task.exception()) is None:
             return task.result(), True
         category = "user" if isinstance(error, UserError | ValueError | TypeError) else "server"

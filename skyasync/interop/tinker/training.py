@@ -143,6 +143,8 @@ class TrainingQueue:
         try:
             outcome, state = await self._turns.run(model, work)
         except Exception as error:
+            if self._turns.ended.done():  # the next server carries it out
+                raise
             mine = isinstance(error, UserError | ValueError)
             if not mine:
                 log.warning("request %s of Tinker's API has failed", request.id, exc_info=error)

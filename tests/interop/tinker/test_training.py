@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import AsyncMock
 
 import pytest
 import torch
@@ -238,3 +239,18 @@ async def test_a_custom_loss_has_the_gradient_of_the_same_loss_on_the_server(mod
         there, theirs = await with_sdk(up.server, lambda service: program(service, False))
     assert here == pytest.approx(there, rel=1e-5)
     assert mine["mine"] == 1.0 and mine["loss:sum"] == pytest.approx(theirs["loss:sum"], rel=1e-5)
+
+
+async def test_what_the_server_cannot_carry_out_is_left_to_the_next_one(model: str, tmp_path: Path) -> None:
+    async with tinker_server(model, tmp_path) as up:
+        await with_sdk(up.server, trained(model, 1, [FIRST], 1))
+        [row] = up.server._store.models()
+        up.turns._replace = AsyncMock(side_effect=RuntimeError("no more restarts"))
+        up.dispatches[0]._groups["policy"].call = AsyncMock(side_effect=RuntimeError("lost"))
+        up.dispatches[0]._groups["policy"].lost = RuntimeError("lost")
+        name = up.server._training.submit(row["id"], 3, "forward_backward", encoded([FIRST], "cross_entropy"))
+        with pytest.raises(RuntimeError, match="no more restarts"):
+            await asyncio.wait_for(asyncio.shield(up.turns.ended), 60)
+        assert up.server._store.request(name).result is None
+    async with tinker_server(model, tmp_path) as up:
+        assert (await up.server._training.result(name, 60.0)).ok
