@@ -123,6 +123,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "serve": Subcommand(
         "skyasync.cli.serve:serve", "start a vLLM server for generator.engines", _HELP, settings=False, needs=True
     ),
+    "tinker": Subcommand(
+        "skyasync.cli.tinker:tinker",
+        "serve the Tinker API: programs of its SDK train and sample here",
+        (*_SETTINGS, "--host", "--port", "--folder"),
+    ),
     "completion": Subcommand(
         "skyasync.cli.completion:completion",
         "print the completion for bash, zsh or fish",
