@@ -271,8 +271,12 @@ class InferenceEngine:
 
         ``finish_reason`` is None. The final answer repeats these tokens. Requests may be left out; by default all are.
         """
-        await self.stats()
+        await self.heartbeat()
         return []
+
+    async def heartbeat(self) -> None:
+        """Return between two steps, which an engine that hangs does not."""
+        await self.stats()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first under the current weights, temperature 1."""

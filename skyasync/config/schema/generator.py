@@ -81,7 +81,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     or with 0 at the first, the run ends."""
     heartbeat_s: float = key(5.0, above=0.0, when="generator.max_engine_restarts")
     """Seconds from one request for an engine's new tokens to the next; responses continue from these tokens if it
-    fails."""
+    fails. At most 50 engines a second are asked for tokens; the other requests are heartbeats alone."""
     heartbeat_timeout_s: float = key(60.0, above=0.0, when="generator.max_engine_restarts")
     """Seconds after which an engine that does not answer this request counts as failed; a busy one answers between two
     tokens."""

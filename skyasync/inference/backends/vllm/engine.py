@@ -285,9 +285,12 @@ class VLLMEngine(InferenceEngine):
         """For each request that has tokens, how many."""
         return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
 
+    async def heartbeat(self) -> None:
+        await self.call(self.llm.is_sleeping())  # which the core answers
+
     async def progress(self) -> list[GenerationOutput]:
         """Requests of several samples (``one_per_prompt``) are left out."""
-        await self.call(self.llm.is_sleeping())  # the core is alive, and between two steps
+        await self.heartbeat()
         new = []
         for state in self.states():
             name = state.external_req_id
