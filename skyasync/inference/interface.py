@@ -403,6 +403,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "takes_changes": True,
             "takes_adapters": ("layers",),
             "forgets_asleep": True,
+            "returns_experts": True,
             "sleeps_on": ("gpu",),
             "sampling": ("structured_outputs", "repetition_detection"),
             "options": "skyasync.inference.backends.vllm.options:reserved_options",

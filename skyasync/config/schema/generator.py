@@ -128,6 +128,11 @@ def check_generator(cfg: Config) -> Iterator[str]:
                 f"{key} needs {engines_with('returns_experts')}: generator.backend={engine} does not say which experts "
                 f"it chose (returns_experts): set trainer.policy.router_replay=none"
             )
+        if generator.engine_kwargs.get("pipeline_parallel_size", 1) != 1:
+            yield (
+                f"{key} is not supported with generator.engine_kwargs.pipeline_parallel_size: vLLM does not report the "
+                f"experts of pipeline stages; set generator.inference_engine_tensor_parallel_size instead"
+            )
         if policy.torch_compile:
             yield (
                 f"{key} is not supported with trainer.policy.torch_compile=true: compiled layers ignore the replayed "
