@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.heap import keep_freed
+from skyasync.heap import keep_freed, use_expandable_segments
 from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.attention import allow_recompilations
 from skyasync.models.backend import (
@@ -90,6 +90,8 @@ class FSDPBackend(ModelBackend):
 
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:
         self.spec, self.ranks, self.device = spec, ranks, ranks.device
+        if self.device.type == "cuda" and not spec.trainer.placement.colocate_all:  # whose handles are of another kind
+            use_expandable_segments()
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         if spec.dtype != "auto":
             self.dtype = getattr(torch, spec.dtype)
@@ -254,12 +256,8 @@ class FSDPBackend(ModelBackend):
     def _prepare_training(self, wrapper: TokenModel) -> None:
         spec, model = self.spec, wrapper.model
         if spec.torch_compile:
-            wrapper.packs = False  # packed sequences differ in their number of blocks: each would be compiled
-            wrapper.keeps_blocks = True  # FlexAttention's masks are made outside of what is compiled
             compile_layers(decoder_layers(wrapper), self.device)
         if recomputes := self.recomputes():
-            if recomputes == "selective":
-                wrapper.keeps_blocks = True  # torch compiles nothing during selective checkpointing
             model.gradient_checkpointing_enable(checkpointing_options(selective=recomputes == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:

@@ -7,6 +7,7 @@ instead, which is what the optimizer, FSDP2 and tied weights have to follow on a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.models.fsdp.sharding import HOST, OffloadBuffers
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
@@ -157,6 +159,36 @@ def test_from_a_gpu_every_offload_copies_into_pinned_memory_that_the_first_has_a
                 assert len(allocated) == 3 + 6 and all(pinned for pinned, _ in allocated)
                 allocated.clear()
     assert not allocated
+
+
+@pytest.mark.parametrize(
+    ("device", "colocated", "before", "after"),
+    [
+        ("cuda", False, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", True, {}, {}),
+        ("cpu", False, {}, {}),
+        ("cuda", False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+)
+def test_a_gpus_segments_grow_unless_engines_read_them(
+    model_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    colocated: bool,
+    before: dict[str, str],
+    after: dict[str, str],
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    cfg = config_for(model_path)
+    cfg.trainer.placement.colocate_all = colocated
+    monkeypatch.setattr(FSDPBackend, "_build", lambda backend: None)
+    with pytest.raises(AttributeError):  # of what takes the model's place
+        PolicyWorker(cfg, device=device).setup()
+    assert {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")} == after
 
 
 @pytest.mark.slow
