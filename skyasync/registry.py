@@ -83,8 +83,8 @@ class Registry(dict[str, Any]):
     Args:
         kind: what the parts are, in the singular, for error messages ("policy loss").
         homes: modules that register the built-in ones when they are imported. Either with the names that each
-            registers, separated by spaces; it is then imported when one of these is looked up. Or modules that are
-            cheap to import, alone.
+            registers, separated by spaces; it is then imported when one of these is looked up. Or modules alone, all of
+            which are imported with the first look.
         capabilities: what parts may say of themselves, with the defaults: keyword arguments of ``register``, or class
             attributes.
         inputs: names that the parts' positional parameters may have; none leaves them free.

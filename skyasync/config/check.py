@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyasync.config.command_line import unknown_key
 from skyasync.config.keys import Key, Keys
 from skyasync.config.parts import Plan, functions, reads_behaviour
 from skyasync.config.resume import check_resume
@@ -76,6 +77,17 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
         *check_data(cfg),
         *check_agents(cfg),
     ]
+
+
+def check_names(cfg: Config) -> None:
+    """Raises UserError for an attribute of a group that is no setting, which nothing would read."""
+    keys = Keys.of(type(cfg))
+    for group in ("", *keys.groups):
+        of_group = vars(attrgetter(group)(cfg) if group else cfg)
+        for name, value in of_group.items():
+            path = f"{group}.{name}" if group else name
+            if not name.startswith("_") and path not in keys and path not in keys.groups:
+                raise UserError(unknown_key(path, keys, value))
 
 
 def config_warnings(cfg: Config) -> list[str]:

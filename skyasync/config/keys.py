@@ -235,7 +235,7 @@ def inheriting(group: type[T]) -> type[T]:
     return dataclass(group)
 
 
-_READ: dict[type, Keys] = {}
+_READ: dict[type, Keys] = {}  # not functools.cache, for whose types a dataclass is not hashable
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict
 from skyasync.envs.tools import answer_to, read_tool_calls
 from skyasync.errors import NonFiniteRewardError, unknown
 from skyasync.inference.interface import SamplingParams
+from skyasync.utils.former_names import take_former_methods
 
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -71,6 +72,10 @@ class BaseTextEnv:
 
     #: The conversation (or text) that the episode starts from, if the class has the ``init`` of this one.
     opening: Any = ()
+
+    def __init_subclass__(cls, **more: object) -> None:
+        super().__init_subclass__(**more)
+        take_former_methods(cls, {"judged_by": "graded_by"})
 
     @classmethod
     def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[BaseTextEnv]:

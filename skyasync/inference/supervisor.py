@@ -213,7 +213,7 @@ class EngineSupervisor(RunExtension):
             if not self._client.pool.router.healthy[index]:
                 continue
             engine = self._client.engines[index]
-            now = asyncio.get_running_loop().time()
+            now, own_answer = asyncio.get_running_loop().time(), None
             tokens = now - polled_at >= len(self._client.engines) / POLLED_PER_S
             polled_at = now if tokens else polled_at
             poll = asyncio.ensure_future(self._client.poll(index, tokens=tokens))
@@ -223,7 +223,6 @@ class EngineSupervisor(RunExtension):
                 while overdue and self._client.updating:
                     own_answer = asyncio.ensure_future(engine.stats())
                     if await self._overdue(own_answer):
-                        own_answer.cancel()
                         break
                     own_answer.exception()  # a failure, which its calls raise
                     overdue = await self._overdue(poll)
@@ -235,6 +234,8 @@ class EngineSupervisor(RunExtension):
                     self._client.pool.fail(index, EngineFailedError(late))
             finally:
                 poll.cancel()
+                if own_answer is not None:
+                    own_answer.cancel()
 
     async def _overdue(self, answer: asyncio.Future[Any]) -> bool:
         await asyncio.wait({answer}, timeout=self._timeout_s)

@@ -85,11 +85,12 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises Exception itself
             raise UserError(f"{MODEL}={path}: its tokenizer.json cannot be read: {error}") from error
+    if not cfg.data.apply_chat_template or cfg.data.chat_template:
+        return
+    if any((folder / name).exists() for name in _TEMPLATES):
+        return
     settings = folder / "tokenizer_config.json"
-    template = any((folder / name).exists() for name in _TEMPLATES) or (
-        settings.is_file() and read_json(settings, f"{MODEL}={path}").get("chat_template")
-    )
-    if cfg.data.apply_chat_template and not cfg.data.chat_template and not template:
+    if not (settings.is_file() and read_json(settings, f"{MODEL}={path}").get("chat_template")):
         raise UserError(
             f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
             f"chat_template.jinja to the folder, or name one with data.chat_template"

@@ -145,8 +145,7 @@ def check_plan_class(plan: object) -> None:
                 raise UserError(
                     f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
                 )
-            bound = method.__func__ if isinstance(method, staticmethod | classmethod) else method
-            if inspect.isroutine(original) and not callable(bound) and not name.startswith("__"):
+            if inspect.isroutine(original) and not callable(getattr(holder, name)) and not name.startswith("__"):
                 raise UserError(f"{what} has the name of a method of RayPPOTrainer: rename it, or make it a method")
             if name.startswith("_") or not inspect.isfunction(method) or not inspect.isfunction(original):
                 continue

@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from skyasync.config.check import config_warnings
+from skyasync.config.check import check_names, config_warnings
 from skyasync.config.frozen import freeze
 from skyasync.config.keys import Keys
 from skyasync.config.load import MODEL_KEY, RECIPE, dump_config, origins
@@ -83,6 +83,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         UserError: for the first thing that is wrong.
     """
     cfg, trainer, is_ours = experiment.cfg, experiment.cfg.trainer, experiment.is_ours
+    check_names(cfg)
     for line in config_warnings(cfg):
         print(f"warning: {line}", file=sys.stderr)
     for name, (framework, key) in other_frameworks().variables().items():

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import warnings
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -41,6 +40,7 @@ from skyasync.rollout.types import (
     Trajectory,
     TrajectoryId,
 )
+from skyasync.utils.former_names import take_former_methods
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -69,9 +69,7 @@ class TrajectoryGenerator:
     def __init_subclass__(cls) -> None:
         """Methods of subclasses by their former names are taken too."""
         super().__init_subclass__()
-        for former in FORMER.keys() & vars(cls).keys():
-            warnings.warn(f"{cls.__name__}.{former}: the method is called {FORMER[former]} now", FutureWarning, 2)
-            setattr(cls, FORMER[former], vars(cls)[former])
+        take_former_methods(cls, FORMER)
 
     async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         """One trajectory per request, in that order."""

@@ -79,12 +79,19 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
         "segment_rewards": pa.list_(pa.float64()), "kinds": pa.list_(pa.string()),
     }  # fmt: skip
     scalars = ("epoch", "row", "repetition", "sequence", "env_class", "messages", "extras", "stop_reason", "metrics")
-    rows = [
-        _row(group.prompt, trajectory, number, trained)
-        for group in recorded.groups
-        for trajectory in group.trajectories
-        for number in range(len(trajectory.sequences))
-    ]
+    rows = []
+    for group in recorded.groups:
+        prompt = group.prompt
+        shared = {
+            "epoch": prompt.id.epoch,
+            "row": prompt.id.row,
+            "env_class": prompt.env_class,
+            "messages": json.dumps(prompt.messages, default=str),
+            "extras": json.dumps(prompt.extras, default=str),
+        }
+        for trajectory in group.trajectories:
+            for number, segments in enumerate(trajectory.sequences):
+                rows.append(shared | {"sequence": number} | _row(trajectory, segments, trained))
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
     for name, of in types.items():
         columns[name] = pa.array([row[name] for row in rows], of)
@@ -101,8 +108,7 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
         raise
 
 
-def _row(prompt: Prompt, trajectory: Trajectory, number: int, trained: TrainerLogprobs) -> dict[str, Any]:
-    segments = trajectory.sequences[number]
+def _row(trajectory: Trajectory, segments: Sequence[Segment], trained: TrainerLogprobs) -> dict[str, Any]:
     tokens = np.concatenate([NO_INTS, *(s.tokens for s in segments)])
     logprobs, versions = [NO_FLOATS], [NO_INTS]
     for segment in segments:
@@ -110,13 +116,7 @@ def _row(prompt: Prompt, trajectory: Trajectory, number: int, trained: TrainerLo
         logprobs.append(segment.logprobs if acts else np.full(count, np.nan, np.float32))
         versions.append(segment.versions if acts else np.full(count, -1, np.int32))
     return {
-        "epoch": prompt.id.epoch,
-        "row": prompt.id.row,
-        "env_class": prompt.env_class,
-        "messages": json.dumps(prompt.messages, default=str),
-        "extras": json.dumps(prompt.extras, default=str),
         "repetition": trajectory.id.repetition,
-        "sequence": number,
         "stop_reason": trajectory.stop_reason,
         "metrics": json.dumps(trajectory.metrics),
         "reward": trajectory.reward,

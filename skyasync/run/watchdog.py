@@ -93,7 +93,7 @@ def marked(mark: str) -> list[int]:
     return carriers
 
 
-def _close_is_asked(parent: int) -> bool:
+def _close_requested(parent: int) -> bool:
     """Waits for it, or for the program's end."""
     watched = [0]
     try:
@@ -121,7 +121,7 @@ def _end(mark: str, grace_s: float) -> None:
 
 
 def main(mark: str, folder: str, parent: int, grace_s: float) -> None:
-    _end(mark, 0.0 if _close_is_asked(parent) else grace_s)
+    _end(mark, 0.0 if _close_requested(parent) else grace_s)
     import shutil  # not before it is needed: this process is small
 
     shutil.rmtree(folder, ignore_errors=True)

@@ -23,8 +23,8 @@ class WeightSyncConfig:
 
     weight_sync_backend: str = key("auto", choices=("auto", "shared_memory", "nccl", "cuda_ipc"))
     """How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with the
-    policy (trainer.placement.colocate_all), else shared_memory, which goes through Ray's object store to engines on
-    other nodes of a cluster."""
+    policy (trainer.placement.colocate_all), else shared_memory; engines on other nodes of a cluster then receive a
+    broadcast over TCP."""
     weight_sync_mode: str = key("full", choices=("full", "delta"))
     """What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by nccl or
     cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent."""

@@ -57,7 +57,7 @@ class SkyRLRegistry:
     def get(cls, name: str | Enum) -> Function:
         """Their function, or ours if it was not registered here."""
         part: Function = cls._parts[_text(name)]
-        theirs: Function = vars(part).get("of_skyrl", part)
+        theirs: Function = getattr(part, "of_skyrl", part)
         return theirs
 
     @classmethod

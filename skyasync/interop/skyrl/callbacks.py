@@ -116,10 +116,9 @@ class CallbackHandler(RunExtension):
 
 def check_events(callback: object) -> None:
     """Raises ``UserError`` for a method ``on_...`` that is no event, or an event that is missing."""
-    names = dir(callback)
-    for name in names:
+    for name in dir(callback):
         if name.startswith("on_") and name not in EVENTS:
             raise UserError(f"callback {type(callback).__name__}: {unknown('event', name, EVENTS)}")
     for name in EVENTS:
-        if name not in names:
+        if not hasattr(callback, name):
             raise UserError(f"callback {type(callback).__name__} has no {name}: subclass TrainingCallback")

@@ -125,7 +125,7 @@ class _GymEpisode:
         given = {"env_config": AttributeDict(own), "extras": dict(extras or {}), **self.spec_kwargs}
         super().__init__(**given)
         for name in ("env_config", "extras"):  # of a class that does not pass them to super().__init__
-            if not vars(self).get(name):
+            if not getattr(self, name, None):
                 setattr(self, name, given[name])
 
     def step(self, action: str) -> Foreign:

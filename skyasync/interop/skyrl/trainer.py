@@ -203,8 +203,8 @@ class SkyRLTrainer(SkyRLNames, trainer.RayPPOTrainer):
 
 
 RayPPOTrainer = SkyRLTrainer
-for _name in ("_remove_tail_data",):  # batches of any size are divided among the ranks
-    setattr(SkyRLTrainer, _name, staticmethod(lambda entries: entries))
+# Batches of any size are divided among the ranks. The name is theirs, not one of the glossary.
+setattr(SkyRLTrainer, "_remove_tail_data", staticmethod(lambda entries: entries))  # noqa: B010
 
 
 def _with_our_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[Foreign], Awaitable[None]]:
