@@ -183,6 +183,7 @@ def pack_rows(model: PreTrainedModel) -> bool:
     return bool(config._attn_implementation == NAME)
 
 
+@torch.compiler.disable  # plans differ in their blocks: compiled layers call it as it is
 def _attention(
     module: nn.Module,
     query: Tensor,
