@@ -183,7 +183,6 @@ def pack_rows(model: PreTrainedModel) -> bool:
     return bool(config._attn_implementation == NAME)
 
 
-@torch.compiler.disable  # plans differ in their blocks: compiled layers call it as it is
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -255,7 +254,8 @@ def _unpadded(blocks: Sequence[PackedBlock], values: Sequence[Tensor]) -> Tensor
     return whole
 
 
-AttentionInterface.register(NAME, _attention)
+# Plans differ in their blocks: compiled layers call it as it is.
+AttentionInterface.register(NAME, torch.compiler.disable(_attention))
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
