@@ -192,8 +192,8 @@ class FSDPBackend(ModelBackend):
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
             self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
-            pieces = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions share rows only if they divide
-            wrapper = load_sharded(spec.path, head, dtype, home, shard, self._placement(), pieces)
+            min_chunks = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions divide rows evenly
+            wrapper = load_sharded(spec.path, head, dtype, home, shard, self._placement(), min_chunks)
         else:
             wrapper = wrap(head.load(spec.path, dtype))
         if self.adapters:
