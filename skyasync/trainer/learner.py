@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
@@ -222,12 +222,13 @@ class Learner:
             step = self._context.length.planned_updates + self.updates
             if self.control and self._lr_scale is None and not self._frozen:
                 self._lr_scale = self.control.choose(self.parts, self._context.progress.step)
+            slower = self._lr_scale not in (None, 1.0)  # a user's own dispatch need not know the argument
+            options = {role: _of(role) for turn in self._trained_roles for role in turn}
+            if slower and POLICY in options:
+                options[POLICY]["lr_scale"] = self._lr_scale
             for roles in self._trained_roles:
                 async with together() as calls:
-                    steps = {
-                        role: calls.create_task(dispatch.optimizer_step(step, scale, **_of(role), **self._factor(role)))
-                        for role in roles
-                    }
+                    steps = {r: calls.create_task(dispatch.optimizer_step(step, scale, **options[r])) for r in roles}
                 for role, done in steps.items():
                     for name, value in done.result().items():
                         full = name if name.startswith(f"{CRITIC_ROLE}/") else f"{role}/{name}"
@@ -236,10 +237,6 @@ class Learner:
             self.guard.count_update()
         self.updates += 1
         return result
-
-    def _factor(self, role: str) -> dict[str, float]:
-        """Of the learning rate, as an argument of the dispatch; a user's own need not know it."""
-        return {"lr_scale": self._lr_scale} if role == POLICY and self._lr_scale not in (None, 1.0) else {}
 
     def finish(self, whole: TrainingBatch | None = None) -> Metrics:
         """The metrics of all updates of the training step, which is over.
@@ -289,7 +286,7 @@ class Learner:
         return metrics
 
 
-def _of(role: str) -> dict[str, str]:
+def _of(role: str) -> dict[str, Any]:
     """The role as an argument of the dispatch; a user's own may have the policy alone."""
     return {} if role == POLICY else {"role": role}
 

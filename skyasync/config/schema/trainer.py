@@ -138,6 +138,8 @@ class TrainerConfig(FaultToleranceConfig):
     """Write every trajectory that is trained to trajectories/step_<n>.parquet, for skyasync replay."""
     report: bool = key(True)
     """Make report.html, a page about the run, at its end (skyasync report makes one any time)."""
+    live_page: bool = key(False)
+    """Serve that page during the run, at a free port of 127.0.0.1, with alarms in words; the run prints its address."""
 
 
 def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
