@@ -21,7 +21,7 @@ from skyasync.config.schema.environment import domains_of, judges, tags_of
 from skyasync.data.sources import Row, reader, rows
 from skyasync.data.stream import StreamedPrompts
 from skyasync.envs.base import Conversation
-from skyasync.envs.images import NO_IMAGES, image_column
+from skyasync.envs.images import READ, image_column, read_messages, with_images
 from skyasync.envs.reward import known_of
 from skyasync.errors import UserError, nearest, unknown
 from skyasync.rewards.settings import RowChecks
@@ -139,11 +139,16 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     if not isinstance(given, Mapping):
         raise UserError(f"data row {index} is no object with columns; found {str(given)[:80]!r}")
     row = dict(given)
-    if column := image_column({**row, **(row.get("extras") or {})}):
+    if column := image_column({**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}):
         raise UserError(
-            f"data row {index}: the row has {column}: {NO_IMAGES} (drop the column if it has no part in the task)"
+            f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} alone; "
+            f"drop the column if it has no part in the task"
         )
     messages, conversation = _messages(index, row, cfg.data)
+    try:
+        messages = read_messages(_placed(row, messages))
+    except UserError as error:
+        raise UserError(f"data row {index}: {error}") from error
     env_class = row.pop("env_class", None)
     if not env_class or not cfg.environment.env_class_from_rows:
         env_class = cfg.environment.env_class or ("reward" if judges(cfg.environment) else "")
@@ -163,6 +168,16 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     if cfg.environment.domains and extras.get("domain"):
         extras["domain"] = tags_of(cfg.environment.domains).get(str(extras["domain"]), extras["domain"])
     return Prompt(PromptId(0, index), messages, env_class, extras)
+
+
+def _placed(row: dict[str, Any], messages: Conversation) -> Conversation:
+    """The messages with the images of the row's columns, which are taken out of the row."""
+    if not (column := image_column({name: row.get(name) for name in READ})):
+        return messages
+    images = row.pop(column)
+    return with_images(
+        messages, images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
+    )
 
 
 def _messages(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:

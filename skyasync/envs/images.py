@@ -1,16 +1,24 @@
-"""How pictures are recognised in prompts and rows, and the error for them.
+"""How images are recognised in prompts and rows, and the errors for what is not read.
 
-Invariant: models are trained on text alone, so a picture raises an error wherever one may come in, and is never dropped
-without a message.
+Invariant: what may hold an image is read, or raises an error; it is never dropped without a message. Columns ``images``
+and ``image`` and the parts that OpenAI's and Hugging Face's chats have are read; videos and audio are not.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyasync.errors import UserError
+from skyasync.models.images import Image, read_image
 
 NO_IMAGES = "images are not read here: models are trained on text alone"
+NO_VIDEOS = "of texts and images, only these are read"
 
+#: Columns that are read, and the mark in a prompt's text where an image stands.
+READ = ("images", "image")
+_PLACEHOLDER = "<image>"
 #: Columns that hold pictures, or films, in the data of other systems.
 COLUMNS = ("images", "image", "videos", "video", "multi_modal_data", "multi_modal_inputs", "mm_train_inputs")
 _FILE = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|webm)(\?.*)?$|^data:(image|video)/", re.IGNORECASE)
@@ -44,3 +52,88 @@ def _holds_picture(value: object) -> bool:
 
 def _is_empty(value: object) -> bool:
     return isinstance(value, str | bytes | Sequence | Mapping) and not len(value)
+
+
+def read_parts(content: Sequence[Any]) -> list[Any]:
+    """Content parts with each image read, as ``{"type": "image", "image": Image}``; the others as they are.
+
+    Raises:
+        UserError: for an image that cannot be read, a video or audio.
+    """
+    parts: list[Any] = []
+    for part in content:
+        kind = image_part(part)
+        if not kind:
+            parts.append(part)
+            continue
+        if kind not in ("image", "image_url", "input_image"):
+            raise UserError(f"a message's content has parts of type {kind}: {NO_VIDEOS}")
+        named = [part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None]
+        if not named:
+            raise UserError(f"a content part of type {kind} has no image: give it as {kind!r}; found {sorted(part)}")
+        value = named[0]
+        if isinstance(value, Mapping) and "url" in value:
+            value = value["url"]
+        parts.append({"type": "image", "image": read_image(value)})
+    return parts
+
+
+def read_messages(conversation: Any) -> Any:  # noqa: ANN401  (a text stays one)
+    """The messages, with their images read."""
+    if isinstance(conversation, str) or not any(isinstance(m.get("content"), list) for m in conversation):
+        return conversation
+    return [
+        {**message, "content": read_parts(message["content"])} if isinstance(message["content"], list) else message
+        for message in conversation
+    ]
+
+
+def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object]) -> list[dict[str, Any]]:
+    """The messages with the ``images`` of a row's column as content parts.
+
+    They stand at the marks ``<image>`` of the texts, or at the content parts of type image that name none, else before
+    the text of the first message of the user.
+
+    Raises:
+        UserError: if there are marks, and more or fewer of them than images.
+    """
+    read: list[Image] = [read_image(value) for value in images]
+    placed = 0
+    result = [dict(message) for message in messages]
+    for message in result:
+        content, parts = message["content"], list[Any]()
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if not isinstance(part, Mapping):
+                parts.append(part)
+            elif part.get("type") == "image" and all(part.get(name) is None for name in ("image", "url", "path")):
+                parts += [{"type": "image", "image": image} for image in read[placed : placed + 1]]
+                placed += 1
+            elif message["role"] == "user" and part.get("type") == "text" and _PLACEHOLDER in part["text"]:
+                before, *after = part["text"].split(_PLACEHOLDER)
+                parts += [{"type": "text", "text": before}] if before else []
+                for text in after:
+                    parts += [{"type": "image", "image": image} for image in read[placed : placed + 1]]
+                    parts += [{"type": "text", "text": text}] if text else []
+                    placed += 1
+            else:
+                parts.append(part)
+        if len(parts) != 1 or parts[0].get("type") != "text":
+            message["content"] = parts
+    if not placed and read:
+        first = next((message for message in result if message["role"] == "user"), result[0])
+        content = first["content"]
+        text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        first["content"] = [*({"type": "image", "image": image} for image in read), *text]
+    elif placed != len(read):
+        raise UserError(f"the prompt has {placed} places for images, and the row has {len(read)} images")
+    return result
+
+
+def without_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The messages with their texts alone."""
+    return [
+        {**message, "content": [part for part in message["content"] if not image_part(part)]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]

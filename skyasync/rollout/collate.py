@@ -98,6 +98,7 @@ class _Collation:
 
     def batch(self) -> RolloutBatch:
         rows = self._rows
+        images = tuple(tuple(image for s in row.sequence for image in s.images) for row in rows)
         branched = len({row.number for row in rows}) < len(rows)
         return RolloutBatch(
             tokens=torch.from_numpy(self._tokens),
@@ -110,4 +111,5 @@ class _Collation:
             versions=torch.from_numpy(self._versions),
             rewards=torch.from_numpy(self._rewards),
             routed_experts=None if self._experts is None else torch.from_numpy(self._experts),
+            images=images if any(images) else None,
         )

@@ -111,7 +111,7 @@ class FSDPBackend(ModelBackend):
         if self.device.type == "cuda":
             allow_recompilations()
         self.model = self._build()
-        self.hidden_size = int(self.model.model.config.hidden_size)
+        self.hidden_size = int(self.model.model.config.get_text_config().hidden_size)
         if self.device.type == "cpu":
             keep_freed()  # after loading, whose own memory goes back
 

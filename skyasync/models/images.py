@@ -1,0 +1,110 @@
+"""Images as one opaque payload, from a dataset's row to the engine and to the trained model.
+
+Invariant: images of equal content are one object in a process, also after pickling, so a group, a checkpoint or a
+message between processes holds each of them once. Only ``skyasync.models.vision`` looks inside.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from weakref import WeakValueDictionary
+
+from skyasync.errors import UserError
+
+FAMILIES = {"qwen2_5_vl": 0, "qwen3_vl": 0, "idefics3": 1, "smolvlm": 1}
+"""Model types, and the dimension along which the features of several images are joined."""
+
+
+class Image:
+    """An encoded image (PNG, JPEG, ...). Images of equal content are identical."""
+
+    __slots__ = ("__weakref__", "data", "digest")
+    data: bytes
+    digest: str
+
+    def __new__(cls, data: bytes) -> Image:
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        image = _KNOWN.get(digest)
+        if image is None:
+            image = super().__new__(cls)
+            image.data, image.digest = data, digest
+            image = _KNOWN.setdefault(digest, image)
+        return image
+
+    def __reduce__(self) -> tuple[type[Image], tuple[bytes]]:
+        return Image, (self.data,)
+
+    def __repr__(self) -> str:
+        return f"Image({self.digest})"
+
+
+_KNOWN: WeakValueDictionary[str, Image] = WeakValueDictionary()
+Images = tuple[Image, ...]
+"""Of one sequence, in the order of their placeholders."""
+
+
+def read_image(value: Any) -> Image:  # noqa: ANN401
+    """An image from bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL image.
+
+    Raises:
+        UserError: if it is none of these, or cannot be decoded.
+    """
+    if isinstance(value, Image):
+        return value
+    if isinstance(value, Mapping) and (value.keys() & {"bytes", "path"}):
+        value = value.get("bytes") or value.get("path")
+    if callable(save := getattr(value, "save", None)):  # a PIL image
+        buffer = io.BytesIO()
+        save(buffer, format="PNG")
+        value = buffer.getvalue()
+    if isinstance(value, str) and value.startswith("data:"):
+        kind, _, text = value.partition(",")
+        try:
+            value = base64.b64decode(text, validate=True) if kind.endswith(";base64") else None
+        except binascii.Error:
+            value = None
+        if value is None:
+            raise UserError(f"the image's URL is not data:image/...;base64,...; found {kind[:60]!r}")
+    if isinstance(value, str | Path):
+        address = urlsplit(str(value))
+        if address.scheme in ("http", "https"):
+            raise UserError(f"images are not downloaded: store {str(value)[:100]!r} as a file, and name the file")
+        path = Path(unquote(address.path) if address.scheme == "file" else value)
+        try:
+            value = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"the image {str(path)[:200]!r} cannot be read: {error.strerror}") from error
+    if not isinstance(value, bytes | bytearray):
+        raise UserError(f"an image is bytes, a file, a data: URL or a PIL image; found {str(value)[:80]!r}")
+    image = Image(bytes(value))
+    decoded(image)
+    return image
+
+
+def decoded(image: Image) -> Any:  # noqa: ANN401
+    """As a PIL image with three channels."""
+    try:
+        from PIL import Image as PIL
+    except ImportError as error:
+        raise UserError("images need Pillow and torchvision: pip install pillow torchvision") from error
+    try:
+        with PIL.open(io.BytesIO(image.data)) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, PIL.DecompressionBombError) as error:
+        raise UserError(f"{image} of {len(image.data)} bytes cannot be decoded: {error}") from error
+
+
+def images_of(conversation: Any) -> Images:  # noqa: ANN401
+    """The images of a conversation whose parts have been read, in order."""
+    if isinstance(conversation, str):
+        return ()
+    contents = (message.get("content") for message in conversation)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return tuple(part["image"] for part in parts if isinstance(part, Mapping) and part.get("type") == "image")
