@@ -13,7 +13,7 @@ from typing import Any
 from skyasync.errors import UserError
 from skyasync.models.images import Image, read_image
 
-NO_IMAGES = "images are not read here: models are trained on text alone"
+NO_IMAGES = "images are not read here: they are read from rows and from environments of the run"
 NO_VIDEOS = "of texts and images, only these are read"
 
 #: Columns that are read, and the mark in a prompt's text where an image stands.

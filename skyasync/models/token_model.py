@@ -92,7 +92,7 @@ class TokenModel(nn.Module):
         self.distribution = distribution or SampledDistribution()
         self.value_head: nn.Linear | None = None
         if is_vision(model.config):
-            self.vision = Vision(model, model.config.name_or_path)
+            self.vision = Vision(model.config.name_or_path or "")
         self.packs = can_share_prefixes(model.config) and pack_rows(model)
 
     def forward(self, layout: Layout, request: OutputRequest | None = None) -> dict[str, Tensor]:
@@ -135,10 +135,9 @@ class TokenModel(nn.Module):
             self.routers.replay(layout.experts)
         device = layout.tokens.device
         if self.vision:
-            tokens, predictors, images = layout.tokens, layout.predictors, layout.images
-            if not any(images or ()):
+            tokens, predictors, images = layout.tokens, layout.predictors, layout.images or ()
+            if not any(images):
                 tokens, predictors, images = self.vision.with_blank_row(tokens, predictors)
-            assert images is not None
             states = self.model.base_model(
                 input_ids=tokens, attention_mask=None, use_cache=False, **self.vision.inputs(tokens, images)
             ).last_hidden_state

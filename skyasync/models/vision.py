@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from skyasync.arrays import Ints, ints
 from skyasync.errors import UserError
@@ -38,20 +38,25 @@ class _Processed(NamedTuple):
 
 
 class ImageProcessor:
-    """The processor of a model's folder; ``processor_of`` makes it once."""
+    """The processor of a model's folder; ``processor_of`` makes it once.
+
+    Attributes:
+        banned: ids that stand for images or videos.
+    """
 
     def __init__(self, path: str) -> None:
         from transformers import AutoConfig, AutoProcessor
 
-        config = AutoConfig.from_pretrained(path)
-        if not is_vision(config):
-            raise UserError(f"{path} reads text alone: images need a vision-language model")
+        config = AutoConfig.from_pretrained(path) if path else None
+        if config is None or not is_vision(config):
+            raise UserError(f"{path or 'the model'} reads text alone: images need a vision-language model")
         if config.model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise UserError(f"{path} is a model of type {config.model_type}; types that can read images here: {known}")
         self._join = FAMILIES[config.model_type]
         self._processor: Any = AutoProcessor.from_pretrained(path)
         self.placeholder: int = config.image_token_id
+        self.banned = sorted({config.image_token_id, getattr(config, "video_token_id", None) or config.image_token_id})
         self._of = lru_cache(CACHED)(self._process)
         self._lock = threading.Lock()  # an engine's thread and the event loop share it
 
@@ -122,16 +127,11 @@ processor_of = lru_cache(4)(ImageProcessor)
 
 
 class Vision:
-    """What a loaded vision-language model needs in addition to tokens.
+    """What a loaded vision-language model needs in addition to tokens."""
 
-    Attributes:
-        banned: ids that stand for images or videos, int64.
-    """
-
-    def __init__(self, model: PreTrainedModel, path: str) -> None:
+    def __init__(self, path: str) -> None:
         self.processor = processor_of(path)
-        ids = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
-        self.banned = torch.tensor(sorted({i for i in ids if i is not None}))
+        self.banned = torch.tensor(self.processor.banned)
 
     def inputs(self, tokens: Tensor, images: Sequence[Images]) -> dict[str, Tensor]:
         """Arguments of the model besides ``tokens`` ``[rows, width]``; none if no row has an image.
@@ -153,7 +153,7 @@ class Vision:
         """``[..., vocabulary]``, differentiable."""
         return logits.index_fill(-1, self.banned.to(logits.device), NEVER)
 
-    def with_blank_row(self, tokens: Tensor, predictors: Tensor) -> tuple[Tensor, Tensor, list[Images]]:
+    def with_blank_row(self, tokens: Tensor, predictors: Tensor) -> tuple[Tensor, Tensor, tuple[Images, ...]]:
         """``tokens`` ``[rows, width]`` of text with one more row, which has an image and no loss token.
 
         The vision tower then computes, with a gradient of zero: under FSDP all ranks must call it together.
@@ -168,4 +168,4 @@ class Vision:
         longer = tokens.new_zeros(rows + 1, wider)
         longer[:rows, :width] = tokens
         longer[rows, : len(row)] = row
-        return longer, predictors // width * wider + predictors % width, [*[()] * rows, (blank,)]
+        return longer, predictors // width * wider + predictors % width, (*[()] * rows, (blank,))

@@ -22,7 +22,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 #: What only the configurations of models for pictures, films or sounds have.
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
-VISION_BACKENDS = ("transformers",)
+VISION_BACKENDS = ("transformers", "vllm")
 """Engines that are sent images."""
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

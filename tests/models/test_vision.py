@@ -12,15 +12,15 @@ from torch import Tensor
 
 from skyasync.errors import UserError
 from skyasync.inference.backends.transformers.engine import TransformersEngine
-from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.inference.interface import ENGINES, EngineConfig, GenerationRequest, SamplingParams
 from skyasync.models.backend import OutputRequest
 from skyasync.models.batch import TokenBatch
 from skyasync.models.heads import load_causal_lm
 from skyasync.models.images import Image, Images, read_image
-from skyasync.models.packing import MicroBatches, empty_micro_batch
-from skyasync.models.token_model import TokenModel, can_share_prefixes
+from skyasync.models.packing import empty_micro_batch
+from skyasync.models.token_model import TokenModel
 from skyasync.models.vision import NEVER, decoded, processor_of
-from tests.models.tiny_vision import FAMILIES, noise, save_tiny
+from tests.models.tiny_vision import FAMILIES, answers_of, as_batch, conversation, logprobs, noise, prompt, save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -38,42 +38,7 @@ async def engine(folder: str) -> AsyncIterator[TransformersEngine]:
     await engine.shutdown()
 
 
-def conversation(images: int) -> list[dict[str, object]]:
-    return [{"role": "user", "content": [*[{"type": "image"}] * images, {"type": "text", "text": "How many discs?"}]}]
-
-
-def prompt(folder: str, images: Images) -> list[int]:
-    processor = processor_of(folder)
-    tokenizer = processor._processor.tokenizer
-    plain = tokenizer.apply_chat_template(
-        conversation(len(images)), tokenize=True, add_generation_prompt=True, return_dict=False
-    )
-    return processor.expand(plain, images).tolist()
-
-
 CASES: list[Images] = [(noise(1),), (noise(2), noise(3, 84, 56)), (), (noise(4, 56, 112),), (noise(1),)]
-
-
-def as_batch(prompts: list[list[int]], answers: list[list[int]], images: list[Images]) -> TokenBatch:
-    rows = [p + a for p, a in zip(prompts, answers, strict=True)]
-    lengths = torch.tensor([len(row) for row in rows])
-    index = torch.arange(int(lengths.max()))
-    tokens = torch.tensor([row + [0] * (len(index) - len(row)) for row in rows])
-    mask = index < lengths[:, None]
-    loss_mask = mask & (index >= torch.tensor([len(p) for p in prompts])[:, None])
-    return TokenBatch(tokens, mask, loss_mask, torch.arange(len(rows)), images=tuple(images))
-
-
-def logprobs(model: TokenModel, batch: TokenBatch, tokens: int = 60) -> Tensor:
-    """Through the micro-batches, several rows or one in each."""
-    whole = torch.zeros(batch.tokens.shape)
-    micros = MicroBatches(
-        batch, max_tokens=tokens, share_prefixes=can_share_prefixes(model.model.config), hidden_size=1
-    )
-    for micro in micros:
-        own = model(micro.layout, OutputRequest())["logprobs"]
-        whole = whole.index_put((micro.rows[:, None], torch.arange(own.shape[1])), own)
-    return whole
 
 
 def by_transformers(folder: str, model: TokenModel, row: list[int], answer: int, images: Images) -> Tensor:
@@ -150,11 +115,6 @@ def test_a_batch_of_text_calls_the_tower_and_changes_nothing(folder: str) -> Non
     torch.testing.assert_close(own[0, -2:], expected, atol=1e-5, rtol=0)
     empty = empty_micro_batch(as_batch([prompt(folder, CASES[0])], [[5]], [CASES[0]]))
     assert model(empty.layout, OutputRequest())["logprobs"].abs().sum() == 0
-
-
-async def answers_of(engine: TransformersEngine, requests: list[GenerationRequest]) -> list[GenerationOutput]:
-    found = {output.request_id: output async for outputs in engine.generate(requests) for output in outputs}
-    return [found[request.request_id] for request in requests]
 
 
 async def test_engine_and_trainer_agree_and_a_wrong_image_is_found(folder: str, engine: TransformersEngine) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image as PIL
+from torch import Tensor
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -16,7 +17,13 @@ from transformers import (
 )
 
 from skyasync.examples.vision.model import qwen3_vl, vision_tokenizer
-from skyasync.models.images import Image, read_image
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine
+from skyasync.models.backend import OutputRequest
+from skyasync.models.batch import TokenBatch
+from skyasync.models.images import Image, Images, read_image
+from skyasync.models.packing import MicroBatches
+from skyasync.models.token_model import TokenModel, can_share_prefixes
+from skyasync.models.vision import processor_of
 
 FAMILIES = ("qwen3_vl", "idefics3")
 MARKS = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
@@ -74,3 +81,43 @@ def idefics3() -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
 def noise(seed: int, width: int = 56, height: int = 56) -> Image:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return read_image(PIL.fromarray(pixels))
+
+
+def conversation(images: int) -> list[dict[str, object]]:
+    return [{"role": "user", "content": [*[{"type": "image"}] * images, {"type": "text", "text": "How many discs?"}]}]
+
+
+def prompt(folder: str, images: Images) -> list[int]:
+    processor = processor_of(folder)
+    tokenizer = processor._processor.tokenizer
+    plain = tokenizer.apply_chat_template(
+        conversation(len(images)), tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    return processor.expand(plain, images).tolist()
+
+
+def as_batch(prompts: list[list[int]], answers: list[list[int]], images: list[Images]) -> TokenBatch:
+    rows = [p + a for p, a in zip(prompts, answers, strict=True)]
+    lengths = torch.tensor([len(row) for row in rows])
+    index = torch.arange(int(lengths.max()))
+    tokens = torch.tensor([row + [0] * (len(index) - len(row)) for row in rows])
+    mask = index < lengths[:, None]
+    loss_mask = mask & (index >= torch.tensor([len(p) for p in prompts])[:, None])
+    return TokenBatch(tokens, mask, loss_mask, torch.arange(len(rows)), images=tuple(images))
+
+
+def logprobs(model: TokenModel, batch: TokenBatch, tokens: int = 60) -> Tensor:
+    """Through the micro-batches, several rows or one in each."""
+    whole = torch.zeros(batch.tokens.shape)
+    micros = MicroBatches(
+        batch, max_tokens=tokens, share_prefixes=can_share_prefixes(model.model.config), hidden_size=1
+    )
+    for micro in micros:
+        own = model(micro.layout, OutputRequest())["logprobs"]
+        whole = whole.index_put((micro.rows[:, None], torch.arange(own.shape[1])), own)
+    return whole
+
+
+async def answers_of(engine: InferenceEngine, requests: list[GenerationRequest]) -> list[GenerationOutput]:
+    found = {output.request_id: output async for outputs in engine.generate(requests) for output in outputs}
+    return [found[request.request_id] for request in requests]

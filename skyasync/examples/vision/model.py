@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -46,7 +47,7 @@ def vision_tokenizer(marks: tuple[str, ...] = MARKS, template: str = TEMPLATE) -
 def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
     """The model with random weights, and its processor. The caller's random state stays the same."""
     tokenizer = vision_tokenizer()
-    start, end, image, video = tokenizer.convert_tokens_to_ids(list(MARKS))
+    start, end, image, video = (tokenizer.convert_tokens_to_ids(mark) for mark in MARKS)
     normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     area = {"shortest_edge": SIZE * SIZE, "longest_edge": 4 * SIZE * SIZE}
@@ -85,7 +86,7 @@ def warm_started(steps: int, seed: int = 0) -> tuple[Qwen3VLForConditionalGenera
     """After supervised steps on 64 images each; the loss sees the answers alone."""
     model, processor = qwen3_vl(seed)
     parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    messages = [{"role": "user", "content": parts}]
+    messages: Any = [{"role": "user", "content": parts}]
     question = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     seeds = count(2 << 20)

@@ -1,0 +1,58 @@
+"""vLLM with images: its tokens and log-probabilities are the trained model's, also after a weight update."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyasync.inference.backends.vllm.setup import alike
+from skyasync.inference.interface import ENGINES, EngineConfig, GenerationRequest, SamplingParams
+from skyasync.models.heads import load_causal_lm
+from skyasync.models.images import Images
+from skyasync.models.token_model import TokenModel
+from skyasync.weight_sync.transfers.file import remove_weights, write_weights
+from skyasync.weight_sync.update import WeightUpdate
+from tests.models.tiny_vision import answers_of, as_batch, logprobs, noise, prompt, redraw, save_tiny
+
+CASES: list[Images] = [(noise(1),), (noise(2), noise(3, 84, 56)), (), (noise(1),)]
+
+
+def test_requests_with_other_images_are_not_samples_of_one() -> None:
+    sampling = SamplingParams()
+    requests = [GenerationRequest(str(i), [1, 2], sampling, images=(noise(i % 2),)) for i in range(4)]
+    assert [[r.request_id for r in bundle] for bundle in alike(requests)] == [["0", "2"], ["1", "3"]]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(tmp_path: Path) -> None:
+    folder = save_tiny("qwen3_vl", tmp_path / "model")
+    model = TokenModel(load_causal_lm(folder, torch.float32))
+    engine = ENGINES["vllm"](EngineConfig(folder, threads=1, max_model_len=200, max_num_seqs=16, kv_cache_gb=0.1))
+    prompts = [prompt(folder, images) for images in CASES]
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+
+    async def differences(version: int) -> torch.Tensor:
+        requests = [
+            GenerationRequest(f"v{version}-{i}", p, sampling, images=images)
+            for i, (p, images) in enumerate(zip(prompts, CASES, strict=True))
+        ]
+        outputs = await answers_of(engine, requests)
+        assert not any(output.error for output in outputs)
+        batch = as_batch(prompts, [output.token_ids.tolist() for output in outputs], CASES)
+        sampled = torch.tensor([output.logprobs.tolist() for output in outputs]).flatten()
+        with torch.no_grad():
+            return (logprobs(model, batch)[batch.loss_mask] - sampled).abs()
+
+    await engine.start()
+    try:
+        assert (await differences(0)).max() < 1e-4
+        redraw(model.model, seed=1)
+        path = write_weights(model.model.state_dict())
+        await engine.update_weights(WeightUpdate(1, "shared_memory", {"path": path}))
+        remove_weights(path)
+        assert (await differences(1)).max() < 1e-4
+    finally:
+        await engine.shutdown()
