@@ -91,11 +91,11 @@ def read_messages(conversation: Any) -> Any:  # noqa: ANN401  (a text stays one)
 def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object]) -> list[dict[str, Any]]:
     """The messages with the ``images`` of a row's column as content parts.
 
-    They stand at the marks ``<image>`` of the texts, or at the content parts of type image that name none, else before
-    the text of the first message of the user.
+    An image replaces ``<image>`` in a text of the user, or a content part of type image without one. If there are
+    neither, all stand before the first text of the user.
 
     Raises:
-        UserError: if there are marks, and more or fewer of them than images.
+        UserError: if there are such places, and more or fewer of them than images.
     """
     read: list[Image] = [read_image(value) for value in images]
     placed = 0

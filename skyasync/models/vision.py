@@ -78,9 +78,9 @@ class ImageProcessor:
             UserError: if there are more or fewer placeholders than images.
         """
         tokens = list(tokens)
-        if (found := tokens.count(self.placeholder)) != len(images):
+        if (count := tokens.count(self.placeholder)) != len(images):
             raise UserError(
-                f"the prompt has {found} placeholders for {len(images)} images: the chat template must show one for "
+                f"the prompt has {count} placeholders for {len(images)} images: the chat template must show one for "
                 f"each content part of type image, and texts must not contain it"
             )
         given, expanded = iter(images), list[int]()

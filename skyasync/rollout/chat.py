@@ -133,14 +133,15 @@ class ChatTokenizer:
             raise UserError("images need a chat template: set data.apply_chat_template=true")
         if not self._applies_template:
             return self.tokenizer.encode(_joined_text(messages))
+        processor = None
+        if images:
+            from skyasync.models.vision import processor_of
+
+            processor = processor_of(getattr(self.tokenizer, "name_or_path", ""))
         tokens = self.tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
         )
-        if not images:
-            return tokens
-        from skyasync.models.vision import processor_of
-
-        return processor_of(getattr(self.tokenizer, "name_or_path", "")).expand(tokens, images).tolist()
+        return processor.expand(tokens, images).tolist() if processor else tokens
 
 
 class PlainText(ChatTokenizer):

@@ -15,7 +15,7 @@ from skyasync.models.batch import UpdateBatch
 from skyasync.models.images import Images
 from skyasync.workers.policy import PolicyWorker
 from tests.models.tiny_vision import FAMILIES, noise, prompt, save_tiny
-from tests.workers.conftest import config_for, ranks, warm_processes  # noqa: F401
+from tests.workers.conftest import config_for
 from tests.workers.processes import Rank, Ranks
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def step(rank: Rank, folder: str) -> tuple[dict[str, Any], dict[str, float]]:
 def test_ranks_with_and_without_images_have_the_gradient_of_one(
     family: str,
     tmp_path: Path,
-    ranks: Callable[[int], Ranks],  # noqa: F811
+    ranks: Callable[[int], Ranks],
 ) -> None:
     folder = save_tiny(family, tmp_path / family)
     cfg = config_for(folder)

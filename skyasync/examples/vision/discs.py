@@ -14,7 +14,7 @@ from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 
 SIZE, CELL, RADIUS, MOST = 56, 14, 5, 5  # a cell is a patch of the model
 QUESTION = "How many discs?"
-HELD_OUT = 1 << 20  # the first of its seeds
+FIRST_EVAL_SEED = 1 << 20  # the first of its seeds
 ENV_CLASS = "skyasync.examples.vision.discs:CountDiscs"
 
 
@@ -41,7 +41,7 @@ def train_prompts(count: int = 2048) -> list[dict[str, Any]]:
 
 
 def val_prompts(count: int = 128) -> list[dict[str, Any]]:
-    return rows(HELD_OUT, count)
+    return rows(FIRST_EVAL_SEED, count)
 
 
 class CountDiscs(BaseTextEnv):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -26,7 +26,7 @@ from skyasync.examples import warm_start
 from skyasync.examples.cache import cache_folder, made_once
 from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
 
-MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -37,17 +37,17 @@ TEMPLATE = (
 CORPUS = [f"user\n{QUESTION}\nassistant\n{number}\nsystem\n" for number in range(10)]
 
 
-def vision_tokenizer(marks: tuple[str, ...] = MARKS, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """A byte-level BPE; each mark is a special token."""
+def vision_tokenizer(special: tuple[str, ...] = SPECIAL, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE; each of ``special`` is one token."""
     tokenizer = warm_start.byte_level_bpe(CORPUS * 20, vocab_size=400, rarest_merge=20, template=template)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     return tokenizer
 
 
 def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
     """The model with random weights, and its processor. The caller's random state stays the same."""
     tokenizer = vision_tokenizer()
-    start, end, image, video = (tokenizer.convert_tokens_to_ids(mark) for mark in MARKS)
+    start, end, image, video = (cast(int, tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL)
     normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     area = {"shortest_edge": SIZE * SIZE, "longest_edge": 4 * SIZE * SIZE}
