@@ -114,13 +114,6 @@ def _check_vision(path: str, cfg: Config, key: str) -> None:
         "generator.agent_program": bool(generator.agent_program),
         "trainer.policy.lora.rank": trainer.policy.lora.rank > 0,
         "trainer.policy.torch_compile": trainer.policy.torch_compile,
-        "trainer.placement.policy_num_gpus_per_node or policy_num_nodes above 1": max(
-            trainer.placement.policy_num_gpus_per_node,
-            trainer.placement.policy_num_nodes,
-            trainer.placement.ref_num_gpus_per_node,
-            trainer.placement.ref_num_nodes,
-        )
-        > 1,
         "trainer.parallel.tensor": trainer.parallel.tensor > 1,
         "trainer.parallel.context": trainer.parallel.context > 1,
         "trainer.critic.backbone=shared": trainer.critic.backbone == "shared",

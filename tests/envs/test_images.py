@@ -124,8 +124,7 @@ def test_a_model_of_another_type_is_rejected_before_it_is_loaded(tmp_path: Path,
 
 @pytest.mark.parametrize(
     "setting",
-    ["generator.agent_program=a.py", "trainer.policy.lora.rank=4", "trainer.policy.torch_compile=true",
-     "trainer.placement.policy_num_gpus_per_node=2"],
+    ["generator.agent_program=a.py", "trainer.policy.lora.rank=4", "trainer.policy.torch_compile=true"],
 )  # fmt: skip
 def test_settings_that_are_not_supported_with_images_are_rejected(tmp_path: Path, setting: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}))
