@@ -12,14 +12,29 @@ import hashlib
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
 from skyasync.errors import UserError
 
-FAMILIES = {"qwen2_5_vl": 0, "qwen3_vl": 0, "idefics3": 1, "smolvlm": 1}
-"""Model types, and the dimension along which the features of several images are joined."""
+
+class Family(NamedTuple):
+    """A type of models that read images.
+
+    Args:
+        joined: the dimension along which the features of several images are joined.
+        tower, projector: beginnings of the names of their parameters; the tower is without its projector.
+    """
+
+    joined: int
+    tower: str
+    projector: tuple[str, ...]
+
+
+_QWEN = Family(0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"))
+_IDEFICS = Family(1, "model.vision_model", ("model.connector",))
+FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "idefics3": _IDEFICS, "smolvlm": _IDEFICS}
 
 
 class Image:

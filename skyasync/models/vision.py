@@ -53,7 +53,7 @@ class ImageProcessor:
         if config.model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise UserError(f"{path} is a model of type {config.model_type}; types that can read images here: {known}")
-        self._join = FAMILIES[config.model_type]
+        self._join = FAMILIES[config.model_type].joined
         self._processor: Any = AutoProcessor.from_pretrained(path)
         self.placeholder: int = config.image_token_id
         self.banned = sorted({config.image_token_id, getattr(config, "video_token_id", None) or config.image_token_id})
