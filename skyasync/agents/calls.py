@@ -29,8 +29,10 @@ from skyasync.agents.recorder import AgentChat, RecordedCall, comparable, conver
 from skyasync.agents.session import INLINE, Session
 from skyasync.arrays import Ints, ints
 from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
+from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError
+from skyasync.models.images import images_of
 from skyasync.rollout.types import action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
@@ -113,6 +115,8 @@ class Calls:
             raise RequestError("the model's chat template knows no tools", "tools", "unsupported_parameter")
         try:
             return self.chat.prompt(request.messages, request.tools, session.recorder)
+        except UserError as error:  # of images
+            raise RequestError(str(error), "messages", "unsupported_content") from error
         except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:  # that templates do not know
             problem = f"the model's chat template refuses the messages: {error!s:.500}"
             raise RequestError(problem, "messages") from error
@@ -173,7 +177,11 @@ class Calls:
 def _characters(request: ModelRequest) -> int:
     if request.prompt is not None:
         return len(request.prompt) if isinstance(request.prompt, str) else 0
-    return sum(len(message["content"]) for message in request.messages)
+    contents = (message["content"] for message in request.messages)
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+        for content in contents
+    )
 
 
 class ModelCall:
@@ -272,7 +280,8 @@ class ModelCall:
         request, messages = self.request, self.request.messages
         read, thought = conversation(messages, request.tools), thoughts(messages)  # once for all replies
         for output, reply in zip(outputs, replies, strict=True):
-            call = RecordedCall(self._prompt, action_of(output, []), output.finish_reason or "stop", self.head.id)
+            reason, shown = output.finish_reason or "stop", images_of(messages)
+            call = RecordedCall(self._prompt, action_of(output, []), reason, self.head.id, shown)
             led_to = [*read, comparable(reply.message)] if request.prompt is None else ()
             self._session.recorder.record(call, led_to, thought | thoughts([reply.message], len(read)))
         if request.stored is not None:

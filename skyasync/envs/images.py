@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyasync.errors import UserError
-from skyasync.models.images import Image, read_image
+from skyasync.models.images import Image, data_url, images_of, read_image
 
-NO_IMAGES = "images are not read here: they are read from rows and from environments of the run"
+NO_IMAGES = "images are not read here: rows, environments and the endpoint's /v1/chat/completions can have them"
 NO_VIDEOS = "of texts and images, only these are read"
 
 #: Columns that are read, and the mark in a prompt's text where an image stands.
@@ -54,8 +54,11 @@ def _is_empty(value: object) -> bool:
     return isinstance(value, str | bytes | Sequence | Mapping) and not len(value)
 
 
-def read_parts(content: Sequence[Any]) -> list[Any]:
+def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:
     """Content parts with each image read, as ``{"type": "image", "image": Image}``; the others as they are.
+
+    Args:
+        files: as of ``read_image``.
 
     Raises:
         UserError: for an image that cannot be read, a video or audio.
@@ -74,7 +77,7 @@ def read_parts(content: Sequence[Any]) -> list[Any]:
         value = named[0]
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
-        parts.append({"type": "image", "image": read_image(value)})
+        parts.append({"type": "image", "image": read_image(value, files=files)})
     return parts
 
 
@@ -127,6 +130,29 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object])
     elif placed != len(read):
         raise UserError(f"the prompt has {placed} places for images, and the row has {len(read)} images")
     return result
+
+
+def with_urls(messages: Any) -> Any:  # noqa: ANN401  (a text stays one)
+    """The messages as OpenAI's clients send them: images as data: URLs."""
+    if not images_of(messages):
+        return messages
+
+    def sent(part: Any) -> Any:  # noqa: ANN401
+        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if image_part(part) else part
+
+    return [
+        {**message, "content": [sent(part) for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+
+
+def as_text(content: Any) -> Any:  # noqa: ANN401  (a text stays one)
+    """The text of content parts, for people: ``<image>`` stands for an image."""
+    if not isinstance(content, list):
+        return content
+    return "".join(_PLACEHOLDER if image_part(part) else str(part.get("text", "")) for part in content)
 
 
 def without_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -65,8 +66,11 @@ Images = tuple[Image, ...]
 """Of one sequence, in the order of their placeholders."""
 
 
-def read_image(value: Any) -> Image:  # noqa: ANN401
+def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
     """An image from bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL image.
+
+    Args:
+        files: read files of this machine; else they are rejected.
 
     Raises:
         UserError: if it is none of these, or cannot be decoded.
@@ -87,6 +91,8 @@ def read_image(value: Any) -> Image:  # noqa: ANN401
             value = None
         if value is None:
             raise UserError(f"the image's URL is not data:image/...;base64,...; found {kind[:60]!r}")
+    if isinstance(value, str | Path) and not files:
+        raise UserError(f"an image here is a data:image/...;base64,... URL; found {str(value)[:100]!r}")
     if isinstance(value, str | Path):
         address = urlsplit(str(value))
         if address.scheme in ("http", "https"):
@@ -101,6 +107,16 @@ def read_image(value: Any) -> Image:  # noqa: ANN401
     image = Image(bytes(value))
     decoded(image)
     return image
+
+
+@lru_cache(64)
+def data_url(image: Image) -> str:
+    """The image as OpenAI's API takes it. One text for all that ask, so that a message holds it once."""
+    from PIL import Image as PIL
+
+    with PIL.open(io.BytesIO(image.data)) as opened:
+        kind = PIL.MIME.get(opened.format or "", "image/png")
+    return f"data:{kind};base64,{base64.b64encode(image.data).decode()}"
 
 
 def decoded(image: Image) -> Any:  # noqa: ANN401

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
 from skyasync.config.schema import Config, ParallelConfig
+from skyasync.config.schema.algorithm import CRITIC
 from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.errors import UserError
 from skyasync.models.images import FAMILIES
@@ -104,19 +105,23 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
 
 def _check_vision(path: str, cfg: Config, key: str) -> None:
     """Raises ``UserError`` for a setting that is not supported for a model that reads images."""
-    trainer, generator = cfg.trainer, cfg.generator
+    trainer, generator, estimator = cfg.trainer, cfg.generator, cfg.trainer.algorithm.advantage_estimator
     settings = {
         f"{key}, since only the policy and its reference read images": not key.startswith(
             ("trainer.policy.", "trainer.ref.")
         ),
         f"generator.backend={backend(cfg)}": backend(cfg) not in VISION_BACKENDS,
         "generator.engines": bool(generator.engines),
-        "generator.agent_program": bool(generator.agent_program),
+        "generator.agent_func_path": bool(generator.agent_func_path),
+        "trainer.dump_trajectories": trainer.dump_trajectories,
+        "environment.judges": bool(cfg.environment.judges),
         "trainer.policy.lora.rank": trainer.policy.lora.rank > 0,
         "trainer.policy.torch_compile": trainer.policy.torch_compile,
         "trainer.parallel.tensor": trainer.parallel.tensor > 1,
         "trainer.parallel.context": trainer.parallel.context > 1,
-        "trainer.critic.backbone=shared": trainer.critic.backbone == "shared",
+        f"trainer.algorithm.advantage_estimator={estimator}, which needs a critic,": CRITIC(cfg),
+        "trainer.teacher.model.path": bool(trainer.teacher.model.path),
+        "trainer.reward.models": bool(trainer.reward.models),
         f"trainer.strategy={trainer.strategy}": trainer.strategy != "fsdp2",
     }
     if wrong := [name for name, found in settings.items() if found]:

@@ -21,7 +21,7 @@ from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.images import read_parts
 from skyasync.errors import UserError
 from skyasync.inference.interface import SamplingParams
-from skyasync.models.images import images_of
+from skyasync.models.images import Images, images_of
 from skyasync.rollout.tokenizer import Tokenizer
 
 LONG = 4096
@@ -133,15 +133,23 @@ class ChatTokenizer:
             raise UserError("images need a chat template: set data.apply_chat_template=true")
         if not self._applies_template:
             return self.tokenizer.encode(_joined_text(messages))
-        processor = None
-        if images:
-            from skyasync.models.vision import processor_of
-
-            processor = processor_of(getattr(self.tokenizer, "name_or_path", ""))
         tokens = self.tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
         )
-        return processor.expand(tokens, images).tolist() if processor else tokens
+        return with_image_tokens(self.tokenizer, tokens, images)
+
+
+def with_image_tokens(tokenizer: Tokenizer, tokens: list[int], images: Images) -> list[int]:
+    """Framed tokens with each image's placeholder as the model reads it.
+
+    Raises:
+        UserError: if the model reads text alone, or the template shows more or fewer placeholders.
+    """
+    if not images:
+        return tokens
+    from skyasync.models.vision import processor_of
+
+    return processor_of(getattr(tokenizer, "name_or_path", "")).expand(tokens, images).tolist()
 
 
 class PlainText(ChatTokenizer):

@@ -15,7 +15,7 @@ import torch
 
 from skyasync.arrays import TURN_TOKENS, joined_experts
 from skyasync.models.batch import RolloutBatch
-from skyasync.rollout.types import Group, Segment, Trajectory
+from skyasync.rollout.types import Group, Segment, Trajectory, images_in
 
 
 def collate(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:
@@ -98,7 +98,7 @@ class _Collation:
 
     def batch(self) -> RolloutBatch:
         rows = self._rows
-        images = tuple(tuple(image for s in row.sequence for image in s.images) for row in rows)
+        images = tuple(images_in(row.sequence) for row in rows)
         branched = len({row.number for row in rows}) < len(rows)
         return RolloutBatch(
             tokens=torch.from_numpy(self._tokens),

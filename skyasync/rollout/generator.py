@@ -126,7 +126,8 @@ class EpisodeGenerator(TrajectoryGenerator):
             if isinstance(error, NonFiniteRewardError) and self._limits.skips_nonfinite:
                 return nonfinite_episode(trajectory, error)
             if isinstance(error, EpisodeFailedError) and isinstance(error.__cause__, Exception):
-                return failed_episode(trajectory, self._limits, error.__cause__, self._chat.prompt(prompt.messages))
+                opening = Segment("prompt", self._chat.prompt(prompt.messages), images=images_of(prompt.messages))
+                return failed_episode(trajectory, self._limits, error.__cause__, opening)
             if not any(note.startswith(WHILE_PLAYING) for note in getattr(error, "__notes__", ())):  # many may share it
                 error.add_note(f"{WHILE_PLAYING} {request.id}")
             raise
@@ -175,6 +176,8 @@ class EpisodeGenerator(TrajectoryGenerator):
         episode, env_class, text = str(trajectory.id), request.prompt.env_class, ""
         as_text = environments.takes_text(env_class)
         frame = self._plain if as_text else self._chat
+        if as_text and images_of(request.prompt.messages):
+            raise UserError(f"environment {env_class} reads plain text (raw_text): rows with images need messages")
         opening = self._plain.opening(request.prompt.messages) if as_text else request.prompt.messages
         with limits.environment_errors():
             start = read_messages(await environments.init(episode, env_class, request.extras, opening))
@@ -197,7 +200,7 @@ class EpisodeGenerator(TrajectoryGenerator):
             limited = replace(sampling, max_tokens=min(sampling.max_tokens, free), seed=seed)
             session = limits.session(trajectory.id)
             generation = GenerationRequest(name, tokens, limited, session_id=session, images=images)
-            recorded = self._partial.turn(trajectory.id, turn, tokens, seeded=seed is not None)
+            recorded = self._partial.turn(trajectory.id, turn, tokens, images, seeded=seed is not None)
             output = await (self._client.go_on(generation, recorded) if recorded else self._client.generate(generation))
             trajectory.stop_reason = output.finish_reason or "stop"
             action = action_of(output, trajectory.segments)

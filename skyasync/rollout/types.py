@@ -6,7 +6,7 @@ are exactly the tokens that the engine read and wrote; text is never tokenised a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -111,6 +111,11 @@ class Segment:
         same = all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
         same = same and np.array_equal(self.experts, other.experts)  # type: ignore[arg-type]
         return same and (self.kind, self.reward, self.images) == (other.kind, other.reward, other.images)
+
+
+def images_in(segments: Iterable[Segment]) -> Images:
+    """The images of a sequence, in the order of their placeholders."""
+    return tuple(image for segment in segments for image in segment.images)
 
 
 def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:

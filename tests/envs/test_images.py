@@ -124,7 +124,7 @@ def test_a_model_of_another_type_is_rejected_before_it_is_loaded(tmp_path: Path,
 
 @pytest.mark.parametrize(
     "setting",
-    ["generator.agent_program=a.py", "trainer.policy.lora.rank=4", "trainer.policy.torch_compile=true"],
+    ["trainer.dump_trajectories=true", "trainer.policy.lora.rank=4", "trainer.policy.torch_compile=true"],
 )  # fmt: skip
 def test_settings_that_are_not_supported_with_images_are_rejected(tmp_path: Path, setting: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}))
@@ -135,7 +135,8 @@ def test_settings_that_are_not_supported_with_images_are_rejected(tmp_path: Path
 
 @pytest.mark.parametrize(
     "key",
-    ["data.image_key=images", "data.max_images_per_prompt=2", "data.return_multi_modal_inputs=true", "generator.vision_language_generator=true"],
+    ["data.image_key=images", "data.max_images_per_prompt=2", "data.return_multi_modal_inputs=true",
+     "generator.vision_language_generator=true"],
 )  # fmt: skip
 def test_other_systems_keys_for_pictures_are_answered_so(key: str) -> None:
     with pytest.raises(UserError, match=r"images are read from the columns|model that reads images"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,3 +110,25 @@ def test_one_rank_sharded_in_bfloat16_has_the_noise_of_one_that_is_not(folder: s
         rounding = distance(without[name], reference)
         assert rounding <= 0.1 * reference.norm() + 1e-4 * metrics["grad_norm"], name
         assert distance(with_fsdp[name], reference) <= 1.3 * rounding, name
+
+
+@pytest.mark.parametrize("setting", [{"gradient_checkpointing": True}, {"cpu_offload": "parameters"}])
+def test_recomputed_and_offloaded_the_gradient_is_the_same(folder: str, setting: dict[str, Any]) -> None:
+    expected, metrics = of_one_rank(config_for(folder), folder)
+    cfg = config_for(folder)
+    vars(cfg.trainer.policy).update(setting)
+    found, _ = of_one_rank(cfg, folder)
+    for name, reference in expected.items():
+        assert distance(found[name], reference) <= 1e-6 * metrics["grad_norm"], name
+
+
+def test_an_exported_folder_is_a_model_that_reads_images(folder: str, tmp_path: Path) -> None:
+    worker = PolicyWorker(config_for(folder), threads=1)
+    worker.setup()
+    worker.update_policy(batch_of_images(folder))
+    worker.export(str(tmp_path))
+    exported = PolicyWorker(config_for(str(tmp_path)), threads=1)
+    exported.setup()
+    assert prompt(str(tmp_path), (noise(1),)) == prompt(folder, (noise(1),))
+    for (name, one), (_, other) in zip(worker.backend.weights(), exported.backend.weights(), strict=True):
+        assert torch.equal(one, other), name
