@@ -27,8 +27,8 @@ import numpy as np
 
 from skyasync.agents.api.types import Message
 from skyasync.arrays import Ints, ints, joined
-from skyasync.models.images import Images, images_of
-from skyasync.rollout.chat import Tools, knows_tools, tokens_after, with_image_tokens
+from skyasync.models.images import Images
+from skyasync.rollout.chat import Tools, knows_tools, template_tokens, tokens_after
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Segment
 
@@ -142,19 +142,13 @@ class AgentChat:
             call, known = earlier  # the tools are the first item, so that ``known`` counts them too
             # The reply of the call ends with an end-of-sequence token, if the template ends messages with one.
             eos, reply, further = self.tokenizer.eos_token_id, messages[known - 2], messages[known - 1 :]
-            count = self._frame([_QUESTION, reply], None, generation=False).count(eos)
-            framed = self._frame([_QUESTION, reply, *further], None, generation=True)
+            count = template_tokens(self.tokenizer, [_QUESTION, reply], None, generation=False).count(eos)
+            framed = template_tokens(self.tokenizer, [_QUESTION, reply, *further], None, generation=True)
             if count and framed.count(eos) >= count:
                 new = tokens_after(framed, eos, count)
                 complete = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
                 return joined(call.tokens, ints(new if complete else [eos, *new]))
-        return ints(self._frame(messages, tools, generation=True))
-
-    def _frame(self, messages: list[Message], tools: Tools, *, generation: bool) -> list[int]:
-        tokens = self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, add_generation_prompt=generation, return_dict=False
-        )
-        return with_image_tokens(self.tokenizer, tokens, images_of(messages))
+        return ints(template_tokens(self.tokenizer, messages, tools, generation=True))
 
 
 # ---------------------------------------------------------------- sequences

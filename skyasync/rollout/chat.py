@@ -21,7 +21,7 @@ from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.images import read_parts
 from skyasync.errors import UserError
 from skyasync.inference.interface import SamplingParams
-from skyasync.models.images import Images, images_of
+from skyasync.models.images import images_of
 from skyasync.rollout.tokenizer import Tokenizer
 
 LONG = 4096
@@ -128,28 +128,30 @@ class ChatTokenizer:
 
     def _frame(self, conversation: Conversation, tools: Tools = None, *, generation: bool) -> list[int]:
         messages = _plain_messages(conversation)
-        images = images_of(messages)
-        if images and not self._applies_template:
+        if images_of(messages) and not self._applies_template:
             raise UserError("images need a chat template: set data.apply_chat_template=true")
         if not self._applies_template:
             return self.tokenizer.encode(_joined_text(messages))
-        tokens = self.tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
-        )
-        return with_image_tokens(self.tokenizer, tokens, images)
+        return template_tokens(self.tokenizer, messages, tools, generation=generation)
 
 
-def with_image_tokens(tokenizer: Tokenizer, tokens: list[int], images: Images) -> list[int]:
-    """Framed tokens with each image's placeholder as the model reads it.
+def template_tokens(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Tools, *, generation: bool
+) -> list[int]:
+    """The messages as the template shows them, with each image's placeholder as the model reads it.
 
     Raises:
-        UserError: if the model reads text alone, or the template shows more or fewer placeholders.
+        UserError: if the model reads text alone, or the template shows more or fewer placeholders than images.
     """
-    if not images:
-        return tokens
-    from skyasync.models.vision import processor_of
+    processor = None
+    if images := images_of(messages):
+        from skyasync.models.vision import processor_of
 
-    return processor_of(getattr(tokenizer, "name_or_path", "")).expand(tokens, images).tolist()
+        processor = processor_of(getattr(tokenizer, "name_or_path", ""))  # first: templates of text fail on parts
+    tokens = tokenizer.apply_chat_template(
+        messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
+    )
+    return processor.expand(tokens, images).tolist() if processor else tokens
 
 
 class PlainText(ChatTokenizer):

@@ -21,8 +21,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def train_vision(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    folder = tmp_path_factory.mktemp("vision")
-    return train_in(folder, build(out=str(folder / "model"), steps=10))
+    return train_in(tmp_path_factory.mktemp("vision"), build())
 
 
 def resumed(train: Train, run: Trained, *settings: str) -> Trained:
@@ -39,10 +38,10 @@ def test_sync_goes_on_bit_for_bit(train_vision: Train) -> None:
         assert again.series(name) == run.series(name)[2:]
 
 
-def test_one_step_off_goes_on_with_the_right_prompts_and_fresh_samples(train_vision: Train) -> None:
-    plan = "trainer.plan=one_step_off"
-    run = train_vision(*SETTINGS, plan, "trainer.run_name=one_step_off")
-    again = resumed(train_vision, run, plan)
+def test_one_step_off_on_two_ranks_goes_on_with_the_right_prompts_and_fresh_samples(train_vision: Train) -> None:
+    plan = ("trainer.plan=one_step_off", "trainer.placement.policy_num_gpus_per_node=2")
+    run = train_vision(*SETTINGS, *plan, "trainer.run_name=one_step_off")
+    again = resumed(train_vision, run, *plan)
     assert again.prompts == run.prompts[2:]
     assert again.versions == [(3, {2}), (4, {2})]  # the first step after a start is on fresh samples
     assert all(gap < 1e-5 for gap in again.series("sync/logprob_gap"))
