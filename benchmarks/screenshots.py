@@ -1,8 +1,9 @@
 """The documentation's pictures of a run's page, taken in a real browser without a window (Debian: chromium).
 
-    uv run -m benchmarks.screenshots runs/NAME [--out docs]
+    uv run -m benchmarks.screenshots runs/NAME [--live] [--out docs]
 
-Writes report.png (light, 1280 px wide), report-dark.png and report-phone.png (390 px wide).
+Writes report.png (light, 1280 px wide), report-dark.png and report-phone.png (500 px wide); with --live those of the
+live page, live-page.png and so on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-SHOTS = (("report", 1280, 1500, False), ("report-dark", 1280, 1500, True), ("report-phone", 390, 1500, False))
+SHOTS = (("", 1280, 1500, False), ("-dark", 1280, 1500, True), ("-phone", 500, 1500, False))
 
 
 def browser() -> str | None:
@@ -22,8 +23,8 @@ def browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-def ask(page: Path, *flags: str, width: int = 1280, height: int = 900, dark: bool = False) -> str:
-    """Open a page, and what the browser prints.
+def ask(page: Path | str, *flags: str, width: int = 1280, height: int = 900, dark: bool = False) -> str:
+    """Open a page, a file or an address, and what the browser prints.
 
     Raises:
         FileNotFoundError: if there is no browser.
@@ -37,7 +38,7 @@ def ask(page: Path, *flags: str, width: int = 1280, height: int = 900, dark: boo
             program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
             "--force-device-scale-factor=1", f"--user-data-dir={profile}", f"--window-size={width},{height}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--virtual-time-budget=2000", *flags,
-            page.resolve().as_uri(),
+            page if isinstance(page, str) else page.resolve().as_uri(),
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
@@ -62,16 +63,20 @@ def _shrink(picture: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
+    parser.add_argument("--live", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs"))
     given = parser.parse_args()
-    from skyasync.observability.report.page import write_report
+    from skyasync.observability.report.page import page
 
-    if not write_report(given.run):
-        raise SystemExit(1)
-    for name, width, height, dark in SHOTS:
-        shoot(given.run / "report.html", given.out / f"{name}.png", width, height, dark=dark)
-        _shrink(given.out / f"{name}.png")
-        print(given.out / f"{name}.png")
+    name = "live-page" if given.live else "report"
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch) / "page.html"
+        made.write_text(page([given.run], live=given.live))
+        for suffix, width, height, dark in SHOTS:
+            picture = given.out / f"{name}{suffix}.png"
+            shoot(made, picture, width, height, dark=dark)
+            _shrink(picture)
+            print(picture)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """Final score by objective and staleness, uncorrected beside corrected: does a correction hold where none falls?
 
     uv run -m benchmarks.staleness [--seeds 3] [--steps 40] [--plan one_step_off] [--processes 2] [--markdown out.md]
+    uv run -m benchmarks.staleness --objectives "ppo + token_tis" --control none divided auto
 
 The tiny model learns to sort (32 prompts x 8 samples). With ``one_step_off`` staleness is exactly the queue's depth
 (``trainer.async_queue_size``; 0 is the synchronous plan), by the tokens' own stamps; with ``fully_async`` it is at
 most ``trainer.max_staleness``, and what it was is printed with each run. Real engine, real updates, real weight
 syncs, all in one process per run. The score is the mean held-out score (256 prompts, temperature 1) of
 the last two evaluations, ten steps apart; the table shows mean and range over seeds.
+
+``--control`` repeats the table with other step sizes: ``divided`` is the learning rate over 1 + staleness, and ``auto``
+is ``trainer.staleness_control=auto``. Further ``key=value`` arguments are settings of all runs; with
+``trainer.policy.optimizer_config.lr=...`` they make a grid.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "decoupled_ppo": ("policy_loss_type=decoupled_ppo", "off_policy_correction=auto"),
     "rollout_is": ("policy_loss_type=rollout_is", "off_policy_correction=auto"),
 }
+CONTROLS = {"none": "", "divided": ", learning rate / (1 + staleness)", "auto": ", staleness_control=auto"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Job:
     seed: int
     steps: int
     plan: str
+    control: str = "none"
     options: tuple[str, ...] = ()
 
 
@@ -64,7 +71,8 @@ def run(job: Job) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    return {"objective": job.objective, "depth": job.depth, "seed": job.seed, **asyncio.run(train(job))}
+    identity = {"objective": job.objective, "control": job.control, "depth": job.depth, "seed": job.seed}
+    return identity | asyncio.run(train(job))
 
 
 async def train(job: Job) -> dict[str, Any]:
@@ -110,25 +118,31 @@ def configuration(job: Job) -> Any:
     if job.depth:
         bound = "async_queue_size" if job.plan == "one_step_off" else "max_staleness"
         settings += [f"trainer.plan={job.plan}", f"trainer.{bound}={job.depth}", "trainer.allow_uncorrected=true"]
-    return load_config([
+    if job.control == "auto":
+        settings.append("trainer.staleness_control=auto")
+    cfg = load_config([
         "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={build()}", "trainer.train_batch_size=32",
         "generator.n_samples_per_prompt=8", f"trainer.max_training_steps={job.steps}", f"trainer.seed={job.seed}",
         "trainer.eval_interval=10", "trainer.save_samples=0", "trainer.policy.threads=1",
         "generator.backend=transformers", "trainer.policy.optimizer_config.scheduler=constant",
         *settings, *job.options,
     ])  # fmt: skip
+    if job.control == "divided":
+        cfg.trainer.policy.optimizer_config.lr /= 1 + job.depth
+    return cfg
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown: objectives by depth, mean and range over seeds."""
     depths = sorted({r["depth"] for r in results})
     lines = ["| objective | " + " | ".join(f"staleness {d}" for d in depths) + " |", "|---" * (len(depths) + 1) + "|"]
-    for objective in dict.fromkeys(r["objective"] for r in results):
+    for objective, control in dict.fromkeys((r["objective"], r["control"]) for r in results):
+        own = [r for r in results if (r["objective"], r["control"]) == (objective, control)]
         cells = []
         for depth in depths:
-            scores = [r["score"] for r in results if r["objective"] == objective and r["depth"] == depth]
+            scores = [r["score"] for r in own if r["depth"] == depth]
             cells.append(f"{fmean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})" if scores else "")
-        lines.append(f"| {objective} | " + " | ".join(cells) + " |")
+        lines.append(f"| {objective}{CONTROLS[control]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -139,6 +153,7 @@ def main() -> None:
     parser.add_argument("--plan", default="one_step_off", choices=["one_step_off", "fully_async"])
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES))
+    parser.add_argument("--control", nargs="+", default=["none"], choices=list(CONTROLS))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--markdown", type=Path, help="write the table here too")
     arguments, options = parser.parse_known_args()
@@ -146,17 +161,19 @@ def main() -> None:
 
     build()
     jobs = [
-        Job(objective, depth, seed, arguments.steps, arguments.plan, tuple(options))
+        Job(objective, depth, seed, arguments.steps, arguments.plan, control, tuple(options))
         for seed in range(arguments.seeds)
         for depth in arguments.depths
         for objective in arguments.objectives
+        for control in arguments.control
     ]
     results = []
     with multiprocessing.get_context("spawn").Pool(arguments.processes, maxtasksperchild=8) as pool:
         for result in pool.imap_unordered(run, jobs):
             results.append(result)
             print(f"{len(results)}/{len(jobs)} {json.dumps(result)}", flush=True)
-    text = table(sorted(results, key=lambda r: list(OBJECTIVES).index(r["objective"])))
+    order = [list(OBJECTIVES), list(CONTROLS)]
+    text = table(sorted(results, key=lambda r: (order[0].index(r["objective"]), order[1].index(r["control"]))))
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")

@@ -78,7 +78,7 @@ def train(
     with ExitStack() as stack:
         given: dict[str, object] = {"trainer.max_training_steps": steps}
         given["trainer.plan"] = None if plan is None else _named(stack, PLANS, plan)
-        trackers = list(tracker) if isinstance(tracker, list | tuple) else [tracker]
+        trackers = list(tracker) if isinstance(tracker, list | tuple) else [tracker] if tracker is not None else []
         if trackers:
             given["trainer.logger"] = ["jsonl", *(_named(stack, TRACKERS, each) for each in trackers)]
         sources = {TRAIN: prompts, EVALUATION: eval_prompts}
@@ -147,8 +147,10 @@ class TrainResult:
         The engine starts for this call, so pass all prompts at once. Sampling is that of evaluation.
         """
         rows = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        of_task = ("environment.", "data.prompt_key", "data.label_key", "data.domain_key", "data.val_", "data.train_")
-        one = {key: value for key, value in _flat(self.settings) if not key.startswith(of_task)}
+        of_engines = ("generator.", "trainer.policy.model.", "trainer.placement.", "data.apply_chat_template", "ray.")
+        of_plans = {key for about in PLANS.builtins().values() for key in about.can["reads"]}
+        settings = {key: value for key, value in _flat(self.settings) if key not in of_plans and key != MODEL}
+        one = {key: value for key, value in settings.items() if key.startswith((*of_engines, "data.chat_template"))}
         one["generator.eval_n_samples_per_prompt"] = 1
         return [each["response"] for each in rollouts(self.model, rows, "zero", settings=one, evaluation=True)]
 
@@ -202,7 +204,7 @@ def rollouts(
     episodes = []
     for group in groups:
         for trajectory in group.trajectories:
-            sampled = [token for part in trajectory.segments if part.kind == "action" for token in part.tokens.tolist()]
+            sampled = [token for action in trajectory.actions for token in action.tokens.tolist()]
             response = tokenizer.decode(sampled, skip_special_tokens=True)
             episodes.append({**record(group, trajectory, tokenizer), "response": response})
     return episodes
@@ -261,9 +263,10 @@ def _rows(prompts: Iterable[Row] | Callable[[], Iterable[Row]]) -> Iterable[Row]
 
 def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
     if isinstance(reward, Mapping):
-        return list(reward.items())
-    several = [reward] if isinstance(reward, str) or not isinstance(reward, Iterable) else reward
-    pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in several]
+        pairs = list(reward.items())
+    else:
+        several = [reward] if isinstance(reward, str) or not isinstance(reward, Iterable) else reward
+        pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in several]
     for each, _ in pairs:
         if not isinstance(each, str) and not callable(each):
             raise UserError(f"reward must be a function or a name, or several; found {each!r}")
@@ -274,6 +277,8 @@ def _named(stack: ExitStack, registry: Registry, part: object) -> str:
     """The name of a part; one that is no name is registered under its own until the stack closes."""
     if isinstance(part, str):
         return part
+    if not callable(part) and not (registry is TRACKERS and hasattr(part, "log")):
+        raise UserError(f"{part!r} is no {registry.kind}: pass a name, a class or a function")
     usual = getattr(part, "__name__", type(part).__name__)
     usual = usual if usual.isidentifier() else registry.kind.replace(" ", "_")  # a lambda
     name, number = usual, 1

@@ -79,6 +79,10 @@ class OtherFrameworks:
         """A program that plays episodes with an object of this class, made with these settings."""
         _missing(f"the class {agent_class.__name__} in generator.agent_program")
 
+    def tinker_server(self, cfg: Foreign, folder: str, host: str, port: int) -> Foreign:
+        """The experiment whose ``run`` serves the Tinker API."""
+        _missing("skyasync tinker")
+
 
 def _missing(what: str) -> NoReturn:
     raise UserError(f"{what} needs {_PACKAGE}, which is not part of this installation")

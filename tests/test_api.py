@@ -47,6 +47,10 @@ def test_a_wrong_key_is_rejected_with_the_nearest(call: Callable[..., Any], sett
         ({"reward": right, "environment": "gsm8k"}, "reward and environment are both given"),
         ({"reward": 3}, "reward must be a function or a name, or several; found 3"),
         ({"reward": [right, None]}, "reward must be a function .*found None"),
+        ({"reward": {42: 1.0}}, "reward must be a function .*found 42"),
+        ({"environment": 42}, "42 is no environment: pass a name, a class or a function"),
+        ({"plan": 42}, "42 is no "),
+        ({"tracker": 42}, "42 is no tracker"),
         ({"prompts": {"train": ROWS, "test": ROWS}}, "found dict with train, test: pass one of its splits"),
         ({"prompts": 3}, "prompts must be rows, a path or a function; found int"),
         ({"prompts": ROWS, "steps": 1, "settings": {"data.streaming": True}}, "prompts must be a path or module"),
@@ -59,6 +63,19 @@ def test_what_is_wrong_is_one_error(arguments: dict[str, Any], problem: str) -> 
         train(**{"prompts": ROWS, "reward": None if "environment" in arguments else right, **arguments})
     assert user_parts() == before
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_the_engine_of_a_run_is_made_again_from_its_own_settings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("skyasync.api.rollouts", lambda *_, settings, **__: asked.append(settings) or [])
+    settings = {
+        "trainer": {"max_staleness": 2, "policy": {"model": {"path": "m", "dtype": "bfloat16"}}}, "data.val_data": "x",
+        "generator.max_turns": 2, "trainer.tracker": "x",
+    }  # fmt: skip
+    TrainResult({}, [], Path("a"), Path("a/model"), None, settings).generate("1+1")
+    assert asked == [
+        {"trainer.policy.model.dtype": "bfloat16", "generator.max_turns": 2, "generator.eval_n_samples_per_prompt": 1}
+    ]
 
 
 def test_a_history_is_a_data_frame_if_pandas_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

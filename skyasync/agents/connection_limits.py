@@ -180,12 +180,11 @@ class _Connection(asyncio.Protocol):
         self._inner.resume_writing()
 
 
-async def read_json(request: web.Request) -> Body:
+async def read_bytes(request: web.Request) -> bytes:
     """The body of a request.
 
     Raises:
-        RequestError: if it is compressed or too long, before it is read; if it does not come in time, or is no JSON
-            object.
+        RequestError: if it is compressed or too long, before it is read; if it does not come in time.
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
@@ -195,11 +194,19 @@ async def read_json(request: web.Request) -> Body:
         raise RequestError(f"the body has {request.content_length} bytes; it may have {most}", status=413)
     try:
         async with asyncio.timeout(BODY_S):
-            text = await request.read()
+            return await request.read()
     except TimeoutError:
         raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None
+
+
+async def read_json(request: web.Request) -> Body:
+    """The body of a request.
+
+    Raises:
+        RequestError: as ``read_bytes``; if it is no JSON object.
+    """
     try:
-        body = from_json(text)
+        body = from_json(await read_bytes(request))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request's body is not JSON: {error!s:.500}") from error
     if not isinstance(body, dict):

@@ -7,11 +7,28 @@ Invariant: metrics are means over the mask's tokens of the tensors given; call t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
 import torch
 from torch import Tensor
 
 from skyasync.algorithms.corrections import importance_weights
-from skyasync.algorithms.masked import masked_mean
+from skyasync.algorithms.masked import EXPONENT_BOUND, masked_mean
+
+
+class Sampled(Protocol):
+    """A batch whose tokens have a policy version each; ``[batch, length]``."""
+
+    @property
+    def proximal_logprobs(self) -> Tensor | None: ...
+    @property
+    def behaviour_logprobs(self) -> Tensor: ...
+    @property
+    def versions(self) -> Tensor: ...
+    @property
+    def loss_mask(self) -> Tensor: ...
+
 
 POSITIONS = (0, 16, 64, 256, 1024, 4096)
 
@@ -69,6 +86,29 @@ def gap_metrics(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Te
     near = chosen.clamp(-20, 20)
     values = {"mean": chosen.abs().mean(), "max": chosen.abs().max(), "k3": (near.expm1() - near).mean()}
     return {f"gap/{name}": float(v) for name, v in values.items()} | _by_position("gap/from_{}", drift, mask, fresh)
+
+
+class Drift(NamedTuple):
+    """How far the trained policy is from the one that sampled some tokens: ``kl`` in nats per token."""
+
+    tokens: int
+    kl: float
+
+
+def drift_by_staleness(batches: Sequence[Sampled], version: int) -> dict[int, Drift]:
+    """The tokens of each staleness, and their KL divergence of behaviour to proximal policy (k3 estimate).
+
+    Args:
+        batches: what is trained together; log-probabilities that are missing give a divergence of NaN.
+        version: of the proximal policy.
+    """
+    staleness = torch.cat([(version - batch.versions)[batch.loss_mask] for batch in batches])
+    log_w = torch.cat([
+        torch.full_like(b.behaviour_logprobs, torch.nan)[b.loss_mask] if b.proximal_logprobs is None
+        else (b.proximal_logprobs - b.behaviour_logprobs)[b.loss_mask] for b in batches
+    ]).double().clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # fmt: skip
+    kl = log_w.expm1() - log_w
+    return {int(s): Drift(int((staleness == s).sum()), float(kl[staleness == s].mean())) for s in staleness.unique()}
 
 
 def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Tensor) -> str | None:

@@ -93,7 +93,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "report": Subcommand(
         "skyasync.cli.report:report",
         "make a run's page, or one that compares runs",
-        ("--out", "--every", "--help"),
+        ("--out", "--every", "--live", "--host", "--port", "--help"),
         settings=False,
         runs=True,
         needs=True,
@@ -108,7 +108,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "runs": Subcommand(
         "skyasync.cli.runs:runs",
         "list the runs of a folder",
-        ("--sort", "--json", "--help"),
+        ("--sort", "--best", "--json", "--help"),
         settings=False,
         runs=True,
     ),
@@ -122,6 +122,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "serve": Subcommand(
         "skyasync.cli.serve:serve", "start a vLLM server for generator.engines", _HELP, settings=False, needs=True
+    ),
+    "tinker": Subcommand(
+        "skyasync.cli.tinker:tinker",
+        "serve the Tinker API: programs of its SDK train and sample here",
+        (*_SETTINGS, "--host", "--port", "--folder"),
     ),
     "completion": Subcommand(
         "skyasync.cli.completion:completion",

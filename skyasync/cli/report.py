@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyasync.cli.commands import take_options
+from skyasync.cli.commands import take_options, whole_number
 from skyasync.errors import UserError
 
 HELP = """\
 usage: skyasync report RUN [RUN ...] [--out FILE.html] [--every SECONDS]
+       skyasync report RUN [RUN ...] --live [--host ADDRESS] [--port PORT]
 
 Makes report.html in a run's folder, one page without scripts or network; of several runs, comparison.html here. A run
 makes its own at its end (trainer.report), and this makes one any time. With --every the page is made again and again
-while a run goes on, and the browser reloads it.
+while a run goes on, and the browser reloads it. With --live a server shows it instead, and updates it by itself: at a
+free port of 127.0.0.1, or with a token where --host lets other machines ask; /metrics there is for Prometheus.
 """
 COMPARISON = "comparison.html"
 
@@ -24,7 +27,8 @@ def report(argv: Sequence[str]) -> int | None:
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return None
-    options, names = take_options(argv, {"--out": "page.html", "--every": "30"})
+    options, names = take_options(argv, {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"},
+                                 ("--live",))  # fmt: skip
     every_s = 0.0
     if "--every" in options:
         try:
@@ -41,6 +45,13 @@ def report(argv: Sequence[str]) -> int | None:
             raise UserError(f"{folder} is no run's folder: it has neither metrics.jsonl nor config.yaml")
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
+    if "--live" in options:
+        if other := options.keys() & {"--out", "--every"}:
+            raise UserError(f"{min(other)} has no effect with --live: the page is served, not written")
+        _serve(folders, options.get("--host", ""), options.get("--port", "0"))
+        return None
+    if other := options.keys() & {"--host", "--port"}:
+        raise UserError(f"{min(other)} needs --live")
     from skyasync.observability.jsonl import replace_text
     from skyasync.observability.report.page import NAME, page
     from skyasync.observability.status import read_status
@@ -56,3 +67,12 @@ def report(argv: Sequence[str]) -> int | None:
         if over or not every_s:
             return None
         time.sleep(every_s)
+
+
+def _serve(folders: Sequence[Path], host: str, port: str) -> None:
+    """Until Ctrl-C."""
+    from skyasync.run.live_page import LOOPBACK, LivePage, listen, serve
+
+    live = LivePage(folders, listen(host or LOOPBACK, whole_number(port, "--port", 0)))
+    print(f"live page: {live.url}\nCtrl-C ends it.", flush=True)
+    asyncio.run(serve(live, asyncio.Event()))

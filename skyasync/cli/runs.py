@@ -24,12 +24,13 @@ from skyasync.observability.report import settings
 from skyasync.observability.status import FAILED, FINISHED, LOST, RUNNING, STOPPED, read_status
 
 HELP = """\
-usage: skyasync runs [FOLDER] [--sort METRIC] [--json]
+usage: skyasync runs [FOLDER] [--sort METRIC] [--best] [--json]
 
 Lists the runs of a folder (runs, if none is named), the newest first: plan, steps, held-out score (last, and best),
 training reward, time, how they ended if they do not run, and the first settings in which they differ: those set on a
 command line before others. A run is lost if its process is gone and has left no reason.
 --sort METRIC puts the run with the largest last value of a metric of metrics.jsonl first, and shows that value.
+--best lists one run only: that one, or without --sort the run with the best held-out score.
 """
 MOST = 4  # settings that the table shows; --json has them all
 PLAN, STEPS = "trainer.plan", "trainer.max_training_steps"
@@ -60,14 +61,30 @@ def runs(argv: Arguments) -> None:
     if "--help" in argv or "-h" in argv:
         print(HELP, end="")
         return
-    options, folders = take_options(argv, {"--sort": "reward/mean"}, ("--json",))
+    options, folders = take_options(argv, {"--sort": "reward/mean"}, ("--best", "--json"))
     if len(folders) > 1:
         raise UserError(f"skyasync runs lists one folder; {len(folders)} are named")
     rows = listed(Path(folders[0] if folders else "runs"), options.get("--sort", ""))
+    if "--best" in options:
+        rows = [best(rows, options.get("--sort", ""))]
     if "--json" in options:
         print(json.dumps([asdict(run) for run in rows], indent=1))
     else:
         Console().print(table(rows, options.get("--sort", "")))
+
+
+def best(runs: Sequence[Listed], metric: str = "") -> Listed:
+    """The run with the largest value of the metric that they are sorted by, or with the best held-out score.
+
+    Raises:
+        UserError: if no run has a held-out score.
+    """
+    if metric:
+        return runs[0]
+    scored = [run for run in runs if run.best_score is not None]
+    if not scored:
+        raise UserError("--best: no run has a held-out score (data.val_data); name a metric with --sort")
+    return max(scored, key=lambda run: run.best_score or 0.0)
 
 
 def listed(folder: Path, metric: str = "") -> list[Listed]:

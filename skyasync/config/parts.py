@@ -49,6 +49,16 @@ class Plan(NamedTuple):
             return False
         return self.asynchronous or cfg.trainer.sync_interval > 1
 
+    def most_stale(self, cfg: Config) -> int:
+        """Versions by which samples may be older than the policy they train; 1 if a plan of the user has no setting."""
+        trainer, waits = cfg.trainer, cfg.trainer.sync_interval - 1
+        if not self.stale(cfg):
+            return 0
+        if self.reads("trainer.max_staleness"):
+            return trainer.max_staleness
+        ahead = trainer.async_queue_size if self.reads("trainer.async_queue_size") else 1
+        return waits + (ahead if self.asynchronous else 0)
+
     def reads(self, path: str) -> bool:
         return path in self.about.can["reads"]
 

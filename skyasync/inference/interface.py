@@ -217,9 +217,12 @@ class Stopwatch:
     """Attributes: on: it is running, which ``switch`` changes; ``seconds`` counts the time for which it was on."""
 
     def __init__(self) -> None:
-        self.on = False
         self._seconds = 0.0
         self._since: float | None = None
+
+    @property
+    def on(self) -> bool:
+        return self._since is not None
 
     @property
     def seconds(self) -> float:
@@ -228,7 +231,7 @@ class Stopwatch:
 
     def switch(self, on: bool) -> None:
         if on != self.on:
-            self._seconds, self._since, self.on = self.seconds, (time.perf_counter() if on else None), on
+            self._seconds, self._since = self.seconds, (time.perf_counter() if on else None)
 
 
 class NotSupportedError(UserError):

@@ -211,14 +211,13 @@ class EngineSupervisor(RunExtension):
             if not self._client.pool.router.loads[index].healthy:
                 continue
             engine = self._client.engines[index]
-            poll = asyncio.ensure_future(self._client.poll(index))
+            poll, own_answer = asyncio.ensure_future(self._client.poll(index)), None
             try:
                 overdue = await self._overdue(poll)
                 # vLLM's core answers nothing while it loads weights: its own process must answer then.
                 while overdue and self._client.updating:
                     own_answer = asyncio.ensure_future(engine.stats())
                     if await self._overdue(own_answer):
-                        own_answer.cancel()
                         break
                     own_answer.exception()  # a failure, which its calls raise
                     overdue = await self._overdue(poll)
@@ -230,6 +229,8 @@ class EngineSupervisor(RunExtension):
                     self._client.pool.fail(index, EngineFailedError(late))
             finally:
                 poll.cancel()
+                if own_answer is not None:
+                    own_answer.cancel()
 
     async def _overdue(self, answer: asyncio.Future[Any]) -> bool:
         await asyncio.wait({answer}, timeout=self._timeout_s)

@@ -66,3 +66,8 @@ class Interop(OtherFrameworks):
     def agent_program(self, agent_class: type, settings: Mapping[str, object]) -> Foreign:
         [program] = self._adapters("agent_class")
         return program(agent_class, settings)
+
+    def tinker_server(self, cfg: Foreign, folder: str, host: str, port: int) -> Foreign:
+        from skyasync.interop.tinker.experiment import serve
+
+        return serve(cfg, folder, host, port)

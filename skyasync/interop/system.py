@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyasync.interop.settings import Table
 
 _FOLDER = Path(__file__).parent
+SETTINGS = "settings.tsv"
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,13 @@ class System:
     def table(self) -> Table:
         from skyasync.interop.settings import Table
 
-        return Table.read(_FOLDER / self.name / "settings.tsv")
+        return Table.read(_FOLDER / self.name / SETTINGS)
 
 
 @cache
 def systems() -> dict[str, System]:
-    """All of them by name, in their order."""
-    folders = [module.name for module in pkgutil.iter_modules([str(_FOLDER)]) if module.ispkg]
+    """All of them by name, in their order: the folders that have a table of settings."""
+    packages = [module.name for module in pkgutil.iter_modules([str(_FOLDER)]) if module.ispkg]
+    folders = [name for name in packages if (_FOLDER / name / SETTINGS).is_file()]
     declared = [import_module(f"{__package__}.{folder}").SYSTEM for folder in folders]
     return {system.name: system for system in sorted(declared, key=lambda system: system.order)}

@@ -78,14 +78,29 @@ class Adapters:
         split_adapters(((adapted.name, adapted.layer) for adapted in self._layers), self._model, mesh)
 
     def begin(self, seed: int, device: torch.device) -> None:
-        """Initialize them, in memory of ``device``: A is uniform as peft's, B is 0."""
-        generator = torch.Generator().manual_seed(seed)
+        """Initialize them, in memory of ``device``."""
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         for adapted in self._layers:
-            first, second = (half.to_empty(device=device).requires_grad_(True).weight for half in adapted.halves)
+            for half in adapted.halves:
+                half.to_empty(device=device).requires_grad_(True)
+        self.initialize(seed)
+
+    def initialize(self, seed: int, rank: int | None = None) -> None:
+        """A is uniform as peft's, B is 0.
+
+        Args:
+            rank: how many rows of A are not zero, by default all: the others, and their columns of B, stay zero in
+                training, so that the adapters have this rank.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for adapted in self._layers:
+            first, second = (half.weight for half in adapted.halves)
             bound = 1 / math.sqrt(first.shape[1])
-            copy_own_part(first, (2 * torch.rand(first.shape, generator=generator) - 1) * bound)
+            whole = (2 * torch.rand(first.shape, generator=generator) - 1) * bound
+            if rank is not None:
+                whole[rank:] = 0
+            copy_own_part(first, whole)
             copy_own_part(second, torch.zeros(second.shape))
 
     def detach_adapters(self) -> None:
@@ -236,7 +251,7 @@ def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
         if _matches(layer, settings.exclude_modules) or not (named or (all_linear and module is not head)):
             continue
         if module is head and head.weight is model.get_input_embeddings().weight:
-            raise UserError(f"{KEY}.target_modules: {layer} shares its weight with the embeddings: leave it out")
+            raise UserError(f"{KEY}.target_modules: {layer} shares its weight with the embeddings: remove it")
         targets.append(layer)
     if not targets:
         raise UserError(f"{KEY}: target_modules less exclude_modules leave no layer of {type(model).__name__}")

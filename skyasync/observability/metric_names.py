@@ -114,6 +114,12 @@ METRICS = (
     Metric("off_policy/masked_fraction", "Tokens whose correction factor is 0.", SHARE),
     Metric("off_policy/clipped_fraction", "Tokens whose factor is neither 0 nor w.", SHARE),
     Metric("off_policy/staleness_<n>/<name>", "The same of the tokens that are n versions old."),
+    Metric("staleness_control/lr_scale", "Factor of the policy's learning rate (trainer.staleness_control=auto)."),
+    Metric(
+        "staleness_control/full_step_kl",
+        "Estimated KL of behaviour to proximal policy if all steps were full ones, numerical noise left out.",
+        "nats per token",
+    ),
     Metric("staleness/mean", "Versions from a token's sampling to its training.", "versions"),
     Metric("staleness/min", "The least.", "versions"),
     Metric("staleness/max", "The most.", "versions"),

@@ -8,6 +8,7 @@ to load.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -51,10 +52,14 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.workers.dispatch import RayWorkerDispatch
 
 
+log = logging.getLogger(__name__)
+
 FORMER_FACTORIES = {
     "get_revival": "get_engine_supervisor",
     "get_membership": "get_elastic_engines",
     "get_newcomer": "get_joining_engine",
+    "get_servers": "get_inference_client",
+    "needs_reference": "roles",
 }
 
 
@@ -255,7 +260,15 @@ class BasePPOExp:
 
         generator = self.cfg.generator
         ours = isinstance(self.parts.client, InferenceClient) and isinstance(weight_sync, WeightSync)
-        if not generator.max_engine_restarts or not ours:
+        if not generator.max_engine_restarts:
+            return None
+        if not ours:
+            log.warning(
+                "engines that fail are not replaced: that takes a client that is an InferenceClient and a weight sync "
+                "that is a WeightSync, and these are %s and %s",
+                type(self.parts.client).__name__,
+                type(weight_sync).__name__,
+            )
             return None
         weight_sync.expects_late_engines = True
         return EngineSupervisor(

@@ -36,7 +36,7 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
     try:
-        with status_file(folder.path), to_the_end(folder.timeline):
+        with status_file(folder.path), to_the_end(folder.timeline), _live_page(experiment, folder):
             return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
         if not started:
@@ -48,6 +48,18 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
         if experiment.cfg.trainer.report and folder.metrics.exists():
             write_report(folder.path)  # last: it shows how the run has ended
         unlock_run(folder.path)
+
+
+@contextlib.contextmanager
+def _live_page(experiment: BasePPOExp, folder: RunDirectory) -> Iterator[None]:
+    if not experiment.cfg.trainer.live_page:
+        yield
+        return
+    from skyasync.run.live_page import live_page
+
+    with live_page(folder.path) as url:
+        print(f"live page: {url}", flush=True)
+        yield
 
 
 def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool]) -> dict[str, float] | None:

@@ -71,14 +71,9 @@ class ProcessLogs:
             return
         if name in SILENT:
             return
-        shown = []
-        for line in lines:
-            source = key in self._warned and line.startswith("  ")
-            self._warned.discard(key)
-            if error and _LIBRARY.search(line):
-                self._warned.add(key)
-            elif not error or not (source or any(noise.search(line) for noise in (_BAR, _MODELS, _RAY))):
-                shown.append(line)
+        shown = self._without_noise(key, lines) if error else lines
+        if not shown:
+            return
         budget = self._budgets[key]
         allowed = budget.take(len(shown))
         too_many = len(shown) > allowed
@@ -88,6 +83,18 @@ class ProcessLogs:
         budget.reported = too_many
         if shown:
             self.show(shown, error)
+
+    def _without_noise(self, key: str, lines: list[str]) -> list[str]:
+        """Lines of standard error without bars, and without libraries' warnings and their sources."""
+        shown = []
+        for line in lines:
+            source = key in self._warned and line.startswith("  ")
+            self._warned.discard(key)
+            if _LIBRARY.search(line):
+                self._warned.add(key)
+            elif not source and not any(noise.search(line) for noise in (_BAR, _MODELS, _RAY)):
+                shown.append(line)
+        return shown
 
     @contextmanager
     def shown_by(self, show: Show) -> Iterator[None]:

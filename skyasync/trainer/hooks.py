@@ -161,6 +161,6 @@ def with_advantages(batch: ScoredBatch) -> TrainingBatch:
 
     if isinstance(batch, TrainingBatch):
         return batch
-    if "advantages" not in vars(batch):
+    if getattr(batch, "advantages", None) is None:  # a user's object, or None
         raise UserError("compute_advantages_and_returns must set batch.advantages, and returned a batch without them")
     return batch.to_stage(TrainingBatch)

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.rollout.types import Group
 from skyasync.trainer.context import Metrics, RunContext
 from skyasync.trainer.extensions.divergence_guard import DivergenceGuard
+from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.utils.task_group import together
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES, TEACHER_ROLE
 
@@ -65,6 +66,10 @@ class ScoringPlan:
             proximal=proximal,
         )
 
+    def needs_proximal(self, updates: int) -> bool:
+        """Whether proximal log-probabilities are computed for a batch of so many updates."""
+        return self.proximal == "always" or (self.proximal == "several updates" and updates > 1)
+
 
 class Learner:
     """Makes the policy better, one training step at a time.
@@ -75,9 +80,10 @@ class Learner:
         parts: batches of the current training step whose gradient was computed.
         trained: the parts of the training step before.
         guard: decides about updates and rewards that are not finite.
+        control: chooses the policy's step size by the staleness of samples; None: the schedule alone.
     """
 
-    def __init__(self, context: RunContext, guard: DivergenceGuard) -> None:
+    def __init__(self, context: RunContext, guard: DivergenceGuard, control: StalenessControl | None = None) -> None:
         from skyasync.algorithms.kl import kl_controller
         from skyasync.algorithms.objective import Objective
 
@@ -88,13 +94,14 @@ class Learner:
         self.updates = 0
         self.parts: list[UpdateBatch] = []
         self.trained: list[UpdateBatch] = []
-        self._context, self._cfg, self.guard = context, cfg.trainer, guard
+        self._context, self._cfg, self.guard, self.control = context, cfg.trainer, guard, control
         self._plan = ScoringPlan.of(cfg, self.objective)
         own_critic = self._plan.values and not self._plan.values_by_policy
         self._at_once = own_critic and not ROLES[CRITIC_ROLE].colocated_if(cfg)  # the critic has devices of its own
         self._update_metrics: dict[str, list[float]] = {}  # by each optimizer step of this training step
         self._computed = False  # the batch's log-probabilities by the policy before its first update
         self._denominator = 0.0  # of the loss, if the parts' weights lack it
+        self._lr_scale: float | None = None  # of this training step; None before its first optimizer step
 
     # ---------------------------------------------------------------- prepare
 
@@ -119,8 +126,7 @@ class Learner:
         if plan.reference:
             with timed("reference"):
                 batch.reference_logprobs = await dispatch.ask(REFERENCE, "logprobs", batch)
-        several = self._context.length.updates_per_batch(len(batch.group_ids.unique())) > 1
-        proximal = plan.proximal == "always" or (plan.proximal == "several updates" and several)
+        proximal = plan.needs_proximal(self._context.length.updates_per_batch(len(batch.group_ids.unique())))
         computed = proximal and not self.updates
         in_one_pass = computed and plan.values_by_policy
         if plan.values:
@@ -214,9 +220,15 @@ class Learner:
         result: Metrics = {}
         if not problem:
             step = self._context.length.planned_updates + self.updates
+            if self.control and self._lr_scale is None and not self._frozen:
+                self._lr_scale = self.control.choose(self.parts, self._context.progress.step)
+            slower = self._lr_scale not in (None, 1.0)  # a user's own dispatch need not know the argument
+            options = {role: _of(role) for turn in self._trained_roles for role in turn}
+            if slower and POLICY in options:
+                options[POLICY]["lr_scale"] = self._lr_scale
             for roles in self._trained_roles:
                 async with together() as calls:
-                    steps = {r: calls.create_task(dispatch.optimizer_step(step, scale, **_of(r))) for r in roles}
+                    steps = {r: calls.create_task(dispatch.optimizer_step(step, scale, **options[r])) for r in roles}
                 for role, done in steps.items():
                     for name, value in done.result().items():
                         full = name if name.startswith(f"{CRITIC_ROLE}/") else f"{role}/{name}"
@@ -248,6 +260,7 @@ class Learner:
                 metrics |= {f"critic/{name}": value for name, value in critic.items()}
         self.trained = self.parts
         self._update_metrics, self.parts, self.updates, self._computed = {}, [], 0, False
+        self._lr_scale = None
         return metrics
 
     def _drift_metrics(self, batch: TrainingBatch) -> Metrics:
@@ -273,7 +286,7 @@ class Learner:
         return metrics
 
 
-def _of(role: str) -> dict[str, str]:
+def _of(role: str) -> dict[str, Any]:
     """The role as an argument of the dispatch; a user's own may have the policy alone."""
     return {} if role == POLICY else {"role": role}
 

@@ -50,6 +50,7 @@ from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import UNDONE, DivergenceGuard
 from skyasync.trainer.extensions.prompt_ledger import LEFT_OUT, NO_SIGNAL, TRUNCATED, PromptLedger
 from skyasync.trainer.extensions.reporting import Profiler, Reporter
+from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
 from skyasync.trainer.plan_tasks import RunStopped, supervised
@@ -147,12 +148,16 @@ class RayPPOTrainer(AlgorithmHooks):
         self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
         guard, ledger = DivergenceGuard(self.context), PromptLedger(self.context, generator)
         self.extensions: list[RunExtension] = [ledger, Profiler(self.context), guard, self.reporter, *(callbacks or ())]
-        self.learner = Learner(self.context, guard)
-        self.weight_updates = WeightUpdates(self.context)
-        self.checkpointer = Checkpointer(self.context, self.learner, ledger, self.extensions)
         # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
         plan = Plan.of(cfg, type(self))
         assert plan is not None
+        control = None
+        if cfg.trainer.staleness_control == "auto":
+            control = StalenessControl(self.context, plan.most_stale(cfg))
+            self.extensions.append(control)
+        self.learner = Learner(self.context, guard, control)
+        self.weight_updates = WeightUpdates(self.context)
+        self.checkpointer = Checkpointer(self.context, self.learner, ledger, self.extensions)
         for problem in chain(check_streaming(cfg, plan), check_correction(cfg, plan)):
             raise UserError(problem)
         self.context.on_policy = not plan.stale(cfg) and not reads_behaviour(cfg.trainer.algorithm)

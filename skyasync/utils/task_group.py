@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -95,11 +96,15 @@ def run_in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     except RuntimeError:
         return asyncio.run(coroutine)
     started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    interrupted = threading.Event()
 
     async def run() -> T:
         task = asyncio.current_task()
         assert task is not None
         started.append((asyncio.get_running_loop(), task))
+        if interrupted.is_set():  # before there was a task to cancel
+            coroutine.close()
+            raise asyncio.CancelledError
         return await coroutine
 
     with ThreadPoolExecutor(1) as thread:
@@ -107,8 +112,10 @@ def run_in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
         try:
             return running.result()
         except KeyboardInterrupt:
+            interrupted.set()
             for loop, task in started:
-                loop.call_soon_threadsafe(task.cancel)
+                with suppress(RuntimeError):  # it has just ended
+                    loop.call_soon_threadsafe(task.cancel)
             raise
 
 

@@ -132,13 +132,16 @@ class ModelWorker(Worker):
             raise ValueError("a training batch needs loss_weights and advantages")
         return self.backend.forward_backward(batch, loss, returns).get(LOGPROBS)
 
-    def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
+    def optimizer_step(
+        self, schedule_step: int | None = None, scale: float = 1.0, lr_scale: float = 1.0
+    ) -> dict[str, float]:
         """Change the weights by the gradient, and forget the gradient.
 
         Args:
             schedule_step: optimizer step by which the learning rate goes; by default this worker's own count.
             scale: gradient and loss are multiplied by it first: one over the loss's denominator, if the weights lack
                 it.
+            lr_scale: factor of the model's learning rate; that of a critic on its layers stays.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the loss's metrics; those of a critic on
@@ -152,6 +155,7 @@ class ModelWorker(Worker):
             part: learning_rate(step, options, self.total_steps)
             for part, options in self.backend.spec.optimizers.items()
         }
+        rates[MODEL] *= lr_scale
         results: dict[str, float] = {}
         for part, metrics in self.backend.optimizer_step(rates, scale).items():
             prefix = "critic/" if part == VALUE_HEAD else ""

@@ -77,3 +77,16 @@ def test_a_folder_without_runs_says_what_a_run_has(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         command(["runs", str(tmp_path / "nowhere")])
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_the_best_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "first" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 0.1, "eval/score": 0.9}) + "\n")
+    for argv, name in (([], "first"), (["--sort", "reward/mean"], "second")):
+        command(["runs", str(folder), "--best", "--json", *argv])
+        assert [run["name"] for run in json.loads(capsys.readouterr().out)] == [name]
+    for run in ("first", "second"):
+        (folder / run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    with pytest.raises(SystemExit):
+        command(["runs", str(folder), "--best"])
+    assert "no run has a held-out score (data.val_data); name a metric with --sort" in capsys.readouterr().err

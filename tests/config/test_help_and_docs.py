@@ -9,6 +9,7 @@ import pytest
 from skyasync.config import Config, ConfigError, load_config
 from skyasync.config.keys import Keys
 from skyasync.errors import UserError
+from skyasync.interop.system import systems
 
 KEYS = Keys.of(Config)
 DOCS = Path(__file__).parents[2] / "docs"
@@ -59,8 +60,12 @@ def test_no_key_is_both_given_and_refused_for_a_foreign_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "page"), [("skyasync.config", "configuration.md"), ("skyasync.interop", "coming_from.md")]
+    ("module", "page"),
+    [("skyasync.config", "configuration.md"), ("skyasync.interop", "coming_from.md")]
+    + [(f"skyasync.interop {name}", f"migration/{name}.md") for name in systems()],
 )
 def test_the_written_page_is_current(module: str, page: str) -> None:
-    made = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True, timeout=60)
+    made = subprocess.run(
+        [sys.executable, "-m", *module.split()], capture_output=True, text=True, check=True, timeout=60
+    )
     assert (DOCS / page).read_text() == made.stdout, f"run: python -m {module} > docs/{page}"

@@ -56,7 +56,13 @@ class Block:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    others = [*sorted((ROOT / "docs").rglob("*.md")), *examples()]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *others]
+
+
+def examples() -> list[Path]:
+    """The READMEs of the folders of examples."""
+    return sorted((ROOT / "examples").glob("*/README.md"))
 
 
 @cache

@@ -76,6 +76,13 @@ def test_bars_and_warnings_of_libraries_are_in_the_file_alone(logs: ProcessLogs,
     assert all(line in (logs.folder / "controller-7.log").read_text() for line in noise)
 
 
+def test_a_line_of_output_between_a_warning_and_its_source_changes_nothing(logs: ProcessLogs, shown: Shown) -> None:
+    logs(batch("/v/lib/python3.11/site-packages/torch/a.py:12: UserWarning: old", error=True))
+    logs(batch("a line of the user's"))
+    logs(batch("  warnings.warn(", error=True))
+    assert [line for line, _ in shown] == ["a line of the user's"]
+
+
 def test_a_flood_is_shown_in_part_and_says_where_the_rest_is(logs: ProcessLogs, shown: Shown) -> None:
     for _ in range(3):
         logs(batch(*["again"] * BURST))

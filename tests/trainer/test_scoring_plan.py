@@ -32,7 +32,7 @@ def test_proximal_log_probabilities_are_computed_if_an_update_before_would_lose_
     settings: dict[str, Any], one: bool, several: bool
 ) -> None:
     plan = plan_of(**settings)
-    assert (plan.proximal == "always", plan.proximal != "never") == (one, several)
+    assert (plan.needs_proximal(1), plan.needs_proximal(2)) == (one, several)
 
 
 @pytest.mark.parametrize(

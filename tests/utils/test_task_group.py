@@ -1,11 +1,13 @@
 """Coroutines that live and die together."""
 
 import asyncio
+import threading
 import traceback
+from concurrent.futures import Future
 
 import pytest
 
-from skyasync.utils.task_group import not_halfway, run_together, within
+from skyasync.utils.task_group import not_halfway, run_in_own_loop, run_together, within
 from tests.virtual_time import virtual_time
 
 
@@ -149,3 +151,28 @@ async def test_what_must_not_stop_in_the_middle_is_waited_for_when_its_caller_is
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended == ["update"]
+
+
+async def test_ctrl_c_before_the_other_threads_task_has_begun_ends_it(monkeypatch):
+    """``asyncio.run`` in a thread is held back until Ctrl-C has come."""
+    came, began, real = threading.Event(), False, asyncio.run
+
+    async def forever():
+        nonlocal began
+        began = True
+        await asyncio.sleep(3600)
+
+    def late(coroutine):
+        came.wait()
+        return real(coroutine)
+
+    class Interrupted(Future):
+        def result(self, timeout=None):
+            threading.Timer(0.05, came.set).start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(asyncio, "run", late)
+    monkeypatch.setattr("concurrent.futures.thread._base.Future", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_own_loop(forever())
+    assert not began

@@ -102,6 +102,9 @@ def test_the_gradient_is_the_policys_and_a_share_of_a_value_loss_written_by_hand
     assert (metrics["lr"], metrics["critic/lr"]) == (1e-2, 3e-2)
     assert metrics["grad_norm"] == pytest.approx(float(found.norm()), rel=1e-5)
     assert 0 < metrics["critic/clip_frac"] < 1
+    worker.forward_backward(batch)
+    metrics = worker.optimizer_step(lr_scale=0.5)
+    assert (metrics["lr"], metrics["critic/lr"]) == (0.5e-2, 3e-2)
 
 
 def test_values_come_with_the_log_probabilities_in_one_pass(untied_model: str) -> None:

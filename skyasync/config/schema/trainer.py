@@ -40,6 +40,9 @@ class TrainerConfig(FaultToleranceConfig):
     identical losses. 0 trains whatever has been generated, which waits least."""
     max_staleness: int = key(1, low=0)
     """Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous."""
+    staleness_control: str = key("none", choices=("none", "auto"))
+    """auto lowers the policy's learning rate while stale samples are far from the trained policy: no more than keeps
+    their KL divergence at 0.02 nats per token. It is never above the schedule's."""
     sync_interval: int = key(1, low=1)
     """Steps from one weight sync to the next; samples age by up to one less."""
     staleness_bound: str = key("hard", choices=("hard", "mean"))
@@ -135,6 +138,8 @@ class TrainerConfig(FaultToleranceConfig):
     """Write every trajectory that is trained to trajectories/step_<n>.parquet, for skyasync replay."""
     report: bool = key(True)
     """Make report.html, a page about the run, at its end (skyasync report makes one any time)."""
+    live_page: bool = key(False)
+    """Serve that page during the run, at a free port of 127.0.0.1, with alarms in words; the run prints its address."""
 
 
 def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:

@@ -80,7 +80,7 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     others = set(getattr(config, "layer_types", None) or ()) - ATTENDING
     if others:
         raise UserError(
-            f"{KEY}={size} splits heads, and {family} has layers of another kind ({min(others)}): set {KEY}=1"
+            f"{KEY}={size} splits attention heads, and {family} has other layers ({min(others)}): set {KEY}=1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
         count = getattr(config, name, None)

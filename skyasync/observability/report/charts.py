@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 Row = Mapping[str, Any]
-MOST_PHASES = 5  # those that take longest
+MOST_OWN = 6  # charts of environments' own metrics
+TRAINING = (
+    "time/update_s",
+    "time/logprobs_s",
+    "time/reference_s",
+    "time/teacher_s",
+    "time/values_s",
+)  # of time/train_s
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class Chart:
     missing: str = "No step has been logged yet."
     log: bool = False
     percent: bool = False
-    kind: str = "lines"
+    kind: str = "lines"  # or histogram, stack
+    large: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,7 @@ _REWARD = Chart(
     "Reward and score",
     (Line("reward/mean", "training reward", smooth=True), Line("eval/score", "held-out score", markers=True)),
     says="The mean reward of what was trained, and the score of the held-out prompts.",
+    large=True,
 )
 _SIGNAL = Chart(
     "Groups that teach",
@@ -112,6 +121,12 @@ _ESS = Chart(
     missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
     percent=True,
 )
+_CONTROL = Chart(
+    "Step size under staleness",
+    (Line("staleness_control/lr_scale", "factor of the learning rate"),),
+    says="1 is the schedule's own rate; it is lower while stale samples are far from the trained policy.",
+    percent=True,
+)
 _GAP = Chart(
     "Trainer and engine",
     (
@@ -150,9 +165,8 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     rewarded = sorted(name for name in names if name.startswith("reward/mean/"))
     evaluated = sorted(name for name in names if name.startswith("eval/score/"))
     stale = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"off_policy/staleness_(\d+)/ratio_mean", name)))
-    reported = sorted(name for name in names if name.startswith("env/"))[:6]
-    phases = [name for name in names if re.fullmatch(r"time/\w+_s", name) and name != "time/step_s"]
-    longest = sorted(phases, key=lambda name: (-sum(row.get(name) or 0.0 for row in rows), name))[:MOST_PHASES]
+    reported = sorted(name for name in names if name.startswith("env/"))
+    shares = [n for n in reported if all(0 <= row[n] <= 1 for row in rows if row.get(n) is not None)]
     rewards = Chart(
         "Reward by domain",
         tuple(Line(name, name.removeprefix("reward/mean/"), smooth=True) for name in rewarded),
@@ -169,22 +183,26 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
         says="Mean |log(trainer / engine)| of the tokens of each staleness: what a correction has to mend.",
         missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
     )
+    control = [_CONTROL] if "staleness_control/lr_scale" in names else []
+    own = [*(shares[start : start + MOST_OWN] for start in range(0, len(shares), MOST_OWN)),
+           *([name] for name in reported if name not in shares)][:MOST_OWN]  # fmt: skip
     environments = [
-        Chart("Environments' own metrics", tuple(Line(name, name.removeprefix("env/")) for name in reported))
-    ]
-    named = [Line(name, name[5:-2].replace("_", " ")) for name in longest]
+        Chart(f"Environments' own metrics: {group[0].removeprefix('env/')}" if len(group) == 1 else
+              "Environments' own metrics", tuple(Line(name, name.removeprefix("env/")) for name in group))
+        for group in own
+    ]  # fmt: skip
+    parts = dict.fromkeys(part for row in rows for part in step_parts(row))
     steps = Chart(
         "Seconds per step",
-        (Line("time/step_s", "the step"), *named) if named else (),
-        says="The longest phases; they nest and overlap, and add up to more than the step.",
+        tuple(Line(part, part) for part in parts),
+        says="What the trainer does and waits for; the parts add up to the step.",
+        kind="stack",
     )
     return [
         Section("reward", "Reward and evaluation", (_REWARD, rewards, scores)),
         Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
-        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, _GAP)),
-        Section(
-            "responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *(environments if reported else []))
-        ),
+        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, *control, _GAP)),
+        Section("responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *environments)),
         Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else steps)),
     ]
 
@@ -197,3 +215,21 @@ def tokens_by_staleness(rows: Sequence[Row]) -> dict[int, float]:
             if value is not None and (match := re.fullmatch(r"staleness/tokens_(-?\d+)", name)):
                 totals[int(match[1])] = totals.get(int(match[1]), 0.0) + float(value)
     return dict(sorted(totals.items()))
+
+
+def step_parts(row: Row) -> dict[str, float]:
+    """Seconds of a step by what its trainer did or waited for: disjoint parts, which add up to ``time/step_s``."""
+    step = row.get("time/step_s")
+    if step is None:
+        return {}
+    waits = [name for name in row if re.fullmatch(r"time/wait_\w+_s", name)] or ["time/generate_s"]
+    training = {name: row.get(name) or 0.0 for name in TRAINING}
+    rest = (row.get("time/train_s") or 0.0) - sum(training.values())
+    seconds = {**training, "training, the rest": rest, "time/sync_s": row.get("time/sync_s") or 0.0}
+    seconds |= {name: row.get(name) or 0.0 for name in waits}  # last: what overlaps with training is no wait
+    parts, left = {}, float(step)
+    for name, value in seconds.items():
+        if (taken := min(max(value, 0.0), left)) > 0:
+            parts[re.sub(r"^time/(.*)_s$", r"\1", name).replace("_", " ")] = taken
+            left -= taken
+    return {**parts, "other": left} if left > 0.005 * step else parts

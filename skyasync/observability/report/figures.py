@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from skyasync.observability.plots import Row, series, smooth
-from skyasync.observability.report.charts import Chart, tokens_by_staleness
+from skyasync.observability.report.charts import Chart, step_parts, tokens_by_staleness
 from skyasync.observability.timeline import END, IDLE, Span
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LineStyle = str | tuple[int, tuple[float, ...]]
 
 SIZE = (5.4, 3.1)  # inches: wide enough for a phone's column, and read there without zooming
+LARGE = (7.4, 3.3)
+MOST_BARS = 40
 MOST_POINTS = 500
 COLOURS = 8
 STEPS = 5  # of a timeline, that are shown
@@ -60,6 +62,8 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
     """The chart of these runs as an ``<svg>``; "" if none of them has logged anything of it."""
     if chart.kind == "histogram":
         return _histogram(chart, runs)
+    if chart.kind == "stack":
+        return _stack(chart, next(iter(runs.values())))
     several = len(runs) > 1
     logged = [
         (run, line, number)
@@ -70,7 +74,7 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
     if not logged:
         return ""
     shown = list(dict.fromkeys(line for _, line, _ in logged))
-    with canvas(chart.title) as (figure, ax, out):
+    with canvas(chart.title, LARGE if chart.large else SIZE) as (figure, ax, out):
         for count, (run, line, number) in enumerate(logged):
             label = (run if len(shown) == 1 else "") if several else line.label
             style = _STYLES[shown.index(line) % len(_STYLES)] if several else "-"
@@ -109,6 +113,25 @@ def _histogram(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
         ax.set_xticks(sorted({staleness for tokens in counts.values() for staleness in tokens}))
         ax.grid(visible=False, axis="x")
         _finish(figure, ax, Chart(chart.title, (), percent=True), len(counts) if len(runs) > 1 else 1, "versions")
+    return out.getvalue()
+
+
+def _stack(chart: Chart, rows: Sequence[Row]) -> str:
+    """A bar for each step, or for neighbouring ones the mean."""
+    steps = [(row["step"], parts) for row in rows if (parts := step_parts(row))]
+    if not steps:
+        return ""
+    size = -(-len(steps) // MOST_BARS)
+    slices = [steps[start : start + size] for start in range(0, len(steps), size)]
+    at = [fmean(step for step, _ in part) for part in slices]
+    with canvas(chart.title) as (figure, ax, out):
+        bottom = [0.0] * len(at)
+        for number, line in enumerate(chart.lines):
+            heights = [fmean(parts.get(line.metric, 0.0) for _, parts in part) for part in slices]
+            ax.bar(at, heights, 0.9 * size, bottom=bottom, color=colour_of(number), label=line.label, linewidth=0)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        ax.grid(visible=False, axis="x")
+        _finish(figure, ax, chart, len(chart.lines), "training step")
     return out.getvalue()
 
 

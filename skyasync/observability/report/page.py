@@ -11,6 +11,7 @@ from typing import Any
 
 from skyasync.config.values import written
 from skyasync.observability import jsonl
+from skyasync.observability.alarms import alarms
 from skyasync.observability.lines import duration
 from skyasync.observability.plots import Row, labels, series
 from skyasync.observability.report import figures, samples, settings
@@ -21,7 +22,7 @@ from skyasync.observability.summary import FIGURES, summarise
 logger = logging.getLogger(__name__)
 
 NAME = "report.html"
-RECENT = 10  # steps
+LIVE_SCRIPT = (Path(__file__).parent / "live.js").read_text(encoding="utf-8").rstrip("\n")
 _WARNINGS = {
     "warnings/stuck_ratio": "the ratio of proximal to behaviour policy was exactly 1 on stale tokens: the behaviour "
     "log-probabilities seem not to be the engine's",
@@ -39,7 +40,7 @@ class Finding:
 
 
 def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]:
-    """The gravest first: how the run ended, its warnings, and means of the last steps that rarely are as they are."""
+    """The gravest first: how the run ended, its warnings, and the alarms of its last steps."""
     result: list[Finding] = []
     if status.state == FAILED:
         try:
@@ -60,25 +61,8 @@ def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]
         when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
         result.append(Finding(f"{_WARNINGS.get(name, name)} ({name}: {when})"))
 
-    def recent(name: str) -> float | None:
-        values = series(rows, name)[1][-RECENT:]
-        return sum(values) / len(values) if values else None
-
-    last = f"of the last {min(RECENT, len(rows))} steps"
-    if (share := recent("response/truncated")) is not None and share > 0.3:
-        result.append(Finding(f"{share:.0%} of the responses {last} were cut by their length: raise "
-                              f"generator.sampling_params.max_generate_length, or look at the samples."))  # fmt: skip
-    if (share := recent("reward/mixed_groups")) is not None and share < 0.1:
-        result.append(Finding(f"Only {share:.0%} of the groups {last} have different rewards: the others teach a "
-                              f"group-relative estimator nothing."))  # fmt: skip
-    if (share := recent("off_policy/effective_sample_size")) is not None and share < 0.5:
-        result.append(Finding(f"The effective sample size {last} is {share:.0%} of the tokens: the policy that trains "
-                              f"is far from the one that samples."))  # fmt: skip
-    if recent("policy/grad_norm") == 0:
-        result.append(Finding(f"The gradient {last} is 0: nothing is learnt."))
-    scores = series(rows, "eval/score")[1]
-    if len(scores) > 1 and max(scores) - scores[-1] > 0.1:
-        result.append(Finding(f"The held-out score fell from its best, {max(scores):.2f}, to {scores[-1]:.2f}."))
+    restarts = jsonl.read_rows(folder / "restarts.jsonl")
+    result += [Finding(alarm.text) for alarm in alarms(rows, restarts)]
     return sorted(result, key=lambda finding: not finding.grave)
 
 
@@ -95,6 +79,14 @@ class Run:
         self.took = duration(self.summary.total_s)
         rewards = series(self.rows, "reward/mean")[1]
         self.last_reward = f"{rewards[-1]:.3f}" if rewards else "–"
+
+    @property
+    def drawn(self) -> list[Row]:
+        """The rows, without the idle engines of a last step that had nothing left to generate."""
+        *before, last = self.rows or [{}]
+        if last.get("throughput/tokens_per_s") == 0:
+            last = {k: v for k, v in last.items() if not k.startswith(("throughput/", "idle/"))}
+        return [*before, last] if self.rows else []
 
     def tiles(self) -> list[tuple[str, str, str]]:
         """Name, figure, and a word about it."""
@@ -122,16 +114,17 @@ def write_report(folder: Path) -> bool:
     return True
 
 
-def page(folders: Sequence[Path], refresh_s: float = 0.0) -> str:
+def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False) -> str:
     """The page about one run, or the one that compares several.
 
     Args:
         refresh_s: seconds after which the browser reloads the page of a run that goes on; 0: never.
+        live: a server sends the page; its script fetches the next one, and the newest samples are shown.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     runs = [Run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
-    drawn = {run.label: run.rows for run in runs}
+    drawn = {run.label: run.drawn for run in runs}
     every = [row for run in runs for row in run.rows]
     context: dict[str, Any] = {
         "runs": runs,
@@ -140,6 +133,7 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0) -> str:
             (part, [(chart, figures.draw(chart, drawn)) for chart in part.charts])
             for part in sections(every, several=len(runs) > 1)
         ],
+        "live_script": LIVE_SCRIPT if live else "",
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "refresh_s": refresh_s if any(run.status.state == RUNNING for run in runs) else 0,
         "colours": [f"var(--c{n % figures.COLOURS})" for n in range(len(runs))],
@@ -151,7 +145,7 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0) -> str:
         spans = figures.last_steps(figures.read_spans(folder / "timeline.json"))
         context |= {
             "timeline": figures.draw_timeline(spans),
-            "samples": samples.chosen(jsonl.read_rows(folder / "samples.jsonl")),
+            "samples": samples.chosen(jsonl.read_rows(folder / "samples.jsonl"), newest=live),
             "changed": settings.changed(runs[0].settings, settings.read_origins(folder / "origins.json")),
             "all_settings": runs[0].settings,
         }

@@ -56,12 +56,15 @@ class Step:
     samples: list[PageSample]
 
 
-def chosen(rows: Sequence[Row], columns: int = COLUMNS) -> list[Step]:
-    """The samples of the first, the last, and steps evenly between."""
+def chosen(rows: Sequence[Row], columns: int = COLUMNS, *, newest: bool = False) -> list[Step]:
+    """The samples of the first, the last, and steps evenly between; or of the newest steps, the last one first."""
     steps = sorted({row["step"] for row in rows})
     if not steps:
         return []
-    shown = sorted({steps[round(n * (len(steps) - 1) / max(columns - 1, 1))] for n in range(columns)})
+    if newest:
+        shown = steps[: -columns - 1 : -1]
+    else:
+        shown = sorted({steps[round(n * (len(steps) - 1) / max(columns - 1, 1))] for n in range(columns)})
     return [Step(step, [sample(row) for row in rows if row["step"] == step]) for step in shown]
 
 

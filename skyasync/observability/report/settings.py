@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from skyasync.config.keys import Keys
+from skyasync.config.load import RECIPE
 from skyasync.config.schema import Config
 from skyasync.config.values import written
 
@@ -52,7 +53,7 @@ def read_origins(file: Path) -> dict[str, str]:
 
 
 def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
-    """The keys that differ from their defaults, in the schema's order; then keys of the user's own."""
+    """The keys that differ from their defaults, in the schema's order; keys of the user's own; then the recipe's."""
     keys = Keys.of(Config)
     model = values.get(MODEL)
 
@@ -61,7 +62,7 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
         is_model = path.endswith(".model.path") and path != MODEL
         return path not in _WHERE and not (is_model and values[path] == model)
 
-    return [
+    differ = [
         Setting(key.path, [written(values[key.path])], written(key.default), key.doc, _origin(key.path, origins))
         for key in keys
         if key.path in values and values[key.path] != key.default and is_users(key.path)
@@ -70,6 +71,7 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
         for path, value in values.items()
         if path not in keys
     ]
+    return sorted(differ, key=lambda setting: setting.origin == RECIPE)
 
 
 def _origin(path: str, origins: Mapping[str, str]) -> str:

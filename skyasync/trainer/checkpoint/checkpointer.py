@@ -233,11 +233,12 @@ class Checkpointer:
             if folder is None:
                 return False
             changes = check_recorded(folder, self._context.cfg)
-            state = await self._load(folder)
-            self._context.prompts.go_on(state.stream)
+            state = self._state(folder)
+            self._context.prompts.go_on(state.stream)  # refuses another kind of data, before the models are read
             log.info("going on from %s, after step %d", folder, state.step)
             for line in changes:
                 log.info("changed since that checkpoint: %s", line)
+            await self._load_models(folder, state)
             self.ledger.resume(folder)
             load_states(self._extensions, folder)
         self._context.progress.resumed(state.step, state.position, state.trained_early)
@@ -255,15 +256,18 @@ class Checkpointer:
             folder = self.checkpoints and await self._undamaged(Resume(requested=True), self.checkpoints)
             if not folder:
                 raise UserError("trainer.on_spike=rollback: there is no checkpoint to go back to")
-            return (await self._load(folder)).step
+            state = self._state(folder)
+            await self._load_models(folder, state)
+            return state.step
 
-    async def _load(self, folder: Path) -> TrainState:
+    def _state(self, folder: Path) -> TrainState:
         prompts = self._context.prompts
-        state = load_state(folder, seed=self._cfg.seed, dataset_size=prompts.rows, data=prompts.digest)
+        return load_state(folder, seed=self._cfg.seed, dataset_size=prompts.rows, data=prompts.digest)
+
+    async def _load_models(self, folder: Path, state: TrainState) -> None:
         await self._context.dispatch.load(folder)
         if self._cfg.algorithm.kl_ctrl.type == "adaptive":
             self._learner.kl_controller.value = state.kl_coef
-        return state
 
     async def _undamaged(self, resume: Resume, checkpoints: Checkpoints) -> Path | None:
         """The checkpoint to resume from in which every byte is as it was written."""

@@ -62,7 +62,7 @@ def test_a_page_is_whole_in_itself(whole: str) -> None:
 
 
 def test_every_section_has_its_pictures(whole: str) -> None:
-    for title in ("Reward and score", "Score by domain", "KL divergence", "Clipped and masked tokens", "Entropy",
+    for title in ("Reward and score", "Reward by domain", "KL divergence", "Clipped and masked tokens",
                   "Tokens by staleness", "Log-ratio by staleness", "Response length", "Throughput", "Idle shares",
                   "Seconds per step"):  # fmt: skip
         assert f"<h3>{title}</h3>" in whole
@@ -70,9 +70,17 @@ def test_every_section_has_its_pictures(whole: str) -> None:
     assert "Timeline of the last steps" in whole
 
 
+def test_the_step_size_under_staleness_is_drawn_if_it_is_controlled() -> None:
+    title = "Step size under staleness"
+    for rows, drawn in (([{"staleness_control/lr_scale": 0.5}], True), ([{"policy/lr": 0.5}], False)):
+        assert (title in [chart.title for section in sections(rows) for chart in section.charts]) is drawn
+
+
 def test_a_picture_without_data_says_what_would_fill_it(whole: str) -> None:
-    entropy = whole[whole.index("<h3>Entropy</h3>") :][:300]
-    assert "Nothing yet." in entropy and "trainer.algorithm.use_entropy_loss=true" in entropy
+    entropy = whole[whole.index("<li><b>Entropy</b>") :][:300]
+    assert "trainer.algorithm.use_entropy_loss=true" in entropy
+    assert "<h3>Entropy</h3>" not in whole  # no empty card
+    assert Page(whole).open == []
 
 
 def test_colours_are_the_pages_own_so_that_dark_is_dark(whole: str) -> None:
@@ -94,10 +102,12 @@ def test_samples_show_their_tokens_and_nothing_of_theirs_is_taken_for_markup(who
 
 
 def test_settings_are_those_that_differ(whole: str) -> None:
-    changed = whole[whole.index('<table class="settings">') : whole.index("<details>")]
+    changed = whole[whole.index('<table class="settings">') :].partition("<details>")[0]
     assert "trainer.plan" in changed and "mine.strength" in changed
     assert "trainer.seed" not in changed
-    assert re.search(r"trainer\.plan.*>command line<.*mine\.strength.*>recipe<", changed, flags=re.DOTALL)
+    assert re.search(
+        r"trainer\.plan.*>command line<.*Of the recipe.*mine\.strength.*>recipe<", changed, flags=re.DOTALL
+    )
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:

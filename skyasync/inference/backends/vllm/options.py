@@ -74,7 +74,7 @@ def cpu_limits(cfg: Config) -> Iterator[str]:
     if isinstance(size, int) and size % CPU_BLOCK:
         yield (
             f"{KEY}.block_size={size} needs GPUs: vLLM's attention on a CPU takes multiples of {CPU_BLOCK}: set "
-            f"{KEY}.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or leave it out"
+            f"{KEY}.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or remove the setting"
         )
     file = config_file(model.path) if cfg.trainer.policy.lora.sync == "adapter" else None
     if file is not None and cfg.trainer.policy.lora.rank:

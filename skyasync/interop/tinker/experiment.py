@@ -1,0 +1,236 @@
+"""The processes behind the server: the policy's ranks and the engines of a run, without a plan that trains them.
+
+Invariant: they are made by the factories of ``BasePPOExp``. Ranks that are lost are replaced within
+``trainer.max_restarts`` an hour, engines by their supervisor; beyond that the server ends with the first error. What it
+has promised is in its folder, and the same command goes on with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from traceback import format_exception
+from uuid import uuid4
+
+from skyasync.agents.server import LOOPBACK
+from skyasync.config.schema import Config
+from skyasync.config.secrets import Secrets
+from skyasync.errors import MissingExtraError, UserError
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.origin_check import is_loopback
+from skyasync.models.config import load_config
+from skyasync.observability.run_dir import OWNER_ALONE, RunDirectory, lock_run, unlock_run
+from skyasync.preflight.parts import check_parts
+from skyasync.preflight.prepare import check_writable, settle_models, settle_references
+from skyasync.run.experiment import BasePPOExp
+from skyasync.run.recovery import Restarts
+from skyasync.utils.task_group import run_in_own_loop
+from skyasync.weight_sync.sync import WeightSync
+from skyasync.workers.dispatch import Dispatch
+from skyasync.workers.roles import POLICY, ROLES, Role, register_role
+
+try:
+    from skyasync.interop.tinker.sampling import SamplingQueue, SnapshotTurns
+    from skyasync.interop.tinker.server import TinkerServer
+    from skyasync.interop.tinker.store import Store
+    from skyasync.interop.tinker.training import TrainingQueue
+    from skyasync.interop.tinker.turns import PolicyTurns, Replace
+    from skyasync.interop.tinker.wire import PROTOBUF  # noqa: F401  (needs the SDK's messages)
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] not in ("tinker", "google", "pydantic"):
+        raise
+    raise MissingExtraError("Tinker's SDK, whose messages the server reads,", "tinker") from error
+
+KEY_VARIABLE = "SKYASYNC_TINKER_KEY"
+FOLDER = "tinker"
+RANK = 32
+"""Of the adapters, if ``trainer.policy.lora.rank`` is not set: what clients request by default."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens; another address than the loopback's needs a key."""
+
+    host: str = LOOPBACK
+    port: int = 8333
+    key: str = ""
+
+    def check(self) -> None:
+        """Raises UserError if other machines could reach a server without a key, or if the port is taken."""
+        try:
+            loopback = is_loopback(self.host)
+        except ValueError:
+            raise UserError(f"--host {self.host} is no address of this machine, such as 127.0.0.1") from None
+        if not self.key and not loopback:
+            raise UserError(
+                f"--host {self.host} lets other machines reach the server: set {KEY_VARIABLE} to a key, which clients "
+                f"send as TINKER_API_KEY (it begins with tml-)"
+            )
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, self.port), family=family).close()
+        except OSError as error:
+            problem = error.strerror or error
+            raise UserError(f"--host {self.host} --port {self.port} cannot be listened on: {problem}") from error
+
+
+@asynccontextmanager
+async def served(
+    folder: Path, cfg: Config, dispatch: Dispatch, client: InferenceClient, weights: WeightSync, replace_ranks: Replace,
+    most_tokens: int, address: Address,
+) -> AsyncIterator[tuple[TinkerServer, PolicyTurns, SnapshotTurns]]:  # fmt: skip
+    """A server over parts that are up."""
+    model, store = cfg.trainer.policy.model, Store(folder)
+    try:
+        vocabulary = int(load_config(model.path, model.config_kwargs).get_text_config().vocab_size)
+        turns = PolicyTurns(dispatch, replace_ranks)
+        snapshots = SnapshotTurns(store, turns, weights, client)
+        server = TinkerServer(
+            store,
+            TrainingQueue(store, turns, vocabulary, most_tokens),
+            SamplingQueue(store, client, snapshots, vocabulary, most_tokens),
+            model.path,
+            rank=cfg.trainer.policy.lora.rank,
+            most_tokens=most_tokens,
+            key=address.key,
+            host=address.host,
+            port=address.port,
+        )
+        async with snapshots.at(""):  # engines that fail are replaced from the first weight sync on
+            pass
+        await server.start()
+        watch = asyncio.create_task(turns.watch())
+        watch.add_done_callback(turns.task_ended)
+        try:
+            yield server, turns, snapshots
+        finally:
+            watch.cancel()
+            await server.close()
+    finally:
+        store.close()
+
+
+class TinkerExperiment(BasePPOExp):
+    """Policy and engines, for clients of the Tinker API.
+
+    Args:
+        folder: what outlives the server.
+
+    Raises:
+        UserError: for the first setting that does not fit, before any process starts.
+    """
+
+    def __init__(self, cfg: Config, folder: Path, address: Address) -> None:
+        super().__init__(cfg)
+        self._folder, self._address = folder, address
+        address.check()
+        trainer, lora, optimizer = cfg.trainer, cfg.trainer.policy.lora, cfg.trainer.policy.optimizer_config
+        trainer.placement.colocate_all = False  # clients sample while others train
+        if not lora.rank:
+            lora.rank, lora.alpha = RANK, float(RANK)
+        if lora.dropout:
+            raise UserError("trainer.policy.lora.dropout is not supported here: the protocol's losses have none")
+        if optimizer.name != "adamw" or optimizer.bf16_stochastic_round:
+            raise UserError(f"trainer.policy.optimizer_config.name={optimizer.name} is not supported here: clients set "
+                            f"AdamW's settings with every step")  # fmt: skip
+        if not cfg.generator.own_engines or cfg.generator.weight_sync_mode == "delta":
+            raise UserError("engines of a run's own, which load whole weights, are needed: remove generator.engines, "
+                            "and generator.weight_sync_mode=delta")  # fmt: skip
+        settle_references(cfg)
+        check_parts(cfg, [])
+        check_writable("--folder", str(folder))
+        settle_models(cfg, [ROLES[POLICY]], own_tokenizer=False)
+        worker = "skyasync.interop.tinker.worker:MultiAdapterWorker"
+        register_role(replace(ROLES[POLICY], worker=worker))
+
+    def roles(self) -> list[Role]:
+        return [ROLES[POLICY]]
+
+    def run(self) -> None:
+        """Serve until the process is ended."""
+        from skyasync.run.logs import ProcessLogs, last_words
+        from skyasync.run.placement import release
+        from skyasync.run.ray_cluster import cluster
+
+        self._folder.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
+        lock_run(self._folder)
+        self.run_dir = run_dir = RunDirectory(self._folder, f"processes-{uuid4().hex[:8]}")
+        run_dir.secrets = Secrets.of(self.cfg)
+        logs = ProcessLogs(run_dir.logs, hide=run_dir.secrets.hide_all)
+        try:
+            with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
+                self.gpus = gpus
+                try:
+                    run_in_own_loop(self._serve())
+                finally:
+                    release(self.placement_name)
+        except Exception as error:
+            run_dir.save_error("".join(format_exception(error)) + last_words(logs, error))
+            raise
+        finally:
+            if not run_dir.error.exists():
+                run_dir.discard()
+            unlock_run(self._folder)
+
+    async def _serve(self) -> None:
+        from skyasync.observability.timeline import Timeline
+
+        cfg, parts = self.cfg, self.parts
+        assert self.run_dir is not None
+        budget = Restarts(self.run_dir.path, cfg.trainer.max_restarts, time.time())
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread
+                asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        try:
+            parts.placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
+            parts.client, parts.dispatch = self.get_inference_client(), self.get_dispatch()
+            parts.share_threads(True)
+            await asyncio.gather(parts.client.start(), parts.dispatch.start())
+            parts.weight_sync = self.get_weight_sync(parts.dispatch, parts.client, ())
+            parts.supervisor = self.get_engine_supervisor(parts.weight_sync, Timeline(None))
+            if parts.supervisor is not None:
+                parts.supervisor.begin()
+
+            async def replace_ranks(role: str, error: BaseException) -> Dispatch:
+                while True:
+                    if not budget.take(f"a process of the {role}", 0, error):
+                        raise error
+                    await parts.dispatch.shutdown()
+                    parts.dispatch = await asyncio.to_thread(self.get_dispatch)
+                    try:
+                        await parts.dispatch.start()
+                        await snapshots.load_again(parts.dispatch)
+                        dispatch: Dispatch = parts.dispatch
+                        return dispatch
+                    except Exception as another:
+                        if parts.dispatch.lost is None:
+                            raise
+                        error = another
+
+            most_tokens = self.engine_config().max_model_len
+            async with served(
+                self._folder, cfg, parts.dispatch, parts.client, parts.weight_sync, replace_ranks, most_tokens,
+                self._address,
+            ) as (server, turns, snapshots):  # fmt: skip
+                print(f"TINKER_BASE_URL={server.base_url}", flush=True)
+                print(f"base_model={cfg.trainer.policy.model.path}", flush=True)
+                turns.ended.add_done_callback(lambda _: stopped.set())
+                await stopped.wait()
+                if turns.ended.done():
+                    turns.ended.result()
+        finally:
+            await self.close()
+
+
+def serve(cfg: Config, folder: str, host: str, port: int) -> TinkerExperiment:
+    """The experiment, which ``run`` serves; the key is in the environment."""
+    address = Address(host, port, os.environ.get(KEY_VARIABLE, ""))
+    return TinkerExperiment(cfg, Path(folder or FOLDER).expanduser().resolve(), address)

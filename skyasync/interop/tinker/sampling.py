@@ -1,0 +1,274 @@
+"""Sampling: from snapshots of models and from the base, of which the engines hold one at a time.
+
+Invariant: every token of an answer is of the snapshot of its sampler. The engines change to another one between the
+answers, in the order in which snapshots were requested. A request for the one that they hold starts at once, unless a
+request for another one waits.
+
+| who waits     | for what                                | woken by                                              |
+|---------------|-----------------------------------------|-------------------------------------------------------|
+| ``at``        | the engines to hold its snapshot        | the end of the last answer of another; the weight sync |
+| ``answer``    | the engines' answers                    | the client; its time limit                            |
+| ``result``    | an answer                               | its task; its own time limit                          |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+from tinker import types
+
+from skyasync.arrays import ints
+from skyasync.errors import UserError, headline
+from skyasync.inference.client import InferenceClient
+from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.interop.tinker.store import Store
+from skyasync.interop.tinker.turns import PolicyTurns
+from skyasync.interop.tinker.wire import sample_result
+from skyasync.interop.tinker.worker import BASE
+from skyasync.weight_sync.sync import WeightSync
+from skyasync.workers.dispatch import Dispatch
+from skyasync.workers.roles import POLICY
+
+log = logging.getLogger(__name__)
+
+ANSWERS = 8192
+"""The last answers, which stay: one may be lost on its way. A client whose answer is gone samples again."""
+MOST_SAMPLES = 1024
+MOST_STOPS, LONGEST_STOP = 64, 256
+NOT_SUPPORTED = {
+    "topk_prompt_logprobs": "the engines give the log-probabilities of the tokens alone",
+    "topk_sample_logprobs": "the engines give the log-probabilities of the tokens alone",
+    "target_prompt_logprobs": "the engines give the log-probabilities of the tokens alone",
+    "prompt_alt_tokens_k": "the engines draw no tokens within a prompt",
+    "record_stability_info": "the loss stable_reinforce, which needs it, is not supported",
+}
+
+
+class SnapshotTurns:
+    """Which snapshot the engines hold, ``current``, and who uses it."""
+
+    def __init__(self, store: Store, turns: PolicyTurns, weights: WeightSync, client: InferenceClient) -> None:
+        self._store, self._turns, self._weights, self._client = store, turns, weights, client
+        self.current: str | None = None
+        self._users = 0
+        self._waiting: OrderedDict[str, list[asyncio.Future[None]]] = OrderedDict()
+        self._changing = False
+
+    @asynccontextmanager
+    async def at(self, snapshot: str) -> AsyncIterator[None]:
+        """Inside the engines hold it.
+
+        Args:
+            snapshot: the path of a checkpoint; "" is the base model.
+        """
+        if snapshot == self.current and not self._waiting and not self._changing:
+            self._users += 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.setdefault(snapshot, []).append(turn)
+            try:
+                self._advance()
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled() and turn.exception() is None:
+                    self._leave()
+                raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @property
+    def server_ends(self) -> bool:
+        return self._turns.ended.done()
+
+    @asynccontextmanager
+    async def engines(self) -> AsyncIterator[None]:
+        """Around requests to them: if none can be started any more, the server ends."""
+        try:
+            yield
+        except Exception as error:
+            if self._client.pool.end is not None:
+                self._turns.end(error)
+            raise
+
+    async def load(self, snapshot: str, dispatch: Dispatch) -> None:
+        """Into the engines, from a policy without a model of its own."""
+        number = 0
+        if snapshot != BASE:
+            checkpoint = self._store.checkpoint(snapshot)
+            if checkpoint is None:
+                raise UserError(f"there is no checkpoint {snapshot}: it has expired or was deleted")
+            async with dispatch.transfer.changing():
+                await dispatch.call(POLICY, "load_adapters", checkpoint.folder, False)
+            number = checkpoint.number
+        await self._weights.sync(number, self._paused)
+
+    async def load_again(self, dispatch: Dispatch) -> None:
+        """The same snapshot from new ranks: replacements of engines get it from there."""
+        self._weights.restart(dispatch)
+        if self.current is not None:
+            await self.load(self.current, dispatch)
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        await self._client.pause("keep")
+        try:
+            yield
+        finally:
+            await self._client.resume()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._users == 0 and self._waiting and not self._changing:
+            self._changing = True
+            task = asyncio.create_task(self._change())
+            task.add_done_callback(self._turns.task_ended)
+
+    async def _change(self) -> None:
+        snapshot, error = next(iter(self._waiting)), None
+        try:
+            if snapshot != self.current:
+                self.current = None
+                await self._turns.run(BASE, lambda dispatch: self.load(snapshot, dispatch))
+                self.current = snapshot
+        except Exception as problem:
+            error = problem
+        self._changing = False
+        for turn in self._waiting.pop(snapshot):
+            if turn.cancelled():
+                continue
+            if error is None:
+                self._users += 1
+                turn.set_result(None)
+            else:
+                turn.set_exception(error)
+        self._advance()
+
+
+class SamplingQueue:
+    """Args:
+    base_model: its name in requests.
+    most_tokens: of a prompt and its answer.
+    """
+
+    def __init__(
+        self, store: Store, client: InferenceClient, turns: SnapshotTurns, vocabulary: int, most_tokens: int
+    ) -> None:
+        self._store, self._client, self._turns = store, client, turns
+        self._vocabulary, self._most_tokens = vocabulary, most_tokens
+        self._answers: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
+
+    async def close(self) -> None:
+        for task in self._answers.values():
+            task.cancel()
+        await asyncio.gather(*self._answers.values(), return_exceptions=True)
+
+    def submit(self, request: types.SampleRequest, snapshot: str) -> str:
+        """The request's id, the first one if it comes twice."""
+        own = f"{request.sampling_session_id}:{request.seq_id}"
+        name = own if request.sampling_session_id and request.seq_id is not None else f"sample:{secrets.token_hex(8)}"
+        if name not in self._answers:
+            self._answers[name] = asyncio.create_task(self._answer(name, request, snapshot))
+            done = [old for old, task in self._answers.items() if task.done()]
+            for old in done[: max(0, len(done) - ANSWERS)]:
+                del self._answers[old]
+        return name
+
+    def cancel(self, name: str) -> None:
+        if (task := self._answers.pop(name, None)) is not None:
+            task.cancel()
+
+    async def result(self, name: str, timeout_s: float) -> tuple[bytes, bool] | None:
+        """An answer and whether it is one, or an error; None if there is none yet.
+
+        Raises:
+            KeyError: if the request is not known (any more).
+        """
+        task = self._answers[name]
+        await asyncio.wait([task], timeout=timeout_s)
+        if not task.done():
+            return None
+        if task.cancelled():
+            raise KeyError(name)
+        if self._turns.server_ends and task.exception() is not None:
+            return None  # the next server does not know it, and the client samples again
+        if (error := task.exception()) is None:
+            return task.result(), True
+        category = "user" if isinstance(error, UserError | ValueError | TypeError) else "server"
+        if category == "server":
+            log.warning("a sampling request of Tinker's API has failed", exc_info=error)
+        return json.dumps({"error": headline(error), "category": category}).encode(), False
+
+    async def _answer(self, name: str, request: types.SampleRequest, snapshot: str) -> bytes:
+        for field, why in NOT_SUPPORTED.items():
+            if getattr(request, field):
+                raise UserError(f"{field} is not supported: {why}")
+        prompt = self._prompt(request)
+        samplings = self._samplings(request, len(prompt))
+        last = request.prompt_logprobs_last_n
+        async with self._turns.at(snapshot), self._turns.engines():
+            calls = [
+                self._client.generate(GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling))
+                for sampling in samplings
+            ]
+            outputs = await asyncio.gather(*calls)
+            scores = await self._scores(prompt) if request.prompt_logprobs else None
+        if scores is not None and last is not None:
+            scores[: len(prompt) - last] = np.nan
+        return sample_result(outputs, scores)
+
+    async def _scores(self, prompt: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        scores = await self._client.score([prompt])
+        for _ in range(int(self._client.request_timeout_s)):
+            if scores:
+                break
+            await asyncio.sleep(1.0)  # every engine has failed; the supervisor starts others, or ends the client
+            scores = await self._client.score([prompt])
+        return np.array([np.nan, *scores[0][0]], dtype=np.float32)
+
+    def _prompt(self, request: types.SampleRequest) -> list[int]:
+        chunks = request.prompt.chunks
+        if not all(chunk.type == "encoded_text" for chunk in chunks):
+            raise UserError("images and audio are not supported: the policy reads text")
+        prompt = [token for chunk in chunks for token in chunk.tokens]  # type: ignore[union-attr]
+        if not prompt:
+            raise UserError("the prompt is empty")
+        if wrong := [token for token in prompt if not 0 <= token < self._vocabulary]:
+            raise UserError(f"there is no token {wrong[0]}: the model has {self._vocabulary}")
+        if len(prompt) >= self._most_tokens:
+            raise UserError(f"the prompt has {len(prompt)} tokens; with the answer {self._most_tokens} are the most")
+        return prompt
+
+    def _samplings(self, request: types.SampleRequest, prompt: int) -> list[SamplingParams]:
+        params, stop = request.sampling_params, request.sampling_params.stop
+        if not 1 <= request.num_samples <= MOST_SAMPLES:
+            raise UserError(f"num_samples is {request.num_samples}, not from 1 to {MOST_SAMPLES}")
+        stops = [stop] if isinstance(stop, str) else list(stop or ())
+        if len(stops) > MOST_STOPS or any(isinstance(each, str) and len(each) > LONGEST_STOP for each in stops):
+            raise UserError(f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters")
+        left = self._most_tokens - prompt
+        seeds = range(request.num_samples)
+        return [
+            SamplingParams(
+                max_tokens=left if params.max_tokens is None else min(params.max_tokens, left),
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                stop=tuple(text for text in stops if isinstance(text, str)),
+                stop_token_ids=tuple(token for token in stops if isinstance(token, int)),
+                ignore_eos=stop is not None and not stops,
+                seed=None if params.seed is None else params.seed + number,
+            )
+            for number in seeds
+        ]

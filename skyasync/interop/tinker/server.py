@@ -1,0 +1,486 @@
+"""The HTTP server of the Tinker API: sessions, requests, futures, and the catalogue of what was trained.
+
+Invariant: an answer that needs the policy or the engines is a future: its request is answered at once with an id, which
+``retrieve_future`` is asked for until it has the result. An error of a request is its answer, in the protocol's form
+(``error``, ``category``): 4xx if it was not accepted, else the future's result. What is not supported says why.
+
+| who waits           | for what                     | woken by                                     |
+|---------------------|------------------------------|----------------------------------------------|
+| ``retrieve_future`` | a result                     | the request's task; ``POLL_S``: ask again    |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ValidationError
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+
+from skyasync.agents.api.types import RequestError
+from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_bytes, read_json
+from skyasync.agents.server import LOOPBACK, key_of, same_key
+from skyasync.config.schema.sampling import INT32
+from skyasync.errors import UserError
+from skyasync.interop.tinker.sampling import SamplingQueue
+from skyasync.interop.tinker.store import Checkpoint, Store
+from skyasync.interop.tinker.training import TrainingQueue
+from skyasync.interop.tinker.wire import PROTOBUF
+from skyasync.interop.tinker.worker import BASE
+
+POLL_S = 20.0  # the client waits 45 s for an answer
+GRACE_S = 5.0
+MOST_BYTES = 1 << 24  # of a body; clients send at most about 5 MB at a time
+WAITING_CONNECTIONS = 1024
+LARGEST_SEED = 1 << 63
+PAGE = 1000  # entries of a list
+M = TypeVar("M", bound=BaseModel)
+
+CLIENT_CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False,
+                 "custom_loss_server_side": False, "sample_join_sampling_session": False}  # fmt: skip
+
+NOT_SUPPORTED = {
+    ("POST", "copy_weights"): "a checkpoint has one owner here: load it into a new model, and save that",
+    ("POST", "create_custom_loss"): "losses are computed by the client here",
+    ("POST", "join_sampling_session"): "copies of a sampling client choose their own numbers here",
+    ("POST", "retrieve_futures"): "futures are retrieved one at a time here",
+    ("POST", "sessions/search"): "sessions have no index here; list them",
+    ("PUT", "sessions/{session}/project"): "there are no projects here",
+    ("GET", "sessions/{session}/trace_export"): "no traces are recorded here",
+    ("POST", "training_runs/{model}/checkpoints/{kind}/{name}/publish"): "there are no other users here",
+    ("DELETE", "training_runs/{model}/checkpoints/{kind}/{name}/publish"): "there are no other users here",
+    ("GET", "audit"): "there is no audit log here",
+    ("GET", "billing/usage/events"): "nothing is billed here",
+    ("GET", "billing/usage/checkpoints/current"): "nothing is billed here",
+}
+"""Endpoints of the API that are answered with a reason."""
+
+
+class TinkerServer:
+    """Args:
+    base_model: the name of the policy's model, which clients give; a folder or a hub's name.
+    rank: the largest that adapters may have.
+    key: that clients must send; "" accepts all, which the loopback alone may.
+    host: the address to listen on.
+    port: 0 is one of the system's choice.
+    """
+
+    def __init__(
+        self, store: Store, training: TrainingQueue, sampling: SamplingQueue, base_model: str, *, rank: int,
+        most_tokens: int, key: str = "", host: str = LOOPBACK, port: int = 0,
+    ) -> None:  # fmt: skip
+        self._store, self._training, self._sampling = store, training, sampling
+        self._base_model, self._rank, self._most_tokens = base_model, rank, most_tokens
+        self._key, self._host, self._requested_port = key, host, port
+        self._limits = ConnectionLimits()
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen, and go on with what a server before has left."""
+        self._training.start()
+        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_errors, self._limits.middleware])
+        for (method, path), handler in self._routes().items():
+            app.router.add_route(method, f"/api/v1/{path}", self._with_key(handler))
+        for (method, path), why in NOT_SUPPORTED.items():
+            app.router.add_route(method, f"/api/v1/{path}", self._with_key(_refusal(path, why)))
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S, **RUNNER_OPTIONS
+        )
+        await self._runner.setup()
+        self.port = await self._limits.open(self._runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self._host}:{self.port}"
+
+    async def close(self) -> None:
+        """Stop listening, and leave what is not done to the next server."""
+        await self._limits.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._sampling.close()
+        await self._training.close()
+
+    def _with_key(self, handler: Handler) -> Handler:
+        async def checked(request: web.Request) -> web.StreamResponse:
+            if self._key and not same_key(key_of(request), self._key):
+                raise RequestError("the API key is not this server's", code="invalid_api_key", status=401)
+            self._limits.has_key(request)
+            return await handler(request)
+
+        return checked
+
+    def _routes(self) -> dict[tuple[str, str], Handler]:
+        checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
+        return {
+            ("GET", "healthz"): self._always({"status": "ok"}),
+            ("POST", "client/config"): self._always(CLIENT_CONFIG),
+            ("POST", "client/dynamic_config"): self._always({}),
+            ("POST", "telemetry"): self._always({"status": "accepted"}),
+            ("GET", "get_server_capabilities"): self._capabilities,
+            ("POST", "create_session"): self._create_session,
+            ("POST", "session_heartbeat"): self._always({"type": "session_heartbeat"}),
+            ("POST", "sessions/{session}/finish"): self._always({}),
+            ("GET", "sessions"): self._sessions,
+            ("GET", "sessions/{session}"): self._session,
+            ("POST", "create_model"): self._create_model,
+            ("POST", "get_info"): self._info,
+            ("POST", "forward_backward"): self._forward_backward,
+            ("POST", "load_weights"): self._load_weights,
+            ("POST", "optim_step"): self._training_request("optim_step", types.OptimStepRequest),
+            ("POST", "save_weights"): self._training_request("save_weights", types.SaveWeightsRequest),
+            ("POST", "save_weights_for_sampler"): self._training_request(
+                "save_weights_for_sampler", types.SaveWeightsForSamplerRequest
+            ),
+            ("POST", "save_weights_external"): self._training_request(
+                "save_weights_external", types.SaveWeightsExternalRequest
+            ),
+            ("POST", "create_sampling_session"): self._create_sampler,
+            ("GET", "samplers/{sampler}"): self._sampler,
+            ("POST", "asample"): self._sample,
+            ("POST", "cancel_future"): self._cancel,
+            ("POST", "retrieve_future"): self._retrieve,
+            ("GET", "training_runs"): self._training_runs,
+            ("GET", "training_runs/{model}"): self._training_run,
+            ("GET", "training_runs/{model}/checkpoints"): self._checkpoints,
+            ("GET", "checkpoints"): self._checkpoints,
+            ("DELETE", checkpoint): self._delete_checkpoint,
+            ("PUT", f"{checkpoint}/ttl"): self._expire_checkpoint,
+            ("GET", f"{checkpoint}/external_weights_urls"): self._external_files,
+            ("POST", "weights_info"): self._weights_info,
+        }
+
+    @staticmethod
+    def _always(answer: dict[str, Any]) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            await read_bytes(request)
+            return web.json_response(answer)
+
+        return handler
+
+    # ---------------------------------------------------------------- sessions and models
+
+    async def _capabilities(self, request: web.Request) -> web.Response:
+        model = {"model_name": self._base_model, "max_context_length": self._most_tokens}
+        return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
+
+    async def _create_session(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        about = {name: body.get(name) for name in ("tags", "user_metadata", "display_name", "sdk_version")}
+        session = secrets.token_hex(16)
+        self._store.add_session(session, about)
+        return web.json_response({"type": "create_session", "session_id": session})
+
+    async def _sessions(self, request: web.Request) -> web.Response:
+        first, limit = _page(request)
+        return web.json_response({"sessions": list(self._store.sessions())[first : first + limit]})
+
+    async def _session(self, request: web.Request) -> web.Response:
+        session = request.match_info["session"]
+        about = self._known_session(session)
+        models = [model["id"] for model in self._store.models(session)]
+        named = {name: about.get(name) for name in ("user_metadata", "display_name")}
+        return web.json_response({"training_run_ids": models, "sampler_ids": self._store.samplers(session), **named})
+
+    def _known_session(self, session: str) -> dict[str, Any]:
+        sessions = self._store.sessions()
+        if session not in sessions:
+            raise RequestError(f"there is no session {session}", status=404)
+        return sessions[session]
+
+    def _check_base(self, name: str | None) -> None:
+        if name not in (None, "", self._base_model):
+            raise RequestError(f"the base model {name} is not served: this server has {self._base_model}")
+
+    async def _create_model(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, types.CreateModelRequest)
+        self._known_session(body.session_id)
+        self._check_base(body.base_model)
+        lora = body.lora_config
+        if body.optimizer_config.type != "adamw":
+            raise RequestError(f"the optimizer {body.optimizer_config.type} is not supported: models learn by AdamW")
+        if lora is None:
+            raise RequestError("training all weights is not supported: models are adapters; give a lora_config")
+        if not 1 <= lora.rank <= self._rank:
+            raise RequestError(f"the rank {lora.rank} is not from 1 to {self._rank} (trainer.policy.lora.rank)")
+        if not (lora.train_mlp and lora.train_attn):
+            raise RequestError("train_mlp=False and train_attn=False are not supported: all models adapt the layers of "
+                               "trainer.policy.lora.target_modules")  # fmt: skip
+        model = f"{body.session_id}:train:{body.model_seq_id}"
+        seed = (secrets.randbits(31) if lora.seed is None else lora.seed) % LARGEST_SEED
+        _check_number(body.model_seq_id, "model_seq_id", 0)
+        self._store.add_model(model, body.session_id, lora.rank, seed, body.user_metadata or {})
+        return self._future(self._training.submit(model, 0, "create_model", b"{}"), model)
+
+    async def _load_weights(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, types.LoadWeightsRequest)
+        payload = body.model_dump_json().encode()
+        if body.model_id is not None and body.seq_id is not None:
+            self._known_model(body.model_id)
+            _check_number(body.seq_id)
+            return self._future(self._training.submit(body.model_id, body.seq_id, "load_weights", payload), None)
+        if body.session_id is None or body.model_seq_id is None:
+            raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+        self._known_session(body.session_id)
+        self._check_base(body.base_model)
+        _check_number(body.model_seq_id, "model_seq_id", 0)
+        checkpoint = self._known_checkpoint(body.path)
+        model = f"{body.session_id}:train:{body.model_seq_id}"
+        self._store.add_model(model, body.session_id, checkpoint.rank, 0, body.user_metadata or {})
+        return self._future(self._training.submit(model, 0, "load_weights", payload), model)
+
+    def _known_model(self, model: str) -> dict[str, Any]:
+        if (row := self._store.model(model)) is None:
+            raise RequestError(f"there is no model {model}", status=404)
+        return row
+
+    async def _info(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, types.GetInfoRequest)
+        row = self._known_model(body.model_id)
+        data = {"model_name": self._base_model, "tokenizer_id": self._base_model}
+        answer = {"type": "get_info", "model_data": data, "model_id": body.model_id, "is_lora": True}
+        return web.json_response({**answer, "lora_rank": row["rank"], "model_name": self._base_model})
+
+    # ---------------------------------------------------------------- requests that are futures
+
+    async def _forward_backward(self, request: web.Request) -> web.Response:
+        if request.content_type != PROTOBUF:
+            raise RequestError(f"forward_backward is read as {PROTOBUF}: the SDK is older than this server", status=415)
+        payload = await read_bytes(request)
+        try:
+            message = pb.ForwardBackwardRequest.FromString(payload)
+        except DecodeError as error:
+            raise RequestError(f"the request is no ForwardBackwardRequest: {error}") from error
+        self._known_model(message.model_id)
+        _check_number(message.seq_id)
+        submitted = self._training.submit(message.model_id, message.seq_id, "forward_backward", payload)
+        return self._future(submitted, message.model_id)
+
+    def _training_request(self, kind: str, schema: type[BaseModel]) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            body: Any = await _parsed(request, schema)
+            self._known_model(body.model_id)
+            _check_number(body.seq_id)
+            payload = await request.read()
+            return self._future(self._training.submit(body.model_id, body.seq_id, kind, payload), body.model_id)
+
+        return handler
+
+    @staticmethod
+    def _future(request: str, model: str | None) -> web.Response:
+        return web.json_response({"request_id": request, **({"model_id": model} if model else {})})
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        name = str(body.get("request_id", ""))
+        if (stored := await self._training.result(name, POLL_S)) is not None:
+            if stored.result is None:
+                return _not_ready()
+            self._store.retrieved(name)
+            return _result(stored.result, protobuf=stored.ok and stored.kind == "forward_backward")
+        try:
+            answer = await self._sampling.result(name, POLL_S)
+        except KeyError:
+            raise RequestError(f"there is no request {name} (any more)", status=410) from None
+        return _not_ready() if answer is None else _result(answer[0], protobuf=answer[1])
+
+    # ---------------------------------------------------------------- sampling
+
+    async def _create_sampler(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, types.CreateSamplingSessionRequest)
+        self._known_session(body.session_id)
+        self._check_base(body.base_model)
+        _check_number(body.sampling_session_seq_id, "sampling_session_seq_id", 0)
+        snapshot = self._sampled_checkpoint(body.model_path)
+        sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        self._store.add_sampler(sampler, body.session_id, body.sampling_session_seq_id, snapshot)
+        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+    def _sampled_checkpoint(self, path: str | None) -> str:
+        if not path:
+            return BASE
+        if self._known_checkpoint(path).kind == "external_weights":
+            raise RequestError(f"{path} is for other programs: sample from weights or sampler_weights")
+        return path
+
+    async def _sampler(self, request: web.Request) -> web.Response:
+        sampler = request.match_info["sampler"]
+        if (snapshot := self._store.snapshot(sampler)) is None:
+            raise RequestError(f"there is no sampler {sampler}", status=404)
+        answer = {"sampler_id": sampler, "base_model": self._base_model}
+        return web.json_response({**answer, "model_path": snapshot or None})
+
+    async def _sample(self, request: web.Request) -> web.Response:
+        body = await _parsed(request, types.SampleRequest)
+        self._check_base(body.base_model)
+        if body.sampling_session_id is None:
+            snapshot: str | None = self._sampled_checkpoint(body.model_path)
+        else:
+            snapshot = self._store.snapshot(body.sampling_session_id)
+        if snapshot is None:
+            raise RequestError(f"there is no sampling session {body.sampling_session_id}", status=404)
+        name = self._sampling.submit(body, snapshot)
+        sequences = [f"{name}:{number}" for number in range(body.num_samples)]
+        return web.json_response({"request_id": name, "sample_sequence_ids": sequences})
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        self._sampling.cancel(str((await read_json(request)).get("request_id", "")))
+        return web.json_response({})
+
+    # ---------------------------------------------------------------- the catalogue
+
+    async def _training_runs(self, request: web.Request) -> web.Response:
+        runs = [self._run(model) for model in self._store.models()]
+        return _list("training_runs", runs, request)
+
+    async def _training_run(self, request: web.Request) -> web.Response:
+        return web.json_response(self._run(self._known_model(request.match_info["model"])))
+
+    def _run(self, row: dict[str, Any]) -> dict[str, Any]:
+        checkpoints = self._store.checkpoints(row["id"], named=True)
+        last = {each.kind: _described(each) for each in checkpoints}
+        return {
+            "training_run_id": row["id"],
+            "base_model": self._base_model,
+            "model_owner": "local",
+            "is_lora": True,
+            "lora_rank": row["rank"],
+            "last_request_time": _time(row["used"]),
+            "last_checkpoint": last.get("weights"),
+            "last_sampler_checkpoint": last.get("sampler_weights"),
+            "user_metadata": {str(name): str(value) for name, value in row["about"].items()},
+        }
+
+    async def _checkpoints(self, request: web.Request) -> web.Response:
+        model = request.match_info.get("model", "")
+        if model:
+            self._known_model(model)
+        return _list("checkpoints", [_described(each) for each in self._store.checkpoints(model, named=True)], request)
+
+    def _known_checkpoint(self, path: str) -> Checkpoint:
+        if (checkpoint := self._store.checkpoint(path)) is None:
+            raise RequestError(f"there is no checkpoint {path}", status=404)
+        return checkpoint
+
+    def _requested_checkpoint(self, request: web.Request) -> Checkpoint:
+        return self._known_checkpoint("tinker://{model}/{kind}/{name}".format(**request.match_info))
+
+    async def _delete_checkpoint(self, request: web.Request) -> web.Response:
+        self._store.remove_checkpoint(self._requested_checkpoint(request))
+        return web.json_response({})
+
+    async def _expire_checkpoint(self, request: web.Request) -> web.Response:
+        checkpoint, body = self._requested_checkpoint(request), await read_json(request)
+        seconds = body.get("ttl_seconds")
+        if seconds is not None and (type(seconds) is not int or not 0 <= seconds <= INT32):
+            raise RequestError(f"ttl_seconds is {seconds!r:.100}, not a number of seconds", "ttl_seconds")
+        now = datetime.now(UTC).timestamp()
+        self._store.expire(checkpoint.path, None if seconds is None else now + seconds)
+        return web.json_response({})
+
+    async def _external_files(self, request: web.Request) -> web.Response:
+        checkpoint = self._requested_checkpoint(request)
+        folder = Path(checkpoint.folder)
+        files = await asyncio.to_thread(lambda: [path for path in folder.rglob("*") if path.is_file()])
+        urls = {str(path.relative_to(folder)): path.absolute().as_uri() for path in files}
+        return web.json_response({"urls": urls, "expires": _time(checkpoint.expires or 1e11)})
+
+    async def _weights_info(self, request: web.Request) -> web.Response:
+        checkpoint = self._known_checkpoint(str((await read_json(request)).get("tinker_path", "")))
+        layers = {"train_unembed": False, "train_mlp": True, "train_attn": True}
+        about = {"base_model": self._base_model, "is_lora": True, "lora_rank": checkpoint.rank, **layers}
+        return web.json_response(about)
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+    type_of = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+    sizes = [path.stat().st_size for path in Path(checkpoint.folder).rglob("*") if path.is_file()]
+    return {
+        "checkpoint_id": checkpoint.path.split("/", 3)[3],
+        "checkpoint_type": type_of[checkpoint.kind],
+        "time": _time(checkpoint.created),
+        "tinker_path": checkpoint.path,
+        "size_bytes": sum(sizes),
+        "public": False,
+        "user_metadata": checkpoint.about,
+        "expires_at": checkpoint.expires and _time(checkpoint.expires),
+    }
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _page(request: web.Request) -> tuple[int, int]:
+    """The first entry of a list, and how many."""
+    try:
+        first, limit = (int(request.query.get(name, default)) for name, default in (("offset", "0"), ("limit", "100")))
+    except ValueError:
+        raise RequestError("offset and limit must be whole numbers") from None
+    return max(0, first), min(max(0, limit), PAGE)
+
+
+def _list(name: str, entries: list[dict[str, Any]], request: web.Request) -> web.Response:
+    first, limit = _page(request)
+    cursor = {"offset": first, "limit": limit, "total_count": len(entries)}
+    return web.json_response({name: entries[first : first + limit], "cursor": cursor})
+
+
+async def _parsed(request: web.Request, schema: type[M]) -> M:
+    try:
+        return schema.model_validate(await read_json(request))
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{where}: {first['msg']}", where) from error
+
+
+def _check_number(value: int | None, name: str = "seq_id", least: int = 1) -> None:
+    if value is None or not least <= value <= INT32:
+        raise RequestError(f"{name} is {value}, not a whole number from {least} to {INT32}", name)
+
+
+def _not_ready() -> web.Response:
+    return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
+
+
+def _result(result: bytes, *, protobuf: bool) -> web.Response:
+    return web.Response(body=result, content_type=PROTOBUF if protobuf else "application/json")
+
+
+def _refusal(path: str, why: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        raise RequestError(f"{path.rpartition('/')[2]} is not supported: {why}", code="not_supported")
+
+    return handler
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error in the protocol's form."""
+    category = "user"
+    try:
+        return await handler(request)
+    except web.HTTPException as error:  # no such address, wrong method, too long
+        problem = RequestError(f"{error.reason} ({request.method} {request.path})", status=error.status)
+    except RequestError as error:
+        problem = error
+    except UserError as error:
+        problem = RequestError(str(error))
+    except Exception as error:
+        problem, category = RequestError(f"{type(error).__name__}: {error}", status=500), "server"
+    body = {"error": str(problem), "category": category, "detail": str(problem), "code": problem.code}
+    answer = web.Response(text=json.dumps(body), content_type="application/json", status=problem.status)
+    if not request.content.is_eof():
+        answer.force_close()
+    return answer

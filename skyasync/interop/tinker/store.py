@@ -1,0 +1,202 @@
+"""What outlives the server: sessions, models, training requests with their results, checkpoints; one SQLite file.
+
+Invariant: a training request is stored before its id is answered, and its result in the same transaction as the state
+that has it. So a server that starts again repeats what was done since a model's last state, and does nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SCHEMA = """
+create table if not exists sessions (id text primary key, about text, created real);
+create table if not exists models (
+    id text primary key, session text, rank integer, seed integer, about text, created real, used real,
+    state_seq integer default -1, state text default '');
+create table if not exists requests (
+    id text primary key, model text, seq integer, kind text, payload blob, result blob, ok integer, retrieved integer
+    default 0);
+create index if not exists by_model on requests (model, seq);
+create table if not exists samplers (id text primary key, session text, number integer, snapshot text);
+create table if not exists checkpoints (
+    path text primary key, number integer, model text, kind text, folder text, rank integer, named integer,
+    created real, expires real, about text);
+"""
+RETAINED_RESULTS = 64
+"""Results that the client has retrieved stay for so many requests of their model: an answer may be lost on its way."""
+
+
+class StoredRequest(NamedTuple):
+    id: str
+    seq: int
+    kind: str
+    payload: bytes
+    result: bytes | None
+    ok: bool
+
+
+class Checkpoint(NamedTuple):
+    """Saved adapters. ``kind``: weights, sampler_weights or external_weights; ``number`` is its policy version."""
+
+    path: str
+    number: int
+    model: str
+    kind: str
+    folder: str
+    rank: int
+    named: bool
+    created: float
+    expires: float | None
+    about: dict[str, str] | None
+
+
+class Store:
+    """Args: folder: of the server; the file and the checkpoints are in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._database = sqlite3.connect(folder / "tinker.sqlite", check_same_thread=False)
+        self._database.row_factory = sqlite3.Row
+        self._database.execute("pragma journal_mode=wal")
+        self._database.executescript(SCHEMA)
+
+    def close(self) -> None:
+        self._database.close()
+
+    def _write(self, statement: str, *values: object) -> None:
+        with self._database:
+            self._database.execute(statement, values)
+
+    def _rows(self, statement: str, *values: object) -> list[sqlite3.Row]:
+        return self._database.execute(statement, values).fetchall()
+
+    # ---------------------------------------------------------------- sessions and samplers
+
+    def add_session(self, session: str, about: Mapping[str, Any]) -> None:
+        self._write("insert into sessions values (?, ?, ?)", session, json.dumps(dict(about)), time.time())
+
+    def sessions(self) -> dict[str, dict[str, Any]]:
+        """What was told of each, the newest first."""
+        return {row["id"]: json.loads(row["about"]) for row in self._rows("select * from sessions order by rowid desc")}
+
+    def add_sampler(self, sampler: str, session: str, number: int, snapshot: str) -> None:
+        """Args: snapshot: the path of its checkpoint; "" samples from the base model."""
+        self._write("insert or ignore into samplers values (?, ?, ?, ?)", sampler, session, number, snapshot)
+
+    def samplers(self, session: str) -> list[str]:
+        return [row["id"] for row in self._rows("select id from samplers where session = ?", session)]
+
+    def snapshot(self, sampler: str) -> str | None:
+        """The path of a sampler's checkpoint; None if there is no such sampler."""
+        rows = self._rows("select snapshot from samplers where id = ?", sampler)
+        return rows[0]["snapshot"] if rows else None
+
+    # ---------------------------------------------------------------- models and their requests
+
+    def add_model(self, model: str, session: str, rank: int, seed: int, about: Mapping[str, Any]) -> None:
+        values = model, session, rank, seed, json.dumps(dict(about)), time.time(), time.time()
+        names = "id, session, rank, seed, about, created, used"
+        self._write(f"insert or ignore into models ({names}) values (?, ?, ?, ?, ?, ?, ?)", *values)
+
+    def models(self, session: str = "") -> list[dict[str, Any]]:
+        """All of them, or a session's; the newest first."""
+        where, values = ("where session = ?", [session]) if session else ("", [])
+        return [_read(row) for row in self._rows(f"select * from models {where} order by rowid desc", *values)]
+
+    def model(self, model: str) -> dict[str, Any] | None:
+        rows = self._rows("select * from models where id = ?", model)
+        return _read(rows[0]) if rows else None
+
+    def add_request(self, request: str, model: str, seq: int, kind: str, payload: bytes) -> None:
+        values = request, model, seq, kind, payload
+        self._write("insert or ignore into requests (id, model, seq, kind, payload) values (?, ?, ?, ?, ?)", *values)
+
+    def request(self, request: str) -> StoredRequest | None:
+        return next(self._requests("id = ?", request), None)
+
+    def unfinished(self, model: str) -> list[StoredRequest]:
+        return list(self._requests("model = ? and result is null", model))
+
+    def since_state(self, model: str) -> list[StoredRequest]:
+        """What has been done to the model since its last state, in order."""
+        state = "(select state_seq from models where id = model)"
+        return list(self._requests(f"model = ? and ok = 1 and seq > {state}", model))
+
+    def last_finished(self, model: str) -> int:
+        """The sequence id of the last request that has a result; -1 if none has."""
+        done = "select max(seq) from requests where model = ? and result is not null"
+        [(state, last)] = self._rows(f"select (select state_seq from models where id = ?), ({done})", model, model)
+        return max(state, -1 if last is None else last)
+
+    def _requests(self, where: str, *values: object) -> Iterator[StoredRequest]:
+        for row in self._rows(f"select * from requests where {where} order by seq", *values):
+            payload, result = row["payload"], row["result"]
+            yield StoredRequest(row["id"], row["seq"], row["kind"], payload, result, bool(row["ok"]))
+
+    def finish(
+        self, request: StoredRequest, model: str, result: bytes, *, ok: bool, state: str = "",
+        checkpoint: Checkpoint | None = None,
+    ) -> str:  # fmt: skip
+        """Store a result. Returns a folder that nothing needs any more, "" if there is none.
+
+        Args:
+            state: the folder of the model's state after this request, if it was saved.
+            checkpoint: that the request has made; it replaces one of the same path.
+        """
+        obsolete = ""
+        with self._database as database:
+            database.execute("update requests set result = ?, ok = ? where id = ?", (result, ok, request.id))
+            database.execute("update models set used = ? where id = ?", (time.time(), model))
+            if state:
+                [[obsolete]] = database.execute("select state from models where id = ?", (model,)).fetchall()
+                database.execute("update models set state = ?, state_seq = ? where id = ?", (state, request.seq, model))
+                done = "update requests set payload = x'' where model = ? and seq <= ? and result is not null"
+                database.execute(done, (model, request.seq))
+                old = "delete from requests where model = ? and seq <= ? and retrieved = 1"
+                database.execute(old, (model, request.seq - RETAINED_RESULTS))
+            if checkpoint is not None:
+                same = database.execute("select folder from checkpoints where path = ?", (checkpoint.path,)).fetchall()
+                obsolete = same[0]["folder"] if same else obsolete
+                values = (*checkpoint[:-1], json.dumps(checkpoint.about))
+                database.execute("insert or replace into checkpoints values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        return str(obsolete)
+
+    def retrieved(self, request: str) -> None:
+        self._write("update requests set retrieved = 1 where id = ?", request)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def next_version(self) -> int:
+        [(number,)] = self._rows("select coalesce(max(number), 0) + 1 from checkpoints")
+        return int(number)
+
+    def expire(self, path: str, expires: float | None) -> None:
+        self._write("update checkpoints set expires = ? where path = ?", expires, path)
+
+    def checkpoint(self, path: str) -> Checkpoint | None:
+        return next((each for each in self.checkpoints() if each.path == path), None)
+
+    def checkpoints(self, model: str = "", *, named: bool | None = None) -> list[Checkpoint]:
+        """Those that have not expired, the oldest first; the files of others are removed."""
+        rows = [Checkpoint(*row)._replace(about=json.loads(row["about"])) for row in self._rows(
+            "select * from checkpoints order by created, number")]  # fmt: skip
+        for each in rows:
+            if each.expires is not None and each.expires < time.time():
+                self.remove_checkpoint(each)
+        current = (each for each in rows if each.expires is None or each.expires >= time.time())
+        chosen = (each for each in current if not model or each.model == model)
+        return [each for each in chosen if named is None or each.named == named]
+
+    def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
+        self._write("delete from checkpoints where path = ?", checkpoint.path)
+        shutil.rmtree(checkpoint.folder, ignore_errors=True)
+
+
+def _read(row: sqlite3.Row) -> dict[str, Any]:
+    return {**dict(row), "about": json.loads(row["about"])}

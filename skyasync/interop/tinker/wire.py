@@ -1,0 +1,181 @@
+"""Messages of the protocol that are not JSON: requests of training, and results of training and sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tinker.proto import tinker_public_pb2 as pb
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from skyasync.arrays import Floats
+from skyasync.errors import UserError, unknown
+from skyasync.inference.interface import GenerationOutput
+from skyasync.interop.tinker.losses import LOSSES, NOT_SUPPORTED, LossBatch, token_losses
+
+PROTOBUF = "application/x-protobuf"
+_DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+
+
+def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
+    """The rows of a request: the tokens of ``model_input`` and, after them, the last of ``target_tokens``.
+
+    Raises:
+        UserError: for what no rank could compute, naming the datum.
+    """
+    message = pb.ForwardBackwardRequest.FromString(body)
+    name = message.loss_fn
+    if name in NOT_SUPPORTED:
+        raise UserError(f"the loss {name} is not supported: {NOT_SUPPORTED[name]}")
+    if name not in LOSSES:
+        raise UserError(unknown("loss", name, LOSSES))
+    if not message.data:
+        raise UserError("the request has no data")
+    settings = _settings(message, LOSSES[name].settings)
+    tokens: list[Tensor] = []
+    columns: dict[str, list[Tensor]] = {}
+    for index, datum in enumerate(message.data):
+        try:
+            row = _tokens(datum, vocabulary, most_tokens)
+            values = _columns(datum, name, len(row) - 1, settings)
+        except ValueError as error:
+            raise UserError(f"datum {index}: {error}") from error
+        tokens.append(row)
+        for column, value in values.items():
+            columns.setdefault(column, []).append(torch.cat([torch.zeros(1), value]))
+    padded = {column: pad_sequence(values, batch_first=True) for column, values in columns.items()}
+    lengths = torch.tensor([len(row) for row in tokens])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    loss_mask = mask.clone()
+    loss_mask[:, 0] = False
+    zeros = torch.zeros(mask.shape)
+    return LossBatch(
+        tokens=pad_sequence(tokens, batch_first=True),
+        attention_mask=mask,
+        loss_mask=loss_mask,
+        group_ids=torch.arange(len(tokens)),
+        behaviour_logprobs=padded["logprobs"],
+        versions=torch.zeros(mask.shape, dtype=torch.int32),
+        truncated=torch.zeros(len(tokens), dtype=torch.bool),
+        rewards=zeros,
+        advantages=padded["advantages"],
+        loss_weights=padded["weights"],
+        loss_name=name,
+        beta=settings.get("beta", 0.0),
+        clip_low=padded["clip_low_threshold"],
+        clip_high=padded["clip_high_threshold"],
+        ratio_mask=padded["sequence_ratio_mask"],
+        forward_only=message.forward_only,
+    )
+
+
+def _settings(message: pb.ForwardBackwardRequest, defaults: Mapping[str, float]) -> dict[str, float]:
+    given = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") == "text":
+            raise UserError(f"loss_fn_config: {key} is a text, and no loss here reads one")
+        given[key] = value.number
+    for key, number in given.items():
+        if key not in defaults:
+            raise UserError(f"loss_fn_config: {unknown('setting', key, defaults) if defaults else f'no {key} is read'}")
+        if not math.isfinite(number):
+            raise UserError(f"loss_fn_config: {key} is {number}")
+    return {**defaults, **given}
+
+
+def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> Tensor:
+    chunks = [chunk.encoded_text.tokens for chunk in datum.model_input if chunk.HasField("encoded_text")]
+    if len(chunks) < len(datum.model_input):
+        raise ValueError("images and audio are not supported: the policy reads text")
+    if datum.model_input_spans:
+        raise ValueError("provenance spans are not supported: nothing is recorded while engines sample")
+    read = np.frombuffer(b"".join(chunks), dtype=np.int32).astype(np.int64)
+    target = _array(datum.loss_fn_inputs, "target_tokens")
+    if target is None or not len(read):
+        raise ValueError("it needs tokens and target_tokens")
+    if target.shape != read.shape:
+        raise ValueError(f"target_tokens has the shape {list(target.shape)}, and there are {len(read)} tokens")
+    target = target.astype(np.int64)
+    if different := np.flatnonzero(target[:-1] != read[1:]).tolist():
+        raise ValueError(f"target_tokens[{different[0]}] is not the token that follows in model_input, as it must be")
+    if len(read) + 1 > most_tokens:
+        raise ValueError(f"it has {len(read) + 1} tokens with the last target; the server takes {most_tokens}")
+    whole = np.append(read, target[-1])
+    if (wrong := whole[(whole < 0) | (whole >= vocabulary)]).size:
+        raise ValueError(f"there is no token {wrong[0]}: the model has {vocabulary}")
+    return torch.from_numpy(whole)
+
+
+def _columns(datum: pb.Datum, name: str, length: int, settings: Mapping[str, float]) -> dict[str, Tensor]:
+    """float32 ``[length]`` each, also those that the loss does not read."""
+    loss, values = LOSSES[name], dict[str, Tensor]()
+    for key in datum.loss_fn_inputs:
+        if key not in {"target_tokens", *loss.required, *loss.optional}:
+            known = sorted({"target_tokens", *loss.required, *loss.optional})
+            raise ValueError(f"loss_fn_inputs has {key}; {name} reads {', '.join(known)}")
+    for key in (*loss.required, *loss.optional):
+        array = _array(datum.loss_fn_inputs, key)
+        if array is None:
+            if key in loss.required:
+                raise ValueError(f"loss_fn_inputs lacks {key}, which {name} needs")
+            continue
+        if array.shape != (length,):
+            raise ValueError(f"{key} has the shape {list(array.shape)}, and there are {length} target_tokens")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{key} has NaN or an infinite number")
+        values[key] = torch.from_numpy(array.astype(np.float32))
+    nothing = torch.zeros(length)
+    defaults = {key: torch.full((length,), settings.get(key, 1.0)) for key in (*_CLIPPED, "weights")}
+    values = {"logprobs": nothing, "advantages": nothing, **defaults, **values}
+    return {"sequence_ratio_mask": (values["advantages"] != 0).float(), **values}
+
+
+_CLIPPED = ("clip_low_threshold", "clip_high_threshold")
+
+
+def _array(inputs: Mapping[str, Any], key: str) -> np.ndarray[Any, Any] | None:
+    if key not in inputs:
+        return None
+    tensor = inputs[key]
+    if tensor.HasField("sparse_csr"):
+        raise ValueError(f"{key} is sparse: several targets per position are not supported")
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"{key} is neither float32 nor an integer")
+    flat = np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
+    return flat.reshape(list(tensor.shape)) if tensor.shape else flat
+
+
+def loss_result(logprobs: Tensor, batch: LossBatch) -> bytes:
+    """What the client is answered: log-probabilities and loss of each target token, and the loss's sum."""
+    losses = token_losses(logprobs, batch)
+    record = pb.ArrayRecord(num_datums=len(batch))
+    lengths = (batch.attention_mask.sum(1) - 1).tolist()
+    for name, values in (("logprobs", logprobs), ("elementwise_loss", losses)):
+        rows = [row[1 : length + 1].float().numpy() for row, length in zip(values, lengths, strict=True)]
+        field = record.fields[name]
+        field.data, field.dtype = np.concatenate(rows).astype(np.float32).tobytes(), pb.DTYPE_FLOAT32
+        field.offsets = np.cumsum([0, *(4 * length for length in lengths)]).astype(np.int64).tobytes()
+    total = float(losses.where(batch.loss_mask, 0.0).sum(dtype=torch.float64))
+    output = pb.ForwardBackwardOutput(loss_fn_output_type="TensorDict", loss_fn_outputs=[record])
+    output.metrics["loss:sum"] = total
+    result: bytes = output.SerializeToString()
+    return result
+
+
+def sample_result(outputs: Sequence[GenerationOutput], prompt_logprobs: Floats | None) -> bytes:
+    """Args: prompt_logprobs: NaN where none was computed; None if they were not requested."""
+    response = pb.SampleResponse()
+    for output in outputs:
+        response.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if output.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
+            tokens=output.token_ids.tobytes(),
+            logprobs=output.logprobs.tobytes(),
+        )
+    if prompt_logprobs is not None:
+        response.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
+    result: bytes = response.SerializeToString()
+    return result

@@ -1,0 +1,84 @@
+"""The policy's ranks with the adapters of several models, of which each call is for the one that is active."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from skyasync.interop.tinker.losses import LossBatch, SummedLoss
+from skyasync.models.backend import LOGPROBS, MODEL, OutputRequest, SaveResult
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp.adapter_states import AdapterState, exchange, without_optimizer_state
+from skyasync.models.fsdp.backend import FSDPBackend
+from skyasync.workers.policy import PolicyWorker
+
+BASE = ""
+"""In place of a model's id: adapters that add nothing, or what is loaded next; they are not retained."""
+
+
+class MultiAdapterWorker(PolicyWorker):
+    """Attributes: active: the id of the model whose adapters are in the policy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (the base's)
+        super().__init__(*args, **kwargs)
+        self.loss, self.active = SummedLoss(), BASE
+        self._states: dict[str, AdapterState] = {}
+
+    def activate(self, model: str, rank: int = 0, seed: int = 0) -> None:
+        """Put a model's adapters into the policy: new ones of this rank and seed if it is not known."""
+        if model == self.active and model != BASE:
+            return
+        backend = self._fsdp
+        state = self._states.pop(model, None)
+        before = exchange(backend, state)
+        if self.active != BASE:
+            self._states[self.active] = before
+        if state is None:
+            assert backend.adapters is not None
+            backend.adapters.initialize(seed, rank)
+        self.active = model
+
+    def forget(self, model: str) -> None:
+        """The model is not used any more."""
+        self._states.pop(model, None)
+        if self.active == model:
+            self.active = BASE
+
+    def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
+        """The log-probabilities of the batch, and its gradient unless it is for the forward pass alone."""
+        assert isinstance(batch, LossBatch)
+        if batch.forward_only:
+            return self.backend.forward(batch, OutputRequest(plain=True))[LOGPROBS]
+        return self.accumulate(batch, self.loss, {LOGPROBS})
+
+    def adam_step(self, adam: Mapping[str, float]) -> dict[str, Any]:
+        """One step of AdamW with these settings, and its metrics; ``problem`` if there was none, and why."""
+        backend, betas = self._fsdp, (adam["beta1"], adam["beta2"])
+        backend.trained[MODEL].max_grad_norm = max(0.0, adam["grad_clip_norm"])
+        for group in backend.optimizer.param_groups:
+            group |= {"betas": betas, "eps": adam["eps"], "weight_decay": adam["weight_decay"]}
+        if problem := backend.examine():
+            backend.drop_gradient()
+            return {"problem": problem}
+        return dict(backend.optimizer_step({MODEL: adam["learning_rate"]}).get(MODEL, {}))
+
+    def load_adapters(self, folder: str, optimizer: bool) -> None:
+        """What ``save`` wrote, into the active model."""
+        self.backend.drop_gradient()
+        self.load(folder)
+        if not optimizer:
+            self._fsdp.optimizer.state.clear()
+            self._fsdp.step = 0
+
+    def save_adapters(self, folder: str, optimizer: bool) -> SaveResult:
+        """Write the active model's adapters, with their optimizer state or without."""
+        with nullcontext() if optimizer else without_optimizer_state(self._fsdp):
+            return self.save(folder)
+
+    @property
+    def _fsdp(self) -> FSDPBackend:
+        assert isinstance(self.backend, FSDPBackend)
+        return self.backend

@@ -1,0 +1,209 @@
+"""What a run's metrics show to be wrong, in words, and what to change.
+
+Invariant: a pure function of the rows of ``metrics.jsonl``. An alarm compares the last ``WINDOW`` steps with the first
+ones, or with a limit that no healthy recipe comes near; before so many steps there is none. The recorded rows of
+healthy runs raise none at any of their steps, and rows of runs that were made ill raise theirs (tests hold both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median, variance
+from typing import Any
+
+Row = Mapping[str, Any]
+
+WINDOW = 10  # steps
+LONG = 30  # steps after which a reward that has not risen is an alarm
+FEW_MIXED, LOW_SAMPLE_SIZE, CUT, IDLE = 0.1, 0.5, 0.3, 0.85  # shares
+RISES = 3.0  # times what it was in the first steps
+#: Nats per token that a metric must exceed in ``OFTEN`` of the last steps.
+DIVERGENCES = {"policy/approx_kl": 0.2, "off_policy/kl": 0.2, "policy/kl_loss": 1.0, "reward/kl": 1.0}
+OFTEN = 3
+GAP, NEAR_LIMIT = 0.05, 0.5  # nats; share of sync/logprob_gap_limit
+LOST_ENTROPY, NO_ENTROPY = 0.2, 0.05  # of what it was in the first steps
+FALL = 0.1  # of the held-out score
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """``name`` is one word for programs; ``text`` says what was seen and what to change."""
+
+    name: str
+    text: str
+
+
+class _Course:
+    """A metric's values, in the order of the steps."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = [row for row in rows if row["step"] > 0]
+
+    def values(self, name: str) -> list[float]:
+        return [float(row[name]) for row in self.rows if row.get(name) is not None]
+
+    def first_and_last(self, name: str) -> tuple[float, float] | None:
+        """Medians of the first and of the last ``WINDOW`` values; None until there are so many."""
+        values = self.values(name)
+        return (median(values[:WINDOW]), median(values[-WINDOW:])) if len(values) >= WINDOW else None
+
+    def last(self, name: str) -> float | None:
+        """Median of the last ``WINDOW`` values."""
+        both = self.first_and_last(name)
+        return both[1] if both else None
+
+    def reward_risen(self) -> bool:
+        """It is above what it was in the first steps by more than chance, and has not fallen since its best."""
+        rewards = self.values("reward/mean")
+        window = min(WINDOW, len(rewards) // 2)
+        if window < 2:
+            return True  # too early to say
+        first, last = rewards[:window], rewards[-window:]
+        noise = 2 * ((variance(first) + variance(last)) / window) ** 0.5
+        best = max(fmean(rewards[n : n + window]) for n in range(len(rewards) - window + 1))
+        return fmean(last) > fmean(first) + noise and fmean(last) > fmean(first) + 0.5 * (best - fmean(first))
+
+
+def alarms(rows: Sequence[Row], restarts: Sequence[Row] = ()) -> list[Alarm]:
+    """The alarms of a run at its last row.
+
+    Args:
+        rows: of ``metrics.jsonl``.
+        restarts: of ``restarts.jsonl``: workers and controllers that were started again.
+    """
+    course = _Course(rows)
+    raised = [Alarm(name, text) for name, check in _CHECKS.items() for text in check(course)]
+    return raised + [Alarm("restarts", text) for text in _restarts(course, restarts)]
+
+
+def _reward_flat(course: _Course) -> Iterator[str]:
+    rewards = course.values("reward/mean")
+    mixed = course.last("reward/mixed_groups")
+    if len(rewards) >= LONG and not course.reward_risen() and (mixed is None or mixed >= FEW_MIXED):
+        yield (
+            f"The reward has not risen in {len(rewards)} steps ({fmean(rewards[:WINDOW]):.3f} in the first {WINDOW}, "
+            f"{fmean(rewards[-WINDOW:]):.3f} in the last). Look whether the samples deserve their rewards; then change "
+            f"trainer.policy.optimizer_config.lr (3 times larger if the KL stays near 0, smaller if the reward jumps)."
+        )
+
+
+def _groups_equal(course: _Course) -> Iterator[str]:
+    mixed = course.last("reward/mixed_groups")
+    if mixed is not None and mixed < FEW_MIXED and not course.reward_risen():
+        yield (
+            f"In {1 - mixed:.0%} of the groups all samples have the same reward: they teach a group-relative "
+            f"estimator nothing. Use easier or harder prompts, a reward with partial credit, a larger "
+            f"generator.n_samples_per_prompt, or trainer.algorithm.dynamic_sampling.type=variance."
+        )
+
+
+def _entropy(course: _Course) -> Iterator[str]:
+    values = course.values("policy/entropy")
+    if len(values) < WINDOW or max(values[:3]) <= 0:
+        return
+    first, last = max(values[:3]), median(values[-WINDOW:])  # it may be gone within a few steps
+    if last < NO_ENTROPY * first or (last < LOST_ENTROPY * first and not course.reward_risen()):
+        yield (
+            f"The entropy fell from {first:.3g} to {last:.3g} nats per token: the policy hardly explores. Lower "
+            f"trainer.policy.optimizer_config.lr, raise trainer.algorithm.entropy_loss_coef or the upper clip "
+            f"(trainer.algorithm.eps_clip_high), or sample at temperature 1."
+        )
+
+
+def _divergence(course: _Course) -> Iterator[str]:
+    for name, limit in DIVERGENCES.items():
+        values = course.values(name)[-WINDOW:]
+        if len(values) == WINDOW and sum(value > limit for value in values) >= OFTEN:
+            yield (
+                f"The KL divergence is too large: {name} was up to {max(values):.3g} nats per token in the last steps. "
+                f"Lower trainer.policy.optimizer_config.lr, make fewer updates per batch, or add "
+                f"trainer.algorithm.use_kl_loss=true; trainer.spike_limits can undo such steps."
+            )
+
+
+def _difference(course: _Course) -> Iterator[str]:
+    both = course.first_and_last("gap/mean")
+    probes = [row for row in course.rows if row.get("sync/logprob_gap_mean") is not None][-3:]
+    limits = [NEAR_LIMIT * (row.get("sync/logprob_gap_limit") or 1.0) for row in probes]
+    differences = [row["sync/logprob_gap_mean"] for row in probes]
+    near = len(probes) == 3 and all(value > limit for value, limit in zip(differences, limits, strict=True))
+    if near or (both and both[1] > max(GAP, RISES * both[0])):
+        measured = f"{differences[-1]:.3g} nats on probes" if near else f"gap/mean is {both[1] if both else 0:.3g} nats"
+        yield (
+            f"The log-probabilities of trainer and engine differ too much under the same weights: {measured}. Use the "
+            f"same precision on both sides (trainer.policy.model.dtype, generator.dtype), or correct for it with "
+            f"trainer.algorithm.off_policy_correction=token_tis."
+        )
+
+
+def _sample_size(course: _Course) -> Iterator[str]:
+    share = course.last("off_policy/effective_sample_size")
+    if share is not None and share < LOW_SAMPLE_SIZE:
+        yield (
+            f"The effective sample size is {share:.0%} of the tokens: the policy that trains is far from the one that "
+            f"sampled. Lower trainer.policy.optimizer_config.lr or the staleness (trainer.max_staleness, "
+            f"trainer.async_queue_size, trainer.sync_interval)."
+        )
+
+
+def _truncation(course: _Course) -> Iterator[str]:
+    both = course.first_and_last("response/truncated")
+    if both and both[1] > CUT and both[1] >= both[0]:
+        yield (
+            f"{both[1]:.0%} of the responses are cut by their length ({both[0]:.0%} in the first steps). Raise "
+            f"generator.sampling_params.max_generate_length, or penalise length (trainer.algorithm.overlong_buffer)."
+        )
+
+
+def _engines_idle(course: _Course) -> Iterator[str]:
+    shares = [share for share in course.values("idle/engines") if share < 1]  # 1: all is generated, as at the end
+    if len(shares) >= WINDOW and (share := median(shares[-WINDOW:])) > IDLE:
+        yield (
+            f"The engines are idle {share:.0%} of the time: they wait for the trainer, environments or rewards. Give "
+            f"the trainer more devices, raise environment.num_workers, or use an asynchronous plan."
+        )
+
+
+def _trainer_idle(course: _Course) -> Iterator[str]:
+    if (share := course.last("idle/trainer")) is not None and share > IDLE:
+        yield (
+            f"The trainer is idle {share:.0%} of the time: it waits for samples. Start more engines "
+            f"(generator.num_inference_engines), generate further ahead, or look whether environments and rewards are "
+            f"slow (the timeline shows both)."
+        )
+
+
+def _no_gradient(course: _Course) -> Iterator[str]:
+    if (norm := course.last("policy/grad_norm")) == 0:
+        yield f"The gradient is {norm:g}: nothing is learnt. The rewards of every group are equal, or all is masked."
+
+
+def _score_fell(course: _Course) -> Iterator[str]:
+    scores = course.values("eval/score")
+    if len(scores) > 1 and max(scores) - scores[-1] > FALL:
+        yield (
+            f"The held-out score fell from its best, {max(scores):.2f}, to {scores[-1]:.2f}. Keep the best checkpoint "
+            f"with trainer.ckpt_best_metric=eval/score; a lower trainer.policy.optimizer_config.lr is steadier."
+        )
+
+
+def _restarts(course: _Course, restarts: Sequence[Row]) -> Iterator[str]:
+    counted = [float(row.get("engines/deaths") or 0) for row in course.rows[-WINDOW - 1 :]]
+    failures = round(sum(max(0.0, after - before) for before, after in pairwise(counted)))
+    since = course.rows[-WINDOW]["step"] if len(course.rows) >= WINDOW else 0
+    again = [str(row.get("what", "a process")) for row in restarts if row["step"] >= since]
+    if failures or again:
+        what = ([f"engines ({failures})"] if failures else []) + again
+        yield (
+            f"Parts failed in the last {WINDOW} steps and were started again: {', '.join(what)}. Their files "
+            f"in logs/ end with the reason; out of memory is the most frequent one (skyasync plan estimates it)."
+        )
+
+
+_CHECKS: dict[str, Callable[[_Course], Iterator[str]]] = {
+    "reward_flat": _reward_flat, "groups_equal": _groups_equal, "entropy": _entropy, "kl": _divergence,
+    "logprob_difference": _difference, "effective_sample_size": _sample_size, "truncation": _truncation,
+    "engines_idle": _engines_idle, "trainer_idle": _trainer_idle, "gradient": _no_gradient, "score": _score_fell,
+}  # fmt: skip
