@@ -32,7 +32,7 @@ from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
 from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError
-from skyasync.models.images import images_of
+from skyasync.models.images import images_of, reads_images
 from skyasync.rollout.types import action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
@@ -87,6 +87,8 @@ class Calls:
         self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # only one: long conversations take memory
         #: Most bytes of a request: far more than the model can read.
         self.most_bytes = min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * max_model_len)
+        if reads_images(getattr(chat.tokenizer, "name_or_path", "")):
+            self.most_bytes = MOST_BYTES
 
     async def prompt(self, session: Session, request: ModelRequest, size: int) -> Ints:
         """The tokens that the model is to continue.
@@ -279,14 +281,17 @@ class ModelCall:
         self._recorded = True
         request, messages = self.request, self.request.messages
         read, thought = conversation(messages, request.tools), thoughts(messages)  # once for all replies
+        shown = images_of(messages)
         for output, reply in zip(outputs, replies, strict=True):
-            reason, shown = output.finish_reason or "stop", images_of(messages)
-            call = RecordedCall(self._prompt, action_of(output, []), reason, self.head.id, shown)
+            call = RecordedCall(
+                self._prompt, action_of(output, []), output.finish_reason or "stop", self.head.id, shown
+            )
             led_to = [*read, comparable(reply.message)] if request.prompt is None else ()
             self._session.recorder.record(call, led_to, thought | thoughts([reply.message], len(read)))
         if request.stored is not None:
             stored = [*request.stored, replies[0].message]
             size = sum(map(len, read)) + sum(len(message.get("reasoning_content", "")) for message in stored)
+            size += sum(len(image.data) for image in shown)
             self._session.store(self.head.id, stored, size + len(replies[0].text))
 
     async def _reply(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:

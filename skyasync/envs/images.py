@@ -13,7 +13,7 @@ from typing import Any
 from skyasync.errors import UserError
 from skyasync.models.images import Image, data_url, images_of, read_image
 
-NO_IMAGES = "images are not read here: rows, environments and the endpoint's /v1/chat/completions can have them"
+NO_IMAGES = "images are not read here: rows, observations of environments and messages to the endpoint can have them"
 NO_VIDEOS = "of texts and images, only these are read"
 
 #: Columns that are read, and the mark in a prompt's text where an image stands.
@@ -71,12 +71,14 @@ def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:
             continue
         if kind not in ("image", "image_url", "input_image"):
             raise UserError(f"a message's content has parts of type {kind}: {NO_VIDEOS}")
-        named = [part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None]
+        named = [part[name] for name in ("image", "image_url", "url", "path", "source") if part.get(name) is not None]
         if not named:
             raise UserError(f"a content part of type {kind} has no image: give it as {kind!r}; found {sorted(part)}")
         value = named[0]
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
+        elif isinstance(value, Mapping) and "data" in value:  # Anthropic's
+            value = f"data:{value.get('media_type')};base64,{value['data']}"
         parts.append({"type": "image", "image": read_image(value, files=files)})
     return parts
 
@@ -104,7 +106,7 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object])
     placed = 0
     result = [dict(message) for message in messages]
     for message in result:
-        content, parts = message["content"], list[Any]()
+        content, parts = message.get("content") or "", list[Any]()
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             if not isinstance(part, Mapping):
                 parts.append(part)
@@ -120,7 +122,7 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object])
                     placed += 1
             else:
                 parts.append(part)
-        if len(parts) != 1 or parts[0].get("type") != "text":
+        if any(image_part(part) for part in parts):
             message["content"] = parts
     if not placed and read:
         first = next((message for message in result if message["role"] == "user"), result[0])

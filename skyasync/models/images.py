@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 from weakref import WeakValueDictionary
 
+from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 
 
@@ -36,6 +37,14 @@ class Family(NamedTuple):
 _QWEN = Family(0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"))
 _IDEFICS = Family(1, "model.vision_model", ("model.connector",))
 FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "idefics3": _IDEFICS, "smolvlm": _IDEFICS}
+
+
+@lru_cache
+def reads_images(model: str) -> bool:
+    """Whether the model of a folder or a hub name is of one of these types. It is on this machine."""
+    file = config_file(model) if model else None
+    settings = read_json(file, model) if file else {}
+    return bool(settings.get("vision_config")) and settings.get("model_type") in FAMILIES
 
 
 class Image:
@@ -123,13 +132,16 @@ def decoded(image: Image) -> Any:  # noqa: ANN401
     """As a PIL image with three channels."""
     try:
         from PIL import Image as PIL
+        from PIL import UnidentifiedImageError
     except ImportError as error:
         raise UserError("images need Pillow and torchvision: pip install pillow torchvision") from error
     try:
         with PIL.open(io.BytesIO(image.data)) as opened:
             return opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, PIL.DecompressionBombError) as error:
-        raise UserError(f"{image} of {len(image.data)} bytes cannot be decoded: {error}") from error
+        unknown = isinstance(error, UnidentifiedImageError)
+        why = f"it begins with {image.data[:12]!r}, which is no format of images" if unknown else error
+        raise UserError(f"an image of {len(image.data)} bytes cannot be decoded: {why}") from error
 
 
 def images_of(conversation: Any) -> Images:  # noqa: ANN401

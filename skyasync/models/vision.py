@@ -13,6 +13,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from skyasync.errors import UserError
 from skyasync.models.images import FAMILIES, Image, Images, decoded, read_image
 
 NEVER = -1e9  # a logit whose probability is exactly 0, with a gradient that is not NaN
-CACHED = 256  # images whose features are kept; they are as large as the decoded images
+CACHED = 64  # images whose features are kept: 24 MB of a megapixel for Qwen
 _NO_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -58,6 +59,7 @@ class ImageProcessor:
         self.placeholder: int = config.image_token_id
         self.banned = sorted({config.image_token_id, getattr(config, "video_token_id", None) or config.image_token_id})
         self._of = lru_cache(CACHED)(self._process)
+        self._known: WeakKeyDictionary[Image, list[int]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # an engine's thread and the event loop share it
 
     def _process(self, image: Image) -> _Processed:
@@ -70,6 +72,12 @@ class ImageProcessor:
             )
         features = {name: value for name, value in given.items() if name not in _NO_FEATURES}
         return _Processed(given["input_ids"][0].tolist(), features)
+
+    def _tokens(self, image: Image) -> list[int]:
+        tokens = self._known.get(image)
+        if tokens is None:
+            tokens = self._known[image] = self._of(image).tokens
+        return tokens
 
     def expand(self, tokens: Sequence[int], images: Images) -> Ints:
         """The tokens with each placeholder replaced by those of its image.
@@ -85,7 +93,7 @@ class ImageProcessor:
             )
         given, expanded = iter(images), list[int]()
         for token in tokens:
-            expanded += self._of(next(given)).tokens if token == self.placeholder else [token]
+            expanded += self._tokens(next(given)) if token == self.placeholder else [token]
         return ints(expanded)
 
     def collapse(self, tokens: Sequence[int], images: Images) -> list[int]:
@@ -96,9 +104,11 @@ class ImageProcessor:
         """
         rest, collapsed = list(tokens), list[int]()
         for image in images:
-            own = self._of(image).tokens
-            start = next((i for i in range(len(rest)) if rest[i : i + len(own)] == own), -1)
-            if start < 0:
+            own = self._tokens(image)
+            if self.placeholder not in rest:
+                break
+            start = rest.index(self.placeholder) - own.index(self.placeholder)
+            if start < 0 or rest[start : start + len(own)] != own:
                 break
             collapsed += [*rest[:start], self.placeholder]
             rest = rest[start + len(own) :]

@@ -21,7 +21,7 @@ from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.images import read_parts
 from skyasync.errors import UserError
 from skyasync.inference.interface import SamplingParams
-from skyasync.models.images import images_of
+from skyasync.models.images import images_of, reads_images
 from skyasync.rollout.tokenizer import Tokenizer
 
 LONG = 4096
@@ -143,11 +143,11 @@ def template_tokens(
     Raises:
         UserError: if the model reads text alone, or the template shows more or fewer placeholders than images.
     """
-    processor = None
-    if images := images_of(messages):
+    processor, path = None, getattr(tokenizer, "name_or_path", "")
+    if (images := images_of(messages)) or reads_images(path):
         from skyasync.models.vision import processor_of
 
-        processor = processor_of(getattr(tokenizer, "name_or_path", ""))  # first: templates of text fail on parts
+        processor = processor_of(path)  # first: templates of text fail on parts
     tokens = tokenizer.apply_chat_template(
         messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
     )

@@ -19,8 +19,7 @@ from typing import Any
 from skyasync.arrays import ints, joined
 from skyasync.config.schema import Config
 from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
-from skyasync.envs.base import Conversation
-from skyasync.envs.images import read_messages
+from skyasync.envs.base import Conversation, InvalidEnvOutputError
 from skyasync.envs.pool import EnvPool
 from skyasync.envs.reward import known_of, metrics_of
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError, unknown
@@ -180,7 +179,7 @@ class EpisodeGenerator(TrajectoryGenerator):
             raise UserError(f"environment {env_class} reads plain text (raw_text): rows with images need messages")
         opening = self._plain.opening(request.prompt.messages) if as_text else request.prompt.messages
         with limits.environment_errors():
-            start = read_messages(await environments.init(episode, env_class, request.extras, opening))
+            start = await environments.init(episode, env_class, request.extras, opening)
         tools = environments.tools(env_class)
         tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
         messages = [] if isinstance(start, str) else list(start)
@@ -213,7 +212,6 @@ class EpisodeGenerator(TrajectoryGenerator):
                 seen = await _in_thread(is_long, partial(frame.seen, tokens, action.tokens))
             with limits.environment_errors():
                 step = await environments.step(episode, text, seen)
-                read = read_messages(step["observations"])
             action.reward = step["reward"]
             trajectory.metrics = step["metrics"]
             tokens = joined(tokens, action.tokens)
@@ -222,7 +220,12 @@ class EpisodeGenerator(TrajectoryGenerator):
             if turn + 1 == limits.max_turns:
                 break
             # Its answer is what the model reads next, unless there is no room for it.
-            observation, shown = ints(frame.observation(read, action.tokens)), images_of(read)
+            read = step["observations"]
+            with limits.environment_errors():
+                try:
+                    observation, shown = ints(frame.observation(read, action.tokens)), images_of(read)
+                except UserError as error:  # of this episode's text and images
+                    raise InvalidEnvOutputError(str(error)) from error
             images = (*images, *shown)
             tokens, reframed = joined(tokens, observation), None
             if self._as_template_shows:

@@ -1,7 +1,8 @@
-"""Images that programs send to /v1/chat/completions, up to the trained model."""
+"""Images that programs send to the endpoint, up to the trained model."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
+from anthropic import AsyncAnthropic
 
 from skyasync.agents.recorder import RecordedCall, sequences
 from skyasync.arrays import ints
@@ -20,7 +22,7 @@ from skyasync.models.token_model import TokenModel
 from skyasync.rollout.collate import collate
 from skyasync.rollout.tokenizer import load_tokenizer
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
-from tests.agents.served import HELLO, chat, entered, real_endpoint, scripted
+from tests.agents.served import HELLO, chat, entered, real_endpoint, scripted, url
 from tests.models.tiny_vision import logprobs, noise, save_tiny
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -77,16 +79,36 @@ async def test_an_image_that_is_no_sound_data_url_is_rejected(real: Any, given: 
             await chat(client, [{"role": "user", "content": [part]}])
 
 
-async def test_a_model_of_text_and_the_other_forms_reject_images(real: Any, tokenizer: Any) -> None:
+async def test_all_forms_read_the_same_images(real: Any) -> None:
+    first, second = noise(1), noise(2)
+    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(first.data).decode()}
+    picture = {"type": "image", "source": source}
+    shot = {"type": "image", "source": {"type": "url", "url": data_url(second)}}
+    text = "How many discs?"
+    asked = [
+        {"type": "input_image", "image_url": data_url(first), "detail": "auto"},
+        {"type": "input_text", "text": text},
+    ]
+    async with entered(real.endpoint) as (client, session):
+        await chat(client, [user(text, first)], temperature=0)
+        await client.responses.create(model="any", input=[{"role": "user", "content": asked}], temperature=0)  # type: ignore[list-item]
+        async with AsyncAnthropic(base_url=url(real.endpoint), api_key=session.api_key) as theirs:
+            messages: Any = [{"role": "user", "content": [picture, {"type": "text", "text": text}]}]
+            given: Any = {"model": "any", "max_tokens": 6, "extra_body": {"temperature": 0}}
+            answer = await theirs.messages.create(messages=messages, **given)
+            result = {"type": "tool_result", "tool_use_id": "a", "content": [shot]}
+            turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+            await theirs.messages.create(messages=[*messages, *turns], **given)
+    *same, last = session.recorder.calls
+    assert len({call.prompt.tobytes() for call in same}) == 1
+    assert [call.images for call in same] == [(first,)] * 3
+    assert last.images == (first, second)
+
+
+async def test_a_model_of_text_rejects_images(tokenizer: Any) -> None:
     async with scripted(tokenizer) as (client, _, _):
         with pytest.raises(openai.BadRequestError, match="reads text alone: images need a vision-language model"):
             await chat(client, [user("What is it?", noise(1))])
-    async with entered(real.endpoint) as (client, _):
-        part = {"type": "input_image", "image_url": data_url(noise(1)), "detail": "auto"}
-        with pytest.raises(
-            openai.BadRequestError, match="images are not read here: rows, environments and the endpoint"
-        ):
-            await client.responses.create(model="any", input=[{"role": "user", "content": [part]}])  # type: ignore[list-item]
 
 
 async def test_equal_tokens_with_another_image_are_a_sequence_of_their_own() -> None:

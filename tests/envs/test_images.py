@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from PIL import Image as PIL
 from skyasync.config.load import load_config
 from skyasync.config.schema import Config
 from skyasync.data.datasets import as_prompt
+from skyasync.envs.base import InvalidEnvOutputError, check_step
 from skyasync.envs.images import image_column, image_part
 from skyasync.errors import UserError
 from skyasync.models.images import Image
@@ -101,6 +103,19 @@ def test_images_of_a_row_are_read_in_every_form_and_placed(tmp_path: Path) -> No
     assert "images" not in prompt.extras
     template = [{"role": "user", "content": [text, {"type": "image"}]}]
     assert as_prompt(7, {"prompt": template, "image": red}, reward_config()).messages[0]["content"] == [text, image]
+
+
+def test_an_environments_image_is_read_or_ends_its_episode() -> None:
+    url = f"data:image/png;base64,{base64.b64encode(png('red')).decode()}"
+    for given, problem in (
+        (url, ""),
+        ("data:image/png;base64,aGk=", "observations: an image of 2 bytes cannot"),
+    ):
+        content = [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {"url": given}}]
+        output = {"observations": [{"role": "user", "content": content}], "reward": 0.0, "done": False}
+        with pytest.raises(InvalidEnvOutputError, match=problem) if problem else nullcontext():
+            step = check_step(output, raw=False, most_chars=200)  # an image has no characters
+            assert step["observations"][0]["content"][1] == {"type": "image", "image": Image(png("red"))}
 
 
 def test_a_row_without_images_is_as_it_was() -> None:

@@ -20,6 +20,8 @@ from skyasync.models.images import Image, Images, read_image
 from skyasync.models.packing import empty_micro_batch
 from skyasync.models.token_model import TokenModel
 from skyasync.models.vision import NEVER, decoded, processor_of
+from skyasync.rollout.chat import ChatTokenizer
+from skyasync.rollout.tokenizer import load_tokenizer
 from tests.models.tiny_vision import FAMILIES, answers_of, as_batch, conversation, logprobs, noise, prompt, save_tiny
 
 pytestmark = pytest.mark.slow
@@ -78,6 +80,13 @@ def test_tokens_of_images_are_those_of_the_processor(folder: str) -> None:
         processor.expand(processor.collapse(expanded, images), images[:1])
     with pytest.raises(UserError, match="do not hold those of its 1 images"):
         processor.collapse(expanded, images[:1])
+
+
+def test_a_text_with_a_placeholder_and_no_image_is_rejected(folder: str) -> None:
+    chat, mark = ChatTokenizer(load_tokenizer(folder)), processor_of(folder)._processor.image_token
+    assert chat.prompt([{"role": "user", "content": "How many?"}]).tolist()
+    with pytest.raises(UserError, match=r"has 1 placeholders for 0 images: .* texts must not contain it"):
+        chat.prompt([{"role": "user", "content": f"How many {mark}?"}])
 
 
 def test_rows_with_images_have_the_gradient_of_each_row_alone(folder: str) -> None:

@@ -62,7 +62,7 @@ def idefics3() -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
         "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 352,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "max_position_embeddings": 1024, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
-        "pad_token_id": tokenizer.pad_token_id,
+        "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": True,  # vLLM reads it here
     }  # fmt: skip
     vision = {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,

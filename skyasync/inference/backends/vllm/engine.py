@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from skyasync.arrays import Ints, floats, ints
-from skyasync.errors import MissingVLLMError
+from skyasync.errors import MissingVLLMError, UserError
 from skyasync.inference.backends.vllm import adapter
 from skyasync.inference.backends.vllm.options import check_options
 from skyasync.inference.backends.vllm.process_guard import ProcessGuard
@@ -53,7 +53,7 @@ from skyasync.inference.interface import (
 )
 from skyasync.models.config import load_config
 from skyasync.models.images import Images, decoded
-from skyasync.models.vision import ImageProcessor, is_vision, processor_of
+from skyasync.models.vision import NEVER, ImageProcessor, is_vision, processor_of
 from skyasync.utils.task_group import not_halfway
 from skyasync.weight_sync.delta import Encoded
 from skyasync.weight_sync.tensors import as_message
@@ -126,6 +126,8 @@ class VLLMEngine(InferenceEngine):
             await asyncio.to_thread(self._load)
             await self.call(self.llm.get_supported_tasks())  # vLLM remembers them; see ``outputs``
             await self.call(self.llm.update_weight_version(str(self.version)))
+            if self._images is not None:
+                await self.call(self.llm.collective_rpc("ban", args=(self._images.banned, NEVER)))
         except BaseException:
             await self.shutdown()
             raise
@@ -277,22 +279,31 @@ class VLLMEngine(InferenceEngine):
     ) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs for one prompt.
 
-        vLLM registers the request before its first suspension, since it knows its supported tasks. No weight update
-        comes between reading ``version`` and the list of requests that an update restarts.
+        vLLM registers the request before its first suspension, since it knows its supported tasks and images are
+        processed before. No weight update comes between reading ``version`` and the list of requests that an update
+        restarts.
+
+        Raises:
+            RequestFailedError: if the prompt's placeholders are not those of the images.
         """
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        salt = f"version {self.version}"
-        prompt: Any = tokens_input(tokens, cache_salt=salt)
-        if images:
-            if self._images is None:
-                raise RequestFailedError("it has images, but the model reads text alone")
-            prompt = {
-                "prompt_token_ids": self._images.collapse(tokens, images),  # vLLM expands placeholders
-                "multi_modal_data": {"image": [decoded(image) for image in images]},
-                "cache_salt": salt,
-            }
+        prompt: Any = tokens_input(tokens)
+        if self._images is None and images:
+            raise RequestFailedError("it has images, but the model reads text alone")
+        if self._images is not None:
+            try:
+                collapsed = self._images.collapse(tokens, images)
+            except UserError as error:
+                raise RequestFailedError(str(error)) from error
+            if images:
+                shown = {"image": [decoded(image) for image in images]}
+                given: Any = {"prompt_token_ids": collapsed, "multi_modal_data": shown}
+                (prompt,) = await self.llm.renderer.render_cmpl_async([given])  # expands placeholders
+                if not self._in_flight.get(name, True):  # aborted meanwhile, when vLLM did not know it
+                    parameters.min_tokens, parameters.max_tokens = 0, 1
+        prompt["cache_salt"] = f"version {self.version}"
         try:
             async for output in self.llm.generate(prompt, parameters, name, lora_request=self._adapter):
                 yield output
