@@ -53,7 +53,7 @@ def load_prompts(
     given = [known[s] if s in known else rows(s, cfg, is_eval=is_eval) for s in sources]
     prompts = [as_prompt(index, row, cfg) for index, row in enumerate(row for part in given for row in part)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
-    limit, lengths = cfg.trainer.max_prompt_length, [len(chat.prompt(prompt.messages)) for prompt in prompts]
+    limit, lengths = cfg.trainer.max_prompt_length, [_length(prompt, chat) for prompt in prompts]
     short = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
     if len(short) < len(prompts):
         log.warning(
@@ -70,6 +70,14 @@ def load_prompts(
         _check_env_classes(short, cfg)
     check_rows(short, cfg, is_eval=is_eval)
     return short
+
+
+def _length(prompt: Prompt, chat: ChatTokenizer) -> int:
+    """In tokens. Raises ``UserError`` naming the row, if the model cannot read it."""
+    try:
+        return len(chat.prompt(prompt.messages))
+    except UserError as error:
+        raise UserError(f"data row {prompt.id.row}: {error}") from error
 
 
 def load_eval_prompts(
@@ -98,7 +106,7 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
     def as_prompts(first: int, rows: Sequence[Row]) -> list[Prompt]:
         nonlocal read, too_long, reported
         prompts = [as_prompt(number, row, cfg) for number, row in enumerate(rows, first)]
-        short = [prompt for prompt in prompts if len(chat.prompt(prompt.messages)) <= limit]
+        short = [prompt for prompt in prompts if _length(prompt, chat) <= limit]
         read, too_long = read + len(prompts), too_long + len(prompts) - len(short)
         if too_long > 2 * reported:
             reported = too_long

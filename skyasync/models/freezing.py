@@ -32,10 +32,10 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
     """
     parameters, parts = dict(model.named_parameters(remove_duplicate=False)), _parts(model.config.model_type)
     for name in names:
-        wanted, excluded = parts.get(name, ((name.rstrip("."),), ()))
-        chosen = [p for full, p in parameters.items() if _within(full, wanted) and not _within(full, excluded)]
+        included, excluded = parts.get(name, ((name.rstrip("."),), ()))
+        chosen = [p for full, p in parameters.items() if _within(full, included) and not _within(full, excluded)]
         if not chosen:
-            beginnings = {full[:end] for full in parameters for end in _ends(full)}
+            beginnings = {full[:end] for full in parameters for end in _prefixes(full)}
             close = " or ".join(repr(each) for each in nearest(name, {*parts, *beginnings}))
             allowed = ", ".join([*parts, "names of parameters and of modules, such as " + min(beginnings, key=len)])
             hint = f"did you mean {close}? " if close else ""
@@ -58,5 +58,5 @@ def _within(name: str, beginnings: Sequence[str]) -> bool:
     return any(name == beginning or name.startswith(f"{beginning}.") for beginning in beginnings)
 
 
-def _ends(name: str) -> list[int]:
+def _prefixes(name: str) -> list[int]:
     return [i for i, letter in enumerate(name) if letter == "."] + [len(name)]

@@ -21,7 +21,7 @@ from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 
 
-class Family(NamedTuple):
+class VisionFamily(NamedTuple):
     """A type of models that read images.
 
     Args:
@@ -34,8 +34,8 @@ class Family(NamedTuple):
     projector: tuple[str, ...]
 
 
-_QWEN = Family(0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"))
-_IDEFICS = Family(1, "model.vision_model", ("model.connector",))
+_QWEN = VisionFamily(0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"))
+_IDEFICS = VisionFamily(1, "model.vision_model", ("model.connector",))
 FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "idefics3": _IDEFICS, "smolvlm": _IDEFICS}
 
 

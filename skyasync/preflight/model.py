@@ -106,6 +106,7 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
 def _check_vision(path: str, cfg: Config, key: str) -> None:
     """Raises ``UserError`` for a setting that is not supported for a model that reads images."""
     trainer, generator, estimator = cfg.trainer, cfg.generator, cfg.trainer.algorithm.advantage_estimator
+    lora = trainer.policy.lora
     settings = {
         f"{key}, since only the policy and its reference read images": not key.startswith(
             ("trainer.policy.", "trainer.ref.")
@@ -115,7 +116,9 @@ def _check_vision(path: str, cfg: Config, key: str) -> None:
         "generator.agent_func_path": bool(generator.agent_func_path),
         "trainer.dump_trajectories": trainer.dump_trajectories,
         "environment.judges": bool(cfg.environment.judges),
-        "trainer.policy.lora.rank": trainer.policy.lora.rank > 0,
+        "trainer.policy.lora.sync=adapter": lora.sync == "adapter",
+        "trainer.policy.lora.export=adapter": lora.export == "adapter",
+        "trainer.policy.lora.base_dtype": bool(lora.base_dtype),
         "trainer.policy.torch_compile": trainer.policy.torch_compile,
         "trainer.parallel.tensor": trainer.parallel.tensor > 1,
         "trainer.parallel.context": trainer.parallel.context > 1,
@@ -124,7 +127,7 @@ def _check_vision(path: str, cfg: Config, key: str) -> None:
         "trainer.reward.models": bool(trainer.reward.models),
         f"trainer.strategy={trainer.strategy}": trainer.strategy != "fsdp2",
     }
-    if wrong := [name for name, found in settings.items() if found]:
+    if wrong := [name for name, given in settings.items() if given]:
         raise UserError(f"{path} reads images: {wrong[0]} is not supported for such a model")
 
 

@@ -116,8 +116,8 @@ def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Excepti
         trajectory.segments = trajectory.branches.pop()
     for sequence in trajectory.sequences:
         first, *others = sequence
-        begun = first if len(first.tokens) else prompt
-        sequence[0] = Segment("prompt", begun.tokens, images=begun.images)
+        opening = first if len(first.tokens) else prompt
+        sequence[0] = Segment("prompt", opening.tokens, images=opening.images)
         for place, segment in enumerate(others, 1):
             if limits.on_error == "mask":
                 sequence[place] = Segment("observation", segment.tokens, images=segment.images)

@@ -39,7 +39,8 @@ def test_sync_goes_on_bit_for_bit(train_vision: Train) -> None:
 
 
 def test_one_step_off_on_two_ranks_goes_on_with_the_right_prompts_and_fresh_samples(train_vision: Train) -> None:
-    plan = ("trainer.plan=one_step_off", "trainer.placement.policy_num_gpus_per_node=2")
+    two_ranks = "trainer.placement.policy_num_gpus_per_node=2"
+    plan = ("trainer.plan=one_step_off", "trainer.ckpt_rollouts=false", two_ranks)
     run = train_vision(*SETTINGS, *plan, "trainer.run_name=one_step_off")
     again = resumed(train_vision, run, *plan)
     assert again.prompts == run.prompts[2:]

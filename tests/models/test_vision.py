@@ -87,6 +87,12 @@ def test_a_text_with_a_placeholder_and_no_image_is_rejected(folder: str) -> None
     assert chat.prompt([{"role": "user", "content": "How many?"}]).tolist()
     with pytest.raises(UserError, match=r"has 1 placeholders for 0 images: .* texts must not contain it"):
         chat.prompt([{"role": "user", "content": f"How many {mark}?"}])
+    cfg = Config()
+    cfg.environment.reward_funcs = ["gsm8k"]
+    cfg.data.train_data = ["rows.jsonl"]
+    rows = {"rows.jsonl": [{"prompt": "1 + 1", "answer": "2"}, {"prompt": mark, "answer": "2"}]}
+    with pytest.raises(UserError, match="data row 1: the prompt has 1 placeholders for 0 images"):
+        load_prompts(cfg.data.train_data, cfg, load_tokenizer(folder), known=rows)
 
 
 def test_rows_with_images_have_the_gradient_of_each_row_alone(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,29 @@ def test_recomputed_and_offloaded_the_gradient_is_the_same(folder: str, setting:
     found, _ = of_one_rank(cfg, folder)
     for name, reference in expected.items():
         assert distance(found[name], reference) <= 1e-6 * metrics["grad_norm"], name
+
+
+def test_adapters_are_on_the_language_model_alone_and_are_sent_merged(folder: str) -> None:
+    cfg = config_for(folder)
+    cfg.trainer.policy.lora.rank = 2
+    worker = PolicyWorker(cfg, threads=1)
+    worker.setup()
+    before = {name: weight.clone() for name, weight in worker.backend.weights()}
+    whole, _ = of_one_rank(config_for(folder), folder)
+    batch = batch_of_images(folder)
+    worker.forward_backward(batch)
+    for name, parameter in worker.backend.model.named_parameters():
+        if parameter.grad is not None and "lora_B" in name:  # B is 0: its gradient is the weight's by A
+            adapted = name.replace("lora_B.default.", "").replace("base_layer.", "")
+            first = worker.backend.model.get_parameter(name.replace("lora_B", "lora_A"))
+            expected = cfg.trainer.policy.lora.alpha / 2 * whole[adapted] @ first.T
+            torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+    worker.optimizer_step()
+    worker.forward_backward(batch)
+    worker.optimizer_step()
+    changed = {name for name, weight in worker.backend.weights() if not torch.equal(weight, before[name])}
+    assert changed
+    assert all(re.fullmatch(r"model\.(language|text)_model\.layers\.\d\..*_proj\.weight", name) for name in changed)
 
 
 def test_an_exported_folder_is_a_model_that_reads_images(folder: str, tmp_path: Path) -> None:
