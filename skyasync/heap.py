@@ -1,4 +1,4 @@
-"""What happens to memory that a process frees, where C's library is GNU's; with another one nothing is done.
+"""What happens to memory that a process frees: of the host, where C's library is GNU's, and of a GPU.
 
 Invariant: only the cost of memory changes, never a number.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 
 RETAINED = (1 << 31) - 1  # bytes at the heap's end, besides holes in it; also the largest number that ``mallopt`` takes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
@@ -22,6 +23,16 @@ def keep_freed() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, RETAINED)
         mallopt(_TRIM_THRESHOLD, RETAINED)
+
+
+def use_expandable_segments() -> None:
+    """For this process, before it uses a GPU, unless the environment configures torch's allocator.
+
+    Micro-batches differ in size, and a freed block of a fixed segment fits none of the next ones.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in os.environ for name in names):
+        os.environ[names[1]] = "expandable_segments:True"
 
 
 def give_back() -> None:

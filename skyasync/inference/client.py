@@ -29,6 +29,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 from skyasync.arrays import TURN_TOKENS
@@ -43,7 +44,6 @@ from skyasync.inference.interface import (
     RequestFailedError,
 )
 from skyasync.inference.pool import EnginePool, LostWork
-from skyasync.inference.router import EngineLoad
 from skyasync.inference.stop_strings import cut_at_stop_string
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 
@@ -105,8 +105,8 @@ class InferenceClient:
             await asyncio.gather(*(engine.start() for engine in wave))
         try:
             async with asyncio.timeout(self.request_timeout_s):
-                for load, stats in zip(self.pool.router.loads, await self.stats(), strict=True):
-                    load.capacity = stats.cache_tokens
+                for index, stats in enumerate(await self.stats()):
+                    self.pool.router.capacity[index] = stats.cache_tokens or inf
         except TimeoutError as error:
             raise TimeoutError(
                 f"all engines have started, but one did not answer a request for its state within "
@@ -177,7 +177,7 @@ class InferenceClient:
                 answer = None
                 if not inflight.future.done() or inflight.future.cancelled():  # the caller no longer waits
                     self._outgoing(inflight.charge.engine).abandoned.append(name)
-                    self._inflight.leaving.add(name)
+                    self._inflight.leaving[inflight.charge.engine].add(name)
                 elif not inflight.future.exception():
                     answer = inflight.future.result()
                 self.pool.router.ended(inflight.charge, answer, loop.time())
@@ -213,7 +213,7 @@ class InferenceClient:
             if abandoned:
                 with contextlib.suppress(Exception):  # the error of a failed engine goes to those who still wait
                     await engine.abort(abandoned)
-                self._inflight.leaving.difference_update(abandoned)
+                self._inflight.leaving[index].difference_update(abandoned)
             if not waiting:
                 return
             async for outputs in engine.generate([inflight.request for inflight in waiting.values()]):
@@ -258,18 +258,22 @@ class InferenceClient:
         await asyncio.gather(*(self.poll(index) for index in self.pool.healthy))
         return self._inflight.so_far(request_ids)
 
-    async def poll(self, index: int) -> None:
-        """Ask an engine for its progress and keep it: a heartbeat, and what its requests continue from."""
-        async with self._polling[index]:
-            requests, leaving = self._inflight.at(index), set(self._inflight.leaving)
-            try:
-                answer = await self.pool.ask(index, self.engines[index].progress())
-            except BaseException:
-                for inflight in (*requests.values(), *self._inflight.at(index).values()):
-                    inflight.received = None  # progress may have been lost on its way
-                raise
-            self._inflight.receive(requests, answer[0] if answer else (), leaving)
-        if self.pool.router.loads[index].capacity and answer:
+    async def poll(self, index: int, *, tokens: bool = True) -> None:
+        """Ask an engine for a heartbeat. With ``tokens`` for its progress, which its requests would continue from."""
+        answer: tuple[Any] | None
+        if tokens:
+            async with self._polling[index]:
+                requests, leaving = self._inflight.at(index), set(self._inflight.leaving[index])
+                try:
+                    answer = await self.pool.ask(index, self.engines[index].progress())
+                except BaseException:
+                    for inflight in (*requests.values(), *self._inflight.at(index).values()):
+                        inflight.received = None  # progress may have been lost on its way
+                    raise
+                self._inflight.receive(requests, answer[0] if answer else (), leaving)
+        else:
+            answer = await self.pool.ask(index, self.engines[index].heartbeat())
+        if isfinite(self.pool.router.capacity[index]) and answer:
             stats = await self.pool.ask(index, self.engines[index].stats())
             if stats:
                 self.pool.router.reported(index, stats[0])
@@ -317,7 +321,7 @@ class InferenceClient:
     async def stats(self) -> list[EngineStats]:
         """Per engine, by its place; nothing but zeros for one that has failed."""
         stats = await self.pool.all("stats")
-        return [stats.get(i, EngineStats(gone=load.left)) for i, load in enumerate(self.pool.router.loads)]
+        return [stats.get(i, EngineStats(gone=bool(left))) for i, left in enumerate(self.pool.router.left)]
 
     async def shutdown(self) -> None:
         await asyncio.sleep(0)  # a ``_send`` that is cancelled before it starts would not answer its callers
@@ -351,19 +355,18 @@ class InferenceClient:
 
     async def join(self, engine: InferenceEngine) -> int:
         """As ``admit``, in a place of its own, whose number is returned."""
-        capacity = (await engine.stats()).cache_tokens
-        index = len(self.engines)
+        capacity = (await engine.stats()).cache_tokens or inf
+        index = self.pool.router.add()
+        self.pool.router.capacity[index] = capacity
         self.engines.append(engine)
         self.pool.calls.append(set())
-        self.pool.router.loads.append(EngineLoad(capacity=capacity, healthy=False))
         self._polling.append(asyncio.Lock())
         await self.admit(index, engine)
         return index
 
     async def let_go(self, index: int, patience_s: float) -> int:
         """This engine gets no request any more, and its own continue at the others. Returns the number of these."""
-        load = self.pool.router.loads[index]
-        load.healthy, load.left = False, True
+        self.pool.router.healthy[index], self.pool.router.left[index] = False, True
         leaving = self._inflight.at(index)
         self._cut.update(leaving)
         with contextlib.suppress(Exception):  # if it fails or hangs, they continue from what is known of them

@@ -6,6 +6,7 @@ Invariant: the joined pieces are what one engine would have given without the cu
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -60,13 +61,13 @@ class InflightTable(dict[str, InflightRequest]):
 
     Attributes:
         before: by the caller's id, all earlier pieces of what continues.
-        leaving: ids that were abandoned, and that their engine may still know.
+        leaving: by engine, ids that were abandoned, and that it may still know.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.before: dict[str, GenerationOutput] = {}
-        self.leaving: set[str] = set()
+        self.leaving: defaultdict[int, set[str]] = defaultdict(set)
         self._at: dict[int, dict[str, InflightRequest]] = {}
 
     def send(self, inflight: InflightRequest, charge: Charge) -> None:

@@ -277,8 +277,12 @@ class InferenceEngine:
 
         ``finish_reason`` is None. The final answer repeats these tokens. Requests may be left out; by default all are.
         """
-        await self.stats()
+        await self.heartbeat()
         return []
+
+    async def heartbeat(self) -> None:
+        """Return between two steps, which an engine that hangs does not."""
+        await self.stats()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first under the current weights, temperature 1."""
@@ -405,6 +409,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "takes_changes": True,
             "takes_adapters": ("layers",),
             "forgets_asleep": True,
+            "returns_experts": True,
             "sleeps_on": ("gpu",),
             "sampling": ("structured_outputs", "repetition_detection"),
             "options": "skyasync.inference.backends.vllm.options:reserved_options",

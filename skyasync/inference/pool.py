@@ -46,7 +46,7 @@ class EnginePool:
 
     @property
     def healthy(self) -> list[int]:
-        return [index for index, load in enumerate(self.router.loads) if load.healthy]
+        return [index for index, healthy in enumerate(self.router.healthy) if healthy]
 
     async def all(self, method: str, *args: object) -> dict[int, Any]:
         """The answers of the healthy engines, by their numbers, without those that fail meanwhile."""
@@ -64,7 +64,7 @@ class EnginePool:
         """
         if self.end is not None:
             raise self.end
-        failed = [index for index in members if not self.router.loads[index].healthy]
+        failed = [index for index in members if not self.router.healthy[index]]
         calls: dict[int, asyncio.Future[tuple[Any] | None]] = {}
         if not failed:
             answers = {i: self.ask(i, getattr(self.engines[i], method)(*args)) for i in members}
@@ -112,10 +112,10 @@ class EnginePool:
         """
         if self.on_failure is None:
             return False
-        calls, load = self.calls[index], self.router.loads[index]
-        if not load.healthy or (noticed_by is not None and noticed_by not in calls):
+        calls = self.calls[index]
+        if not self.router.healthy[index] or (noticed_by is not None and noticed_by not in calls):
             return True  # it is known already
-        load.healthy = False
+        self.router.healthy[index] = False
         waiting = calls - {noticed_by}
         calls.clear()  # tells those who wait why they are cancelled
         self.calls[index] = set()

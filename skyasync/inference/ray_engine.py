@@ -200,6 +200,6 @@ def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     return call
 
 
-REMOTE = ("progress", "score", "pause", "resume", "abort", "sleep", "wake", "stats")
+REMOTE = ("heartbeat", "progress", "score", "pause", "resume", "abort", "sleep", "wake", "stats")
 for _name in REMOTE:
     setattr(RayEngine, _name, _call_of(_name))

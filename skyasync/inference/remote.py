@@ -376,9 +376,12 @@ class RemoteEngine(InferenceEngine):
         """Keeps a prompt from finding blocks that other weights have computed."""
         return f"run {self._run} version {version}"
 
+    async def heartbeat(self) -> None:
+        await self._server.get(self.core_route)
+
     async def progress(self) -> list[GenerationOutput]:
         """Of a request that an update found running, only the tokens from before it."""
-        await self._server.get(self.core_route)
+        await self.heartbeat()
         return [output for pending in self._requests.values() if (output := pending.progress())]
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
+POLLED_PER_S = 50.0  # of all engines, for their new tokens; other heartbeats carry none
 OWN_DELAY_S = 1.0  # this process may have been too busy to read an answer that has arrived
 
 
@@ -49,7 +50,7 @@ class EngineSupervisor(RunExtension):
 
     Args:
         max_restarts: per hour (``generator.max_engine_restarts``), at least 1.
-        heartbeat_s: how often an engine is asked for its progress.
+        heartbeat_s: how often an engine is asked for a heartbeat, and for its progress (``POLLED_PER_S``).
         heartbeat_timeout_s: an engine that does not answer within this time has failed.
         limit_s: how long a replacement may take to get its weights.
         timeline: restarts are recorded there; an attribute too.
@@ -206,12 +207,16 @@ class EngineSupervisor(RunExtension):
                 return update.version
 
     async def _watch(self, index: int) -> None:
+        polled_at = asyncio.get_running_loop().time() - index / POLLED_PER_S  # not all at once
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            if not self._client.pool.router.loads[index].healthy:
+            if not self._client.pool.router.healthy[index]:
                 continue
             engine = self._client.engines[index]
-            poll, own_answer = asyncio.ensure_future(self._client.poll(index)), None
+            now, own_answer = asyncio.get_running_loop().time(), None
+            tokens = now - polled_at >= len(self._client.engines) / POLLED_PER_S
+            polled_at = now if tokens else polled_at
+            poll = asyncio.ensure_future(self._client.poll(index, tokens=tokens))
             try:
                 overdue = await self._overdue(poll)
                 # vLLM's core answers nothing while it loads weights: its own process must answer then.

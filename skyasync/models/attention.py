@@ -254,7 +254,8 @@ def _unpadded(blocks: Sequence[PackedBlock], values: Sequence[Tensor]) -> Tensor
     return whole
 
 
-AttentionInterface.register(NAME, _attention)
+# Plans differ in their blocks: compiled layers call it as it is.
+AttentionInterface.register(NAME, torch.compiler.disable(_attention))
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 

@@ -9,6 +9,7 @@ jumps. Replaying the engine's choice is "rollout routing replay" (R3, arXiv 2510
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from skyasync.errors import UserError
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_INDEX = re.compile(r"layers\.(\d+)\.")
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
@@ -45,7 +47,7 @@ class Routers:
         known = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
         recorder: Any = next((each["router_logits"] for each in known if "router_logits" in each), ())
         router_class = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
-        routers = [module for module in model.modules() if isinstance(module, router_class)]
+        routers = {name: module for name, module in model.named_modules() if isinstance(module, router_class)}
         if not routers:
             raise UserError(
                 f"trainer.policy.router_replay: {type(model).__name__} has no routers that transformers knows of: set "
@@ -53,6 +55,8 @@ class Routers:
             )
         config = model.config.get_text_config()
         self._family, self._layers = str(config.model_type), len(routers)
+        self._hidden_layers = int(config.num_hidden_layers)
+        self._indices = [int(number[1]) for name in routers if (number := _INDEX.search(name))]
         self.top_k = int(config.num_experts_per_tok)
         self.experts = max(int(getattr(config, name, 0) or 0) for name in _EXPERTS)
         self.dtype = torch.uint8 if self.experts <= unknown_expert(torch.uint8) else torch.int16
@@ -60,7 +64,7 @@ class Routers:
             raise UserError(not_replayed(self._family))
         self._given: Tensor | None = None
         self._chosen: dict[int, Tensor] | None = None
-        for layer, router in enumerate(routers):
+        for layer, router in enumerate(routers.values()):
             router.forward = partial(self._route, layer, router.forward)
 
     def record(self) -> None:
@@ -82,6 +86,8 @@ class Routers:
         if experts is None:
             self._given = None
             return
+        if experts.shape[-2] == self._hidden_layers > self._layers:  # vLLM counts layers without experts too
+            experts = experts[..., self._indices, :]
         if experts.shape[-2:] != (self._layers, self.top_k):
             raise UserError(
                 f"router replay: the engine reported {experts.shape[-2]} layers with {experts.shape[-1]} experts per "

@@ -76,14 +76,11 @@ class TokenModel(nn.Module):
         routers: of a mixture of experts that replays the engine's choices.
         packs: it takes packed sequences.
         vision: of a vision-language model.
-        keeps_blocks: attention is computed block by block on a GPU too: FlexAttention makes the whole mask if it cannot
-            be compiled.
     """
 
     context: Context | None = None
     routers: Routers | None = None
     vocabulary: Vocabulary | None = None
-    keeps_blocks = False
     vision: Vision | None = None
 
     def __init__(self, model: PreTrainedModel, distribution: SampledDistribution | None = None) -> None:
@@ -153,7 +150,7 @@ class TokenModel(nn.Module):
     def uses_flex(self, device: torch.device) -> bool:
         """Whether FlexAttention attends."""
         able = self.context is not None or self.model.config._attn_implementation == BLOCKS
-        return device.type == "cuda" and able and not self.keeps_blocks
+        return device.type == "cuda" and able
 
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
         """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""

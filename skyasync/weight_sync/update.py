@@ -14,9 +14,9 @@ CUDA_IPC = "cuda_ipc"
 ADAPTER_ID = 1
 """Of the one adapter that a vLLM engine has."""
 
-PART_BYTES = 1 << 28
+PART_BYTES = 1 << 30
 """Most bytes of a part or a chunk, unless one tensor is larger: it takes long compared to sending a message, and its
-memory is little compared to a model's."""
+memory is little compared to a model's, whose embeddings alone are as large from about 8B parameters on."""
 
 BROKEN_OFF: dict[str, Any] = {"broken_off": True}
 """Instead of a part's ``info``: the other parts will not come."""

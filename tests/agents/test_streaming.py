@@ -281,4 +281,4 @@ async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the
         (scored,) = await real.engine.score([call_made.tokens.tolist()])
         made = call_made.action.logprobs.tolist()
         assert scored[len(call_made.prompt) - 1 :] == pytest.approx(made, abs=1e-4)
-    assert not engines._inflight and not engines._inflight.leaving
+    assert not engines._inflight and not any(engines._inflight.leaving.values())

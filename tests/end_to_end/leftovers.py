@@ -17,12 +17,13 @@ PATIENCE_S = 20.0  # Ray kills actors after the call that asks for it has return
 
 
 def of_the_cluster() -> list[str]:
-    """Actors, their processes and placement groups of this process's Ray cluster, and shared weights."""
+    """Actors, their processes and placement groups of this process's Ray cluster, and weights that they wrote."""
     groups = [f"placement group {g['name']}" for g in placement_group_table().values() if g["state"] != "REMOVED"]
     actors = ray._private.state.actors().values()
+    weights = [name for name in _shared_weights() if _writer(name) in {actor["Pid"] for actor in actors}]
     living = [f"actor {a['ActorClassName']} {a['State']}" for a in actors if a["State"] != "DEAD"]
     processes = [f"process of {a['ActorClassName']}" for a in actors if _has_a_process(a)]
-    return groups + living + processes + _shared_weights()
+    return groups + living + processes + weights
 
 
 def of_processes(mark: str) -> list[str]:
@@ -42,7 +43,12 @@ def none_soon(look: Callable[[], list[str]], patience_s: float = PATIENCE_S) -> 
 def _shared_weights() -> list[str]:
     """Files whose writer has gone; those of other runs on the machine have a living one."""
     files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
-    return [f.name for f in files if not lives(int(f.name.removeprefix(shared_memory.PREFIX).split("-")[0]))]
+    return [f.name for f in files if not lives(_writer(f.name))]
+
+
+def _writer(file: str) -> int:
+    """The process that wrote it."""
+    return int(file.removeprefix(shared_memory.PREFIX).split("-")[0])
 
 
 def _has_a_process(actor: Mapping[str, Any]) -> bool:

@@ -69,7 +69,7 @@ async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(tmp
         assert joined.version == 1 and joined.calls[0] == "update 1"
         more = [asyncio.create_task(run.client.generate(task)) for task in requests("m", 3)]
         await asyncio.sleep(2)
-        assert run.client.pool.router.loads[2].in_flight >= 2, "the idlest gets the next"
+        assert run.client.pool.router.in_flight[2] >= 2, "the idlest gets the next"
         check(await asyncio.gather(*tasks), tokens=30)
         assert all(len(answer.token_ids) == 12 for answer in await asyncio.gather(*more))
         await run.sync()

@@ -18,7 +18,7 @@ from skyasync.inference.interface import (
     InferenceEngine,
     SamplingParams,
 )
-from skyasync.inference.supervisor import EngineSupervisor
+from skyasync.inference.supervisor import POLLED_PER_S, EngineSupervisor
 from skyasync.simulate.clock import run_virtual
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.virtual_time import virtual_time
@@ -277,6 +277,18 @@ async def test_an_engine_that_dies_in_a_sync_is_left_out_of_it_and_gets_the_new_
 
 
 @virtual_time
+async def test_engines_send_heartbeats_in_time_however_many_there_are_and_few_of_them_their_tokens() -> None:
+    count, seconds = 300, 41
+    async with Run(engines=count) as run:
+        await asyncio.sleep(seconds)
+        asked = [[name for name in engine.calls if name in ("progress", "stats")] for engine in run.client.engines]
+    assert min(map(len, asked)) >= seconds // 2 - 2, "every heartbeat_s"
+    tokens = [names.count("progress") for names in asked]
+    assert min(tokens) >= 1 and sum(tokens) <= POLLED_PER_S * seconds + count
+    assert max(tokens) - min(tokens) <= 1, "all in turn"
+
+
+@virtual_time
 async def test_a_newcomer_that_comes_while_the_others_are_paused_is_paused_too() -> None:
     async with Run() as run:
         run.kill(1)
@@ -474,7 +486,7 @@ def test_whenever_engines_die_every_request_is_answered_once_and_whole(events, s
             check(await asyncio.gather(*tasks))
             await asyncio.sleep(60)
             assert {engine.version for engine in run.client.engines} == {run.weights.version}
-            assert [load.in_flight for load in run.client.pool.router.loads] == [0, 0]
+            assert run.client.pool.router.in_flight.tolist() == [0, 0]
             assert not run.client._inflight and not run.client._cut
 
     run_virtual(play())

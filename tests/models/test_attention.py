@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers.integrations.flex_attention as library
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
@@ -101,10 +102,11 @@ def test_shared_prompts_of_similar_rows_take_no_dense_mask(untied_model: str, by
         torch.testing.assert_close(found, model(micro.layout)["logprobs"], atol=1e-5, rtol=0)
 
 
-def _learnt(path: str) -> tuple[Tensor, Tensor]:
+def _learnt(path: str, *, gradient_checkpointing: str = "auto") -> tuple[Tensor, Tensor]:
     """Groups whose prompt is computed once, and rows of their own beside them; keys are fewer than heads."""
     cfg = config_for(path)
     cfg.trainer.micro_batch_tokens = 512
+    cfg.trainer.policy.gradient_checkpointing = gradient_checkpointing
     worker = PolicyWorker(cfg, threads=1)
     worker.setup()
     batch = make_batch(groups=4, longest_response=30)
@@ -182,11 +184,35 @@ def test_all_shapes_of_rows_and_windows_are_compiled(monkeypatch: pytest.MonkeyP
     assert 8 < counter.frame_count < RECOMPILATIONS / 2
 
 
+@pytest.mark.slow
+def test_it_is_compiled_and_learns_the_same_with_selective_checkpointing(
+    untied_model: str, by_flex: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncompiled it would make the whole matrix of scores."""
+    expected = _learnt(untied_model)
+    compiled_graphs: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled_graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention.flex_attention, backend=backend)
+    monkeypatch.setattr(
+        library,
+        "compile_friendly_flex_attention",
+        lambda *args, **options: compiled(*args, **{k: v for k, v in options.items() if k != "training"}),
+    )
+    found = _learnt(untied_model, gradient_checkpointing="selective")
+    torch.compiler.reset()
+    assert compiled_graphs
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=0)
+    assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
+
+
 def test_a_cpu_keeps_sdpa(untied_model: str) -> None:
     one, gpu = TokenModel(load_causal_lm(untied_model, torch.float32)), torch.device("cuda")
     assert not one.uses_flex(torch.device("cpu")) and one.uses_flex(gpu)
-    one.keeps_blocks = True
-    assert not one.uses_flex(gpu)
     other = TokenModel(load_causal_lm(untied_model, torch.float32))
     other.model.set_attn_implementation("sdpa")
     assert not other.uses_flex(gpu), "attention that does not know the plan takes dense masks"

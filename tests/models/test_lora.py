@@ -79,6 +79,11 @@ def by_peft(worker: PolicyWorker, folder: Path) -> dict[str, Tensor]:
 def published(worker: PolicyWorker) -> dict[str, Tensor]:
     path, *_ = worker.transfer_weights("file", "write")
     assert path is not None
+    return taken(path)
+
+
+def taken(path: str) -> dict[str, Tensor]:
+    """What a file of weights holds; the file is removed, which a sync does when the engines have read it."""
     found = {name: tensor.clone() for name, tensor in read_weights(path).items()}
     remove_weights(path)
     return found
@@ -230,7 +235,7 @@ def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp
         close(first, one.seen)
         expected = published(one)
         (path, _) = two.call(publish)
-        torch.testing.assert_close(read_weights(path), expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(taken(path), expected, atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(two.call(reference)[0], one.base_logprobs(make_batch()), atol=1e-6, rtol=0)
     two.call(check_dtypes, dtype)
     two.call(same_files, str(tmp_path))
@@ -238,7 +243,7 @@ def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp
     assert nothing is None
     base = AutoModelForCausalLM.from_pretrained(untied_model, dtype=getattr(torch, dtype))
     merged = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload()
-    found = read_weights(path)
+    found = taken(path)
     for name, parameter in merged.named_parameters():
         torch.testing.assert_close(
             found[name],

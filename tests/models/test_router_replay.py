@@ -256,3 +256,16 @@ def test_other_families_routers_choose_what_they_are_told(shape: PreTrainedConfi
 def choosing(batch: Any) -> Any:
     """The same, of which the model chooses the experts itself."""
     return replace(batch, routed_experts=None)
+
+
+def test_experts_that_vllm_reports_of_layers_without_a_router_are_left_out() -> None:
+    config = copy(SHAPE)
+    config.num_hidden_layers, config.mlp_only_layers = 4, [0, 2]
+    with torch.device("meta"):
+        routers = Routers(AutoModelForCausalLM.from_config(config))
+    reported = torch.arange(5)[:, None, None] * 10 + torch.arange(4)[None, :, None] + torch.zeros(2, dtype=torch.long)
+    routers.replay(reported)
+    assert routers._given is not None
+    assert torch.equal(routers._given, reported[:, [1, 3]])
+    with pytest.raises(UserError, match="the engine reported 3 layers"):
+        routers.replay(reported[:, :3])

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from skyasync.config.schema import Config
+from skyasync.data.datasets import load_prompts
 from skyasync.errors import UserError
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationRequest, SamplingParams

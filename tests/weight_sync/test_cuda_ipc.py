@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from skyasync.config.schema import Config
 from skyasync.inference.backends.vllm import setup
@@ -22,7 +23,7 @@ from skyasync.weight_sync.transfers.cuda_ipc import (
     message,
     own_part,
 )
-from skyasync.weight_sync.update import BROKEN_OFF, WeightUpdate, is_whole
+from skyasync.weight_sync.update import BROKEN_OFF, PART_BYTES, WeightUpdate, is_whole
 from skyasync.workers.policy import PolicyWorker
 from tests.weight_sync import cpu_ipc
 from tests.workers.processes import Rank, Ranks
@@ -53,6 +54,19 @@ def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_ca
     for part in chunks_of(specs_of(weights()), 64):
         ends = [sum(bytes_of(specs_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
         assert all(end % weights()[name].itemsize == 0 for name, end in zip(part, ends, strict=True))
+
+
+def test_a_model_of_8b_takes_few_parts() -> None:
+    """Each costs a call of the ranks and three of the engines."""
+    config = Qwen3Config(
+        vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    specs = {name: (torch.bfloat16, tuple(p.shape)) for name, p in model.named_parameters()}
+    assert len(chunks_of(specs, PART_BYTES)) <= 20
+    assert max(p.numel() for p in model.parameters()) * 2 > PART_BYTES, "no more memory than one tensor takes anyway"
 
 
 @pytest.mark.parametrize("engines", [[], [1], [0, 2]])

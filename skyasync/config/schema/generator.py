@@ -81,7 +81,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     or with 0 at the first, the run ends."""
     heartbeat_s: float = key(5.0, above=0.0, when="generator.max_engine_restarts")
     """Seconds from one request for an engine's new tokens to the next; responses continue from these tokens if it
-    fails."""
+    fails. At most 50 engines a second are asked for tokens; the other requests are heartbeats alone."""
     heartbeat_timeout_s: float = key(60.0, above=0.0, when="generator.max_engine_restarts")
     """Seconds after which an engine that does not answer this request counts as failed; a busy one answers between two
     tokens."""
@@ -127,6 +127,11 @@ def check_generator(cfg: Config) -> Iterator[str]:
             yield (
                 f"{key} needs {engines_with('returns_experts')}: generator.backend={engine} does not say which experts "
                 f"it chose (returns_experts): set trainer.policy.router_replay=none"
+            )
+        if generator.engine_kwargs.get("pipeline_parallel_size", 1) != 1:
+            yield (
+                f"{key} is not supported with generator.engine_kwargs.pipeline_parallel_size: vLLM does not report the "
+                f"experts of pipeline stages; set generator.inference_engine_tensor_parallel_size instead"
             )
         if policy.torch_compile:
             yield (

@@ -138,8 +138,8 @@ class PolicyConfig(TrainedModelConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     torch_compile: bool = key(False)
-    """Compile the policy's decoder layers (torch.compile), which takes minutes when they first compute; rows are then a
-    padded batch."""
+    """Compile the policy's decoder layers (torch.compile) but for attention, which takes minutes when they first
+    compute."""
     router_replay: str = key("none", choices=("none", "R3"))
     """Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated (rollout
     routing replay), weighed by the trained router; none lets it choose itself."""

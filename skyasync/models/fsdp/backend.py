@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,11 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.heap import keep_freed
+from skyasync.heap import keep_freed, use_expandable_segments
 from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.attention import allow_recompilations
 from skyasync.models.backend import (
@@ -57,10 +58,8 @@ from skyasync.models.fsdp.sharding import (
     OPTIMIZER,
     PARAMETERS,
     Mesh,
+    OffloadBuffers,
     local,
-    move_buffers,
-    move_optimizer_state,
-    move_weights,
     process_group_backend,
     shard_placement,
 )
@@ -92,10 +91,13 @@ class FSDPBackend(ModelBackend):
 
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:
         self.spec, self.ranks, self.device = spec, ranks, ranks.device
+        if self.device.type == "cuda" and not spec.trainer.placement.colocate_all:  # whose handles are of another kind
+            use_expandable_segments()
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         if spec.dtype != "auto":
             self.dtype = getattr(torch, spec.dtype)
         self.trained: dict[str, TrainedPart] = {}
+        self._offloaded = OffloadBuffers()
         self._passes = 0  # of forward_backward since the last optimizer step
         self._checked_replicas = False  # the ranks of the tensor dimension had equal gradients
         self._problem: str | None = None  # of the current gradient; None: not examined
@@ -193,7 +195,8 @@ class FSDPBackend(ModelBackend):
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
             self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
-            wrapper = load_sharded(spec.path, head, dtype, home, shard)
+            min_chunks = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions divide rows evenly
+            wrapper = load_sharded(spec.path, head, dtype, home, shard, self._placement(), min_chunks)
         else:
             wrapper = wrap(head.load(spec.path, dtype))
         if self.adapters:
@@ -207,7 +210,7 @@ class FSDPBackend(ModelBackend):
             wrapper.value_head = value_head
         if spec.cpu_offload == PARAMETERS:  # FSDP2 brings the weights from the host
             wrapper.to(HOST)
-            move_buffers(wrapper, self.device)
+            self._offloaded.move_model_buffers(wrapper, self.device)
         else:
             wrapper.to(self.device)
         if spec.optimizers:
@@ -224,20 +227,25 @@ class FSDPBackend(ModelBackend):
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
 
+    def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
+        """How FSDP2 cuts a parameter; None: by rows."""
+        assert self.mesh is not None
+        optimizers = self.spec.optimizers
+        by_rows = bool(optimizers) and is_low_precision(optimizers[MODEL])  # it counts a rank's rows from its first
+        return shard_placement(1 if self.mesh.tensor or by_rows else self.mesh.shard.size(-1))
+
     def _shard(self, wrapper: TokenModel) -> TokenModel:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
         assert self.mesh is not None
-        mesh, master, optimizers = self.mesh.shard, self.master_dtype(), self.spec.optimizers
+        mesh, master = self.mesh.shard, self.master_dtype()
         param_dtype = None if self.dtype == master else self.dtype
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         options: dict[str, Any] = {
             "mesh": mesh,
+            "shard_placement_fn": self._placement(),
             "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.promote_types(master, torch.float32)),
             "offload_policy": offload if self.spec.cpu_offload == PARAMETERS else OffloadPolicy(),
         }
-        by_rows = bool(optimizers) and is_low_precision(optimizers[MODEL])  # it counts a rank's rows from its first
-        if self.mesh.tensor is None and not by_rows:
-            options["shard_placement_fn"] = shard_placement(mesh.size(-1))
         for module in decoder_layers(wrapper):
             fully_shard(module, **options)
         fully_shard(wrapper, **options)
@@ -251,12 +259,8 @@ class FSDPBackend(ModelBackend):
     def _prepare_training(self, wrapper: TokenModel) -> None:
         spec, model = self.spec, wrapper.model
         if spec.torch_compile:
-            wrapper.packs = False  # packed sequences differ in their number of blocks: each would be compiled
-            wrapper.keeps_blocks = True  # FlexAttention's masks are made outside of what is compiled
             compile_layers(decoder_layers(wrapper), self.device)
         if recomputes := self.recomputes():
-            if recomputes == "selective":
-                wrapper.keeps_blocks = True  # torch compiles nothing during selective checkpointing
             model.gradient_checkpointing_enable(checkpointing_options(selective=recomputes == "selective"))
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:
@@ -363,13 +367,14 @@ class FSDPBackend(ModelBackend):
             self._clip()
             for name in metrics:
                 if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
-                    move_optimizer_state(self.optimizer, self.device)
+                    self._offloaded.move_optimizer_state(self.optimizer, self.device)
                 optimizer = self.trained[name].optimizer
                 for group in optimizer.param_groups:
                     group["lr"] = lr[name]
                 optimizer.step()
                 if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
-                    move_optimizer_state(self.optimizer, HOST)
+                    self._offloaded.move_optimizer_state(self.optimizer, HOST)
+                    self._synchronize()
                 self.step += name == MODEL
             return metrics
         finally:
@@ -393,6 +398,11 @@ class FSDPBackend(ModelBackend):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # else the memory stays this process's
 
+    def _synchronize(self) -> None:
+        """Copies from and to host memory have ended."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
     def onload(self) -> None:
         self._move(self.device)
 
@@ -400,12 +410,13 @@ class FSDPBackend(ModelBackend):
         for part in self.trained.values():
             part.drop_gradient()  # the next update begins without gradients in any case
         if self.spec.cpu_offload == PARAMETERS:
-            move_buffers(self.model, device)
+            self._offloaded.move_model_buffers(self.model, device)
         else:
-            move_weights(self.model, device)
+            self._offloaded.move_weights(self.model, device)
         for name, part in self.trained.items():
             if name == VALUE_HEAD or self.spec.cpu_offload == "none":
-                move_optimizer_state(part.optimizer, device)
+                self._offloaded.move_optimizer_state(part.optimizer, device)
+        self._synchronize()
 
     # ---------------------------------------------------------------- weights and files
 
@@ -441,7 +452,7 @@ class FSDPBackend(ModelBackend):
         role, key = self.spec.role, f"{self.spec.section}.model.path"
         self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra)
         if self.spec.cpu_offload == OPTIMIZER:
-            move_optimizer_state(self.optimizer, HOST)
+            self._offloaded.move_optimizer_state(self.optimizer, HOST)
 
     def export(self, folder: Path, part: str = MODEL) -> None:
         path, adapters = self.spec.path, self.adapters

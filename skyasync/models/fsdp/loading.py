@@ -13,15 +13,16 @@ and sends the shards of each before it reads the next.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -32,16 +33,26 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from skyasync.errors import UserError
 from skyasync.heap import give_back
 from skyasync.models.config import ONE_AT_A_TIME
+from skyasync.models.fsdp.sharding import local
 from skyasync.models.heads import Head
 from skyasync.models.token_model import TokenModel
 
 WrapAndShard = Callable[[PreTrainedModel], TokenModel]
+Placement = Callable[[nn.Parameter], Shard | None]
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """With this environment variable transformers reads a parameter only when its turn has come."""
 
 
-def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device, shard: WrapAndShard) -> TokenModel:
+def load_sharded(
+    path: str,
+    head: Head,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: WrapAndShard,
+    place: Placement,
+    min_chunks: int = 1,
+) -> TokenModel:
     """A model from a folder or hub name, of which each rank holds its shards, on ``device``.
 
     All ranks of the default process group call it together.
@@ -49,6 +60,8 @@ def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device
     Args:
         head: what kind of model it is.
         shard: wraps a model whose parameters have no memory yet, and applies FSDP to it.
+        place: where that cuts a parameter; None: by rows.
+        min_chunks: into which rows of joined parameters must divide, so that each rank has some.
 
     Raises:
         UserError: if it is no such model, or its files contradict its configuration.
@@ -56,16 +69,8 @@ def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device
     with ONE_AT_A_TIME, head.loading():
         with torch.device("meta"):
             empty = head.empty(path, dtype)
-        # What joins several tensors of the files. Slices can be joined if they are slices of the result: experts that
-        # are stacked, of which a rank has some, and tensors that are joined along another dimension than the shards'.
         converters = [c for c in get_model_conversion_mapping(empty) if isinstance(c, WeightConverter)]
-        operations = [operation for converter in converters for operation in converter.operations]
-        ranks = dist.get_world_size()
-        sliceable = all(len(parameter.chunk(ranks)) == ranks for parameter in empty.base_model.parameters()) and all(
-            op.dim == 0 if isinstance(op, MergeModulelist) else isinstance(op, Concatenate) and op.dim > 0
-            for op in operations
-        )
-        if converters and not sliceable:
+        if not can_be_sliced(empty, converters, place, min_chunks):
             return _from_rank_zero(path, head, empty, dtype, device, shard).to(device)
         wrappers: list[TokenModel] = []
 
@@ -85,6 +90,29 @@ def load_sharded(path: str, head: Head, dtype: torch.dtype, device: torch.device
             if _is_view_of_file(buffer):
                 buffer.data = buffer.data.clone()
     return wrapper.to(device)
+
+
+def can_be_sliced(
+    model: PreTrainedModel, converters: Sequence[WeightConverter], place: Placement, min_chunks: int = 1
+) -> bool:
+    """Whether each rank can read its shards out of the files.
+
+    Args:
+        converters: what joins several tensors of the files. Slices can be joined if they are slices of the result:
+            experts that are stacked, and tensors that are joined along another dimension than the shards'.
+    """
+    for converter in converters:
+        targets = [re.compile(pattern) for pattern in converter.target_patterns]
+        parameters = [p for name, p in model.named_parameters() if any(target.search(name) for target in targets)]
+        if any(len(parameter.chunk(min_chunks)) < min_chunks for parameter in parameters):
+            return False
+        cut = {(place(parameter) or Shard(0)).dim for parameter in parameters}
+        for operation in converter.operations:
+            stacks = isinstance(operation, MergeModulelist) and operation.dim == 0
+            joins = isinstance(operation, Concatenate) and operation.dim not in {0, *cut}
+            if not (stacks or joins):
+                return False
+    return True
 
 
 def _is_view_of_file(tensor: Tensor) -> bool:
@@ -118,7 +146,7 @@ def _read(
     model_class = type(empty)
     hooks = {"prepare_distribute_model": staticmethod(prepare), "maybe_distribute_model": staticmethod(distribute)}
     hooked: Any = type(model_class.__name__, (model_class,), {**hooks, "__module__": model_class.__module__})
-    with _one_parameter_at_a_time() if sequential else nullcontext():
+    with _one_parameter_at_a_time() if sequential else nullcontext(), _ranks_without_experts():
         model = head.load(path, dtype, hooked, distributed_config=DistributedConfig())
     model.__class__ = model_class
     return model
@@ -140,6 +168,36 @@ def _one_parameter_at_a_time() -> Iterator[None]:
         os.environ.pop(SEQUENTIAL)
         if before is not None:
             os.environ[SEQUENTIAL] = before
+
+
+@contextmanager
+def _ranks_without_experts() -> Iterator[None]:
+    """A rank whose shard of stacked experts is empty stacks nothing; transformers would stack an empty list."""
+    convert: Callable[..., dict[str, Tensor]] = MergeModulelist.convert
+
+    def convert_any(
+        operation: MergeModulelist,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        *,
+        model: PreTrainedModel,
+        full_layer_name: str,
+        **options: object,
+    ) -> dict[str, Tensor]:
+        for name, tensors in input_dict.items():
+            if len(tensors) == 0:
+                shard = local(model.get_parameter(full_layer_name))
+                _, width, *rest = shard.shape  # the width is that of all that is joined afterwards
+                input_dict[name] = torch.empty(0, width // len(input_dict), *rest, dtype=shard.dtype)
+        options |= {"model": model, "full_layer_name": full_layer_name}
+        return convert(operation, input_dict, source_patterns, target_patterns, **options)
+
+    MergeModulelist.convert = convert_any  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        MergeModulelist.convert = convert  # type: ignore[method-assign, assignment]
 
 
 def _from_rank_zero(

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from skyasync.models import MeshShape
 
@@ -59,11 +61,12 @@ def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
     """How FSDP2 cuts a parameter: by rows, but stacked experts that are fewer than the shards within each of them.
 
     By rows every rank would hold as much as the one with most: of 8 experts over 32 ranks, four times what there is.
+    The last dimension comes first: matrices of the files that are joined along the other one can be read in slices.
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:
         few = parameter.dim() == 3 and parameter.shape[0] < shards
-        return Shard(1) if few and parameter.shape[1] % shards == 0 else None
+        return next((Shard(dim) for dim in (2, 1) if few and parameter.shape[dim] % shards == 0), None)
 
     return place
 
@@ -84,26 +87,50 @@ def process_group_backend(device_type: str, cpu_offload: str, *, colocated: bool
     return "cpu:gloo,cuda:nccl" if cpu_offload == PARAMETERS or colocated else "nccl"
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = moved(buffer, device)
+class OffloadBuffers:
+    """Host memory of what is offloaded, which every offload uses again: pages are pinned and faulted in once.
 
+    Copies are queued on the device's stream: the caller synchronizes it.
+    """
 
-def move_weights(model: nn.Module, device: torch.device) -> None:
-    """Parameters, buffers and gradients. FSDP2 frees gathered parameters first, and registers its shards again."""
-    model._apply(lambda tensor: moved(tensor, device))
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[object, ...], Tensor] = {}
 
+    def move_model_buffers(self, model: nn.Module, device: torch.device) -> None:
+        for module_name, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self.moved(buffer, device, (module_name, name))
 
-def move_optimizer_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """All of the optimizer's state, also steps: the fused AdamW needs them on the parameters' device."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                state[name] = moved(value, device)
+    def move_weights(self, model: nn.Module, device: torch.device) -> None:
+        """Parameters and buffers. FSDP2 frees gathered parameters first, and registers its shards again."""
+        numbers = count()
+        model._apply(lambda tensor: self.moved(tensor, device, ("weights", next(numbers))))
 
+    def move_optimizer_state(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        """All of the optimizer's state, also steps: the fused AdamW needs them on the parameters' device."""
+        for number, state in enumerate(optimizer.state.values()):
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = self.moved(value, device, (id(optimizer), number, name))
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor that is on the device already is not copied."""
-    return tensor.to(device)
+    def moved(self, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
+        """A tensor that is on the device already is not copied. ``place`` names the tensor in every offload."""
+        if tensor.device.type == device.type:
+            return tensor
+        if device.type != HOST.type or is_traceable_wrapper_subclass(local(tensor)):  # quantized weights
+            return tensor.to(device, non_blocking=True)
+        return self.on_host(tensor, place)
+
+    def on_host(self, tensor: Tensor, place: tuple[object, ...]) -> Tensor:
+        source = local(tensor).detach()
+        buffer = self._buffers.get(place)
+        if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
+            buffer = torch.empty_like(source, device=HOST, pin_memory=source.is_cuda)
+            self._buffers[place] = buffer
+        buffer.copy_(source, non_blocking=True)
+        if isinstance(tensor, DTensor):
+            return DTensor(
+                buffer, tensor._spec, requires_grad=False
+            )  # ``from_local`` would copy it to the mesh's device
+        return buffer

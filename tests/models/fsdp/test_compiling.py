@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
@@ -15,7 +16,7 @@ from skyasync.errors import UserError
 from skyasync.models.fsdp.layers import check_compiler
 from skyasync.workers.policy import PolicyWorker
 from tests.models.test_shapes import distance, gradient, ragged
-from tests.workers.conftest import config_for
+from tests.workers.conftest import config_for, make_batch
 
 pytestmark = pytest.mark.slow
 
@@ -37,6 +38,24 @@ def test_traced_layers_have_the_gradient_of_the_others(untied_model: str, checkp
     """All but the making of machine code, which takes long."""
     expected = compiled(untied_model, "")
     assert distance(compiled(untied_model, "aot_eager", checkpointing), expected) < 1e-6
+
+
+def test_packed_rows_of_any_shape_share_compiled_code(untied_model: str) -> None:
+    """Frames are counted over micro-batches that differ in tokens, rows and blocks."""
+    cfg = config_for(untied_model)
+    cfg.trainer.policy.torch_compile = True
+    worker = PolicyWorker(cfg, threads=1)
+    torch.compiler.reset()
+    counter = CompileCounter()
+    with patch.object(torch, "compile", partial(torch.compile, backend=counter)):
+        worker.setup()
+    assert worker.backend.model.packs
+    counts = []
+    for groups, longest in ((2, 9), (4, 30), (3, 17), (5, 24), (2, 40), (6, 12)):
+        worker.forward_backward(make_batch(groups=groups, longest_response=longest))
+        counts.append(counter.frame_count)
+    torch.compiler.reset()
+    assert counts[0] and counts[-1] == counts[2] <= 16, counts
 
 
 @pytest.mark.recipe

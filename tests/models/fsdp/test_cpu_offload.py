@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from skyasync.config.schema import Config
-from skyasync.models.fsdp import sharding as offload
-from skyasync.models.fsdp.sharding import process_group_backend
+from skyasync.models.fsdp.sharding import OffloadBuffers, process_group_backend
 from skyasync.weight_sync.tensors import TensorSpecs
 from skyasync.weight_sync.transfers.broadcast import BroadcastSender
 from skyasync.workers.frozen import ReferenceWorker
@@ -63,8 +62,8 @@ class Watched(PolicyWorker):
         return {name: _local(tensor).detach().clone() for name, tensor in found.items()}
 
 
-def noted(tensor: Tensor, device: torch.device) -> Tensor:
-    there = tensor.to(device).clone()
+def noted(buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
+    there = tensor.clone() if device == DEVICE else buffers.on_host(tensor, place)
     there.place = str(device)  # type: ignore[attr-defined]
     return there
 
@@ -88,7 +87,8 @@ def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
 
 def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
     """On each rank: every kind against none."""
-    before, offload.moved = offload.moved, noted
+    before = OffloadBuffers.moved
+    OffloadBuffers.moved = noted  # type: ignore[method-assign]
     try:
         found = {}
         for kind in KINDS:
@@ -101,7 +101,7 @@ def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
             found[kind] = train(worker, folder / kind)
             check_places(worker, kind)
     finally:
-        offload.moved = before
+        OffloadBuffers.moved = before  # type: ignore[method-assign]
         if dist.is_initialized():
             dist.destroy_process_group()
     metrics, bits = found["none"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -26,7 +26,11 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
+from skyasync.models.fsdp import loading
+from skyasync.models.fsdp.sharding import shard_placement
 from skyasync.models.heads import load_causal_lm
 from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.model_worker import ModelWorker
@@ -64,6 +68,7 @@ MODELS: dict[str, tuple[PreTrainedConfig, Callable[[Path], None] | None]] = {
         Qwen2MoeConfig(**SMALL, num_experts=7, moe_intermediate_size=10, shared_expert_intermediate_size=10), None
     ),
     "qwen3_moe_with_fewer_experts_than_ranks": (Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=2), None),
+    "qwen3_moe_with_a_rank_without_experts": (Qwen3MoeConfig(**SMALL, **EXPERTS, num_experts=5), None),
     "hrm_text_by_rank_zero": (HrmTextConfig(**SMALL), None),
 }  # fmt: skip
 
@@ -97,7 +102,10 @@ def examine(process: Rank, folder: Path) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         for name in MODELS:
             for role in (PolicyWorker, ReferenceWorker):
-                found[f"{name} {world} {role.__name__}"] = differences(load(role, folder / name, rank, world))
+                with pytest.MonkeyPatch.context() as patch:
+                    if "rank_zero" not in name:
+                        patch.setattr(loading, "_from_rank_zero", None)
+                    found[f"{name} {world} {role.__name__}"] = differences(load(role, folder / name, rank, world))
         dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
@@ -137,6 +145,21 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("ranks", [8, 24, 48, 64, 96, 128, 256, 512, 1024])
+def test_a_mixture_of_30b_is_read_in_slices_by_any_number_of_ranks(ranks: int) -> None:
+    """Qwen3-30B-A3B: its routers have 128 rows, so that from 129 ranks on some have none of them."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
+    config = Qwen3MoeConfig(
+        **sizes, num_hidden_layers=2, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    assert converters
+    assert loading.can_be_sliced(model, converters, shard_placement(ranks))
+    assert not loading.can_be_sliced(model, converters, lambda parameter: Shard(1)), "halves that are joined"
 
 
 @pytest.mark.slow

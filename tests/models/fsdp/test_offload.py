@@ -1,24 +1,28 @@
 """A policy that was in host memory meanwhile is the same policy, bit for bit, and goes on as if it had never left.
 
-There is one device here, so moving to it and back would move nothing: "moved" is a copy at another place in memory
+There is one device here, so moving to it and back would move nothing: back is a copy at another place in memory
 instead, which is what the optimizer, FSDP2 and tied weights have to follow on a GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
-from skyasync.models.fsdp import sharding as offload
+from skyasync.models.fsdp.backend import FSDPBackend
+from skyasync.models.fsdp.sharding import HOST, OffloadBuffers
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
 from skyasync.workers.roles import ROLES
@@ -30,7 +34,17 @@ class Elsewhere(PolicyWorker):
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        offload.moved = lambda tensor, device: tensor.to(device).clone()
+        self.to_host, self.host_places = False, dict[str, int]()
+
+        def moved(buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
+            return buffers.on_host(tensor, place) if self.to_host else tensor.clone()
+
+        OffloadBuffers.moved = moved  # type: ignore[method-assign]
+
+    def offload(self) -> None:
+        self.to_host = True
+        super().offload()
+        self.to_host = False
 
     def tensors(self) -> dict[str, Tensor]:
         for module in self.backend.model.modules():
@@ -45,12 +59,16 @@ class Elsewhere(PolicyWorker):
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def round_trip(self) -> int:
-        """How many tensors lie elsewhere afterwards, gradients dropped."""
+        """How many tensors lay elsewhere meanwhile, gradients dropped."""
         before = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
         self.offload()
+        on_host = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+        assert on_host == {**on_host, **self.host_places}, "each offload goes to the same memory"
+        self.host_places = on_host
         assert all(parameter.grad is None for parameter in self.backend.model.parameters())
         self.onload()
-        return sum(tensor.data_ptr() != before[name] for name, tensor in self.tensors().items())
+        back = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
+        return sum(on_host[name] not in (before[name], back[name]) for name in before)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -61,7 +79,7 @@ def _local(tensor: Tensor) -> Tensor:
 def cfg(request: pytest.FixtureRequest, model_path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
     cfg = config_for(model_path)
     cfg.trainer.policy.model.dtype = request.param  # bfloat16 is sharded by FSDP2, on one rank too
-    monkeypatch.setattr(offload, "moved", offload.moved)  # put back afterwards
+    monkeypatch.setattr(OffloadBuffers, "moved", OffloadBuffers.moved)  # put back afterwards
     return cfg
 
 
@@ -90,7 +108,7 @@ def test_bits_are_kept_and_updates_go_on_as_without(cfg: Config) -> None:
 
 
 def test_tied_weights_are_one_tensor_wherever_they_are(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "moved", offload.moved)
+    monkeypatch.setattr(OffloadBuffers, "moved", OffloadBuffers.moved)
     worker = started(config_for(tied_model))
     worker.offload()
     model = worker.backend.model.model
@@ -109,6 +127,68 @@ def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(cfg: Conf
     worker.load(str(tmp_path / "away"))
     worker.onload()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in worker.tensors().items() if "step" not in name)
+
+
+def test_from_a_gpu_every_offload_copies_into_pinned_memory_that_the_first_has_allocated() -> None:
+    """By fake tensors, which may be on a GPU that is not here."""
+    allocated: list[tuple[bool, torch.Size]] = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            result = func(*args, **kwargs)
+            made = kwargs.get("device") == HOST or (func is torch.ops.aten._to_copy.default and result.device == HOST)
+            if made and result.numel() > 1:
+                allocated.append((bool(kwargs.get("pin_memory")), result.shape))
+            return result
+
+    cuda, buffers = torch.device("cuda"), OffloadBuffers()
+    with FakeTensorMode():
+        weights = [torch.zeros(size, device=cuda, requires_grad=True) for size in (3, 4, 4)]
+        optimizer = torch.optim.AdamW(weights)
+        for weight in weights:
+            optimizer.state[weight] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        for offload in range(3):
+            for device in (HOST, cuda):
+                with Allocations():
+                    weights = [buffers.moved(weight, device, ("weight", i)) for i, weight in enumerate(weights)]
+                    buffers.move_optimizer_state(optimizer, device)
+                states = [value for state in optimizer.state.values() for value in state.values()]
+                assert {tensor.device.type for tensor in (*weights, *states)} == {device.type}
+            if not offload:
+                assert len(allocated) == 3 + 6 and all(pinned for pinned, _ in allocated)
+                allocated.clear()
+    assert not allocated
+
+
+@pytest.mark.parametrize(
+    ("device", "colocated", "before", "after"),
+    [
+        ("cuda", False, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", True, {}, {}),
+        ("cpu", False, {}, {}),
+        ("cuda", False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+    ],
+)
+def test_a_gpus_segments_grow_unless_engines_read_them(
+    model_path: str,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    colocated: bool,
+    before: dict[str, str],
+    after: dict[str, str],
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in before.items():
+        monkeypatch.setenv(name, value)
+    cfg = config_for(model_path)
+    cfg.trainer.placement.colocate_all = colocated
+    monkeypatch.setattr(FSDPBackend, "_build", lambda backend: None)
+    with pytest.raises(AttributeError):  # of what takes the model's place
+        PolicyWorker(cfg, device=device).setup()
+    assert {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")} == after
 
 
 @pytest.mark.slow

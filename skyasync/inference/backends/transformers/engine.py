@@ -326,6 +326,10 @@ class TransformersEngine(InferenceEngine):
         self._report(cut)
 
     @in_thread
+    def heartbeat(self) -> None:
+        """The thread has come to this call."""
+
+    @in_thread
     def progress(self) -> list[GenerationOutput]:
         return [row.progress() for row in self._rows.values() if len(row.token_ids) > row.reported]
 

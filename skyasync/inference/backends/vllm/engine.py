@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from skyasync.arrays import Ints, floats, ints
+from skyasync.arrays import Experts, Ints, floats, ints
 from skyasync.errors import MissingVLLMError, UserError
 from skyasync.inference.backends.vllm import adapter
 from skyasync.inference.backends.vllm.options import check_options
@@ -217,7 +217,8 @@ class VLLMEngine(InferenceEngine):
                     end: Any = "abort" if name not in names else "length" if reason == "repetition" else reason
                     logprobs: Any = completion.logprobs  # flat, by ``sampling_parameters``
                     tokens, versions = ints(completion.token_ids), versions_of(completion)
-                    answers.append(GenerationOutput(name, tokens, floats(logprobs.logprobs), versions, end))
+                    experts = self._experts(completion.routed_experts)
+                    answers.append(GenerationOutput(name, tokens, floats(logprobs.logprobs), versions, end, experts))
                 finished.extend(answers)
             except EngineFailedError as error:
                 failures.append(error)
@@ -323,9 +324,12 @@ class VLLMEngine(InferenceEngine):
         """For each request that has tokens, how many."""
         return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
 
+    async def heartbeat(self) -> None:
+        await self.call(self.llm.is_sleeping())  # which the core answers
+
     async def progress(self) -> list[GenerationOutput]:
         """Requests of several samples (``one_per_prompt``) are left out."""
-        await self.call(self.llm.is_sleeping())  # the core is alive, and between two steps
+        await self.heartbeat()
         new = []
         for state in self.states():
             name = state.external_req_id
@@ -337,8 +341,19 @@ class VLLMEngine(InferenceEngine):
                     versions, starts = zip(*state.weight_version_starts, strict=True)
                     lengths = np.subtract([*starts[1:], len(tokens)], starts)
                     each = np.repeat(ints([int(version) for version in versions]), lengths)
-                    new.append(GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), each[first:]))
+                    output = GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), each[first:])
+                    if state.routed_experts_chunks:  # of the prompt too, and not of the last token
+                        known = state.prompt_len + first - 1 if first else 0
+                        output.experts = self._experts(np.concatenate(state.routed_experts_chunks)[known:])
+                    new.append(output)
         return new
+
+    def _experts(self, routed: Experts | None) -> Experts | None:
+        """vLLM's uint8 or uint16, with a number left that marks a token whose experts are not known."""
+        if routed is None:
+            return None
+        one_byte = self.llm.vllm_config.model_config.get_num_experts() <= np.iinfo(np.uint8).max
+        return routed.astype(np.uint8 if one_byte else np.int16, copy=False)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""

@@ -38,6 +38,7 @@ RESERVED = {
     "logprobs_mode": "training needs the log-probabilities of what was sampled from",
     "worker_extension_cls": "the weight sync has its own",
     "distributed_executor_backend": "an engine's workers are children of its process",
+    "enable_return_routed_experts": "use trainer.policy.router_replay",
     "trust_remote_code": "no code of a model's folder is run",
 }
 
@@ -59,6 +60,11 @@ def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
 def cpu_limits(cfg: Config) -> Iterator[str]:
     """What vLLM's CPU engine does not have, or ends at, a line each."""
     options, model = cfg.generator.engine_kwargs, cfg.trainer.policy.model
+    if (replay := cfg.trainer.policy.router_replay) != "none":
+        yield (
+            f"trainer.policy.router_replay={replay} with generator.backend=vllm needs GPUs: on a CPU vLLM does not "
+            f"report the experts that it chose; set generator.backend=transformers"
+        )
     stages = options.get("pipeline_parallel_size", 1)
     if isinstance(stages, int) and stages > 1:
         yield (

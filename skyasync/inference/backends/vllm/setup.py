@@ -81,6 +81,8 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
         "hf_overrides": overrides_of(config.model_path, config.extra.get("config_kwargs", {})),
     }
+    if config.extra.get("routed_experts"):
+        arguments["enable_return_routed_experts"] = True
     if rank := config.extra.get("adapter_rank", 0):
         arguments |= lora_arguments(rank, config.model_path)
     if devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size) > 1:

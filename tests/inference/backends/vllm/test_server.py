@@ -371,7 +371,7 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     gaps = [gap(answer, engine.model, request("x").prompt_token_ids.tolist()) for answer in answers]
     # Some of 2,400 sampled tokens are rare ones, whose log-probabilities this engine computes less exactly.
     assert max(gaps) < 10 * TOLERANCE, "also of those that two engines have made, one behind the other"
-    assert [load.in_flight for load in client.pool.router.loads] == [0, 0] and supervisor.failures == 0
+    assert client.pool.router.in_flight.tolist() == [0, 0] and supervisor.failures == 0
 
 
 async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(engine: Engine) -> None:
