@@ -157,6 +157,24 @@ async def test_engine_and_trainer_agree_and_a_wrong_image_is_found(folder: str, 
     assert (other - sampled).abs()[seen].mean() > 0.1
 
 
+async def test_engine_and_trainer_differ_by_rounding_in_bfloat16(folder: str) -> None:
+    engine = ENGINES["transformers"](EngineConfig(folder, threads=1, max_model_len=200, dtype="bfloat16"))
+    await engine.start()
+    prompts = [prompt(folder, images) for images in CASES]
+    sampling = SamplingParams(max_tokens=16, ignore_eos=True)
+    requests = [
+        GenerationRequest(f"r{i}", p, sampling, images=images)
+        for i, (p, images) in enumerate(zip(prompts, CASES, strict=True))
+    ]
+    outputs = await answers_of(engine, requests)
+    await engine.shutdown()
+    batch = as_batch(prompts, [output.token_ids.tolist() for output in outputs], CASES)
+    sampled = torch.tensor([output.logprobs.tolist() for output in outputs]).flatten()
+    with torch.no_grad():
+        trained = logprobs(TokenModel(load_causal_lm(folder, torch.bfloat16)), batch)[batch.loss_mask]
+    assert (trained - sampled).abs().mean() < 0.02
+
+
 async def test_placeholders_are_never_sampled_and_wrong_prompts_are_rejected(
     folder: str, engine: TransformersEngine
 ) -> None:

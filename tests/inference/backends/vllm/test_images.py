@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,10 +31,12 @@ def test_requests_with_other_images_are_not_samples_of_one() -> None:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(family: str, tmp_path: Path) -> None:
+async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_tiny(family, tmp_path / "model")
     model = TokenModel(load_causal_lm(folder, torch.float32))
-    engine = ENGINES["vllm"](EngineConfig(folder, threads=1, max_model_len=200, max_num_seqs=16, kv_cache_gb=0.1))
+    engine: Any = ENGINES["vllm"](EngineConfig(folder, threads=1, max_model_len=200, max_num_seqs=16, kv_cache_gb=0.1))
     prompts = [prompt(folder, images) for images in CASES]
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
 
@@ -57,6 +60,12 @@ async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(famil
         with torch.no_grad():
             return (logprobs(model, batch)[batch.loss_mask] - sampled).abs()
 
+    async def update(version: int) -> None:
+        redraw(model.model, seed=version)
+        path = write_weights(model.model.state_dict())
+        await engine.update_weights(WeightUpdate(version, "shared_memory", {"path": path}))
+        remove_weights(path)
+
     await engine.start()
     try:
         assert (await differences(0)).max() < 1e-4
@@ -70,11 +79,11 @@ async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(famil
         refused, drawn = await answers_of(engine, [alone, banned])
         assert "do not hold those of its 0 images" in refused.error
         assert len(drawn.token_ids) == 50 and placeholder not in drawn.token_ids
-        redraw(model.model, seed=1)
-        path = write_weights(model.model.state_dict())
-        await engine.update_weights(WeightUpdate(1, "shared_memory", {"path": path}))
-        remove_weights(path)
+        await update(1)
         assert (await differences(1)).max() < 1e-4
         assert await scores_differ() < 1e-4
+        monkeypatch.setattr(engine.llm, "reset_encoder_cache", engine.llm.check_health)  # another call without effect
+        await update(3)
+        assert (await differences(3)).max() > 0.1
     finally:
         await engine.shutdown()
