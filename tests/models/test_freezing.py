@@ -103,7 +103,7 @@ def test_the_rest_has_the_same_gradient_and_a_resumed_run_the_same_weights(tmp_p
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (["vision_towr"], "no part 'vision_towr': did you mean .vision_tower.\? allowed: vision_tower, projector, "),
+        (["vision_towr"], r"no part 'vision_towr': did you mean 'vision_tower'\? allowed: vision_tower, projector, "),
         (["model.visual.block"], "did you mean 'model.visual.blocks'"),
         (["visual"], "has no part 'visual'"),
         (["model"], r"freeze=\[model\] is all of Qwen3VLForConditionalGeneration: nothing would be trained"),
