@@ -227,6 +227,7 @@ class MeasuredBackend(FSDPBackend):
 
     def _build(self) -> TokenModel:
         wrapper = super()._build()
+        wrapper.vision = None  # what a tower computes is not counted, its weights are
         if wrapper.context:
             wrapper.context = _MeasuredContext(**vars(wrapper.context))
         return wrapper

@@ -100,7 +100,8 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
     def number(*names: str, default: int = 0) -> int:
         return int(next((value for name in names if (value := getattr(text, name, None)) is not None), default))
 
-    layers = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
+    decoder = model.get_decoder() or model  # without the tower of a vision-language model
+    layers = [m for m in decoder.modules() if type(m).__name__ in set(model._no_split_modules or ())]
     types = getattr(text, "layer_types", None) or [""] * len(layers)
     signatures = [(kind, *(p.shape for p in layer.parameters())) for kind, layer in zip(types, layers, strict=False)]
     heads, hidden = number("num_attention_heads", default=1), number("hidden_size")

@@ -12,9 +12,10 @@ from benchmarks.plan import QWEN3, Case, loop_peak, planned
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.planning.measure import measure
-from skyasync.planning.memory import RankUse
+from skyasync.planning.memory import ACTIVATIONS, FLOAT32, WEIGHTS, RankUse
 from skyasync.planning.shape import read_shape
 from skyasync.workers.roles import POLICY, ROLES
+from tests.models.tiny_vision import save_tiny
 from tests.planning.models import configuration
 
 pytestmark = pytest.mark.slow
@@ -227,3 +228,15 @@ def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(fo
     assert use.flops > 6 * experts * rows * 96
     cfg.trainer.policy.router_replay = "R3"
     assert peak(policy(cfg).scoring) >= peak(use.scoring)
+
+
+def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Path) -> None:
+    """A folder with nothing but config.json; the tower's weights are counted."""
+    folder = Path(save_tiny("qwen3_vl", tmp_path / "whole"))
+    (only := tmp_path / "only").mkdir()
+    (only / "config.json").write_text((folder / "config.json").read_text())
+    cfg = Config()
+    cfg.trainer.policy.model.path = str(only)
+    use = measure(cfg, ROLES["policy"], 2, gpus=False)
+    assert use.resident[WEIGHTS] == pytest.approx(read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01)
+    assert use.updating[ACTIVATIONS] > 0

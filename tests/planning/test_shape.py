@@ -10,7 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.errors import UserError
+from skyasync.models.heads import load_causal_lm
 from skyasync.planning.shape import _depths, read_shape, with_layers
+from tests.models.tiny_vision import FAMILIES as VISION_FAMILIES
+from tests.models.tiny_vision import save_tiny
 from tests.planning.models import MODELS, configuration
 
 
@@ -74,3 +77,12 @@ def test_a_model_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_a_folder_with_nothing_but_the_config_is_enough(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"] | {"model_type": "llama"}))
     assert read_shape(str(tmp_path)).layers == 2
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_vision_language_model_is_counted_with_its_tower(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path / family)
+    model = load_causal_lm(folder, torch.float32)
+    shape = read_shape(folder)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers == len(model.get_decoder().layers)
