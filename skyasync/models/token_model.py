@@ -89,7 +89,7 @@ class TokenModel(nn.Module):
         self.distribution = distribution or SampledDistribution()
         self.value_head: nn.Linear | None = None
         if is_vision(model.config):
-            self.vision = Vision(model.config.name_or_path or "")
+            self.vision = Vision(model.config)
         self.packs = can_share_prefixes(model.config) and pack_rows(model)
 
     def forward(self, layout: Layout, request: OutputRequest | None = None) -> dict[str, Tensor]:

@@ -33,6 +33,11 @@ def is_vision(config: PreTrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
+def placeholders(config: PreTrainedConfig) -> list[int]:
+    """Ids that stand for images or videos."""
+    return sorted({config.image_token_id, getattr(config, "video_token_id", None) or config.image_token_id})
+
+
 class _Processed(NamedTuple):
     tokens: list[int]  # that its placeholder becomes
     features: dict[str, Tensor]
@@ -57,7 +62,7 @@ class ImageProcessor:
         self._join = FAMILIES[config.model_type].joined
         self._processor: Any = AutoProcessor.from_pretrained(path)
         self.placeholder: int = config.image_token_id
-        self.banned = sorted({config.image_token_id, getattr(config, "video_token_id", None) or config.image_token_id})
+        self.banned = placeholders(config)
         self._of = lru_cache(CACHED)(self._process)
         self._known: WeakKeyDictionary[Image, list[int]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # an engine's thread and the event loop share it
@@ -139,9 +144,13 @@ processor_of = lru_cache(4)(ImageProcessor)
 class Vision:
     """What a loaded vision-language model needs in addition to tokens."""
 
-    def __init__(self, path: str) -> None:
-        self.processor = processor_of(path)
-        self.banned = torch.tensor(self.processor.banned)
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._path = config.name_or_path or ""
+        self.banned = torch.tensor(placeholders(config))
+
+    @cached_property
+    def processor(self) -> ImageProcessor:
+        return processor_of(self._path)
 
     def inputs(self, tokens: Tensor, images: Sequence[Images]) -> dict[str, Tensor]:
         """Arguments of the model besides ``tokens`` ``[rows, width]``; none if no row has an image.

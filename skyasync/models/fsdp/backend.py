@@ -44,7 +44,7 @@ from skyasync.models.batch import B, TokenBatch, UpdateBatch
 from skyasync.models.freezing import freeze
 from skyasync.models.fsdp import checkpoint
 from skyasync.models.fsdp.layers import checkpointing_options, compile_layers, decoder_layers
-from skyasync.models.fsdp.loading import load_sharded
+from skyasync.models.fsdp.loading import WrapAndShard, load_sharded
 from skyasync.models.fsdp.optimizers import (
     TrainedPart,
     check_replicated_gradients,
@@ -63,7 +63,7 @@ from skyasync.models.fsdp.sharding import (
     process_group_backend,
     shard_placement,
 )
-from skyasync.models.heads import HEADS, copy_own_part, new_head
+from skyasync.models.heads import HEADS, Head, copy_own_part, new_head
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
 from skyasync.models.token_model import SCORE_LAYER, TokenModel, can_share_prefixes
@@ -194,11 +194,8 @@ class FSDPBackend(ModelBackend):
         if self.is_sharded():
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
-            self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
-            min_chunks = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions divide rows evenly
-            wrapper = load_sharded(spec.path, head, dtype, home, shard, self._placement(), min_chunks)
-        else:
-            wrapper = wrap(head.load(spec.path, dtype))
+            self.mesh = self._make_mesh()
+        wrapper = self._read(head, dtype, home, shard if self.mesh else wrap)
         if self.adapters:
             self.adapters.attach_adapters()
             self.adapters.begin(spec.trainer.seed, home)
@@ -226,6 +223,16 @@ class FSDPBackend(ModelBackend):
             world_size=self.ranks.world_size,
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
+
+    def _make_mesh(self) -> Mesh:
+        return Mesh.make(self.device.type, self.spec.mesh_shape, self.spec.fsdp_size)
+
+    def _read(self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard) -> TokenModel:
+        """The model of the files after ``prepare``, which gets a model without memory if there is a mesh."""
+        if self.mesh is None:
+            return prepare(head.load(self.spec.path, dtype))
+        min_chunks = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions divide rows evenly
+        return load_sharded(self.spec.path, head, dtype, device, prepare, self._placement(), min_chunks)
 
     def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
         """How FSDP2 cuts a parameter; None: by rows."""

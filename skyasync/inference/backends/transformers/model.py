@@ -124,7 +124,7 @@ class EmbeddedModel:
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
         multiply_by_onednn(self._model)
-        self._vision = Vision(config.model_path) if is_vision(self._model.config) else None
+        self._vision = Vision(self._model.config) if is_vision(self._model.config) else None
         self._routers: Routers | None = None
         if config.extra.get("routed_experts"):
             self._routers = Routers(self._model)
