@@ -107,7 +107,7 @@ The full table has {count} rows: [all settings](../coming_from.md#{name}).
 - `trainer.train_batch_size` counts prompts, each with `generator.n_samples_per_prompt` samples. Check what a batch size
   of {title} counts.
 - How generation and training overlap is one setting, `trainer.plan`. Begin with `sync`, then read
-  [which plan](../plans.md#which-plan).
+  [which plan](../which_plan.md).
 - Asynchronous plans correct stale samples by default ([formulas](../staleness.md)). To train without a correction needs
   `trainer.allow_uncorrected=true`.
 - A setting that has no effect is an error, and so is a wrong name or type, before anything starts.

@@ -129,7 +129,8 @@ def test_metrics_in_the_text_of_pages_exist() -> None:
     known = ("reward", "response", "dynamic_sampling", "policy", "critic", "off_policy", "staleness", "sync", "rollout",
              "throughput", "idle", "time", "eval", "warnings", "env", "engines", "checkpoint")  # fmt: skip
     wrong = []
-    for page in (ROOT / "docs" / "tuning.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))):
+    own = [ROOT / "docs" / f"{name}.md" for name in ("tuning", "speed", "which_plan", "hyperparameters", "callbacks")]
+    for page in (*own, *sorted((ROOT / "docs" / "tutorials").glob("*.md"))):
         for span in re.findall(rf"`((?:{'|'.join(known)})/[\w/]+)`", page.read_text()):
             if not any(metric.pattern.fullmatch(span) for metric in METRICS):
                 wrong.append(f"{page.name}: {span}")
