@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 DOCS = ROOT / "docs"
 MOST_WORDS = 1000
 #: Looked things up in, not read.
-REFERENCES = ("coming_from", "configuration", "glossary", "metrics", "troubleshooting")
+REFERENCES = ("benchmarks", "coming_from", "configuration", "glossary", "metrics", "troubleshooting")
 SERVER = "generator.engines=[http://127.0.0.1:8000]"
 ALWAYS = ("trainer.policy.model.path=owner/model", "data.train_data=rows.jsonl")
 COLUMNS = {
