@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from skyasync.config import load_config
@@ -10,6 +12,7 @@ from tests.docs.pages import ROOT
 
 DOCS = ROOT / "docs"
 MOST_WORDS = 1000
+LONGEST_MEAN = 20  # words in a sentence
 #: Looked things up in, not read.
 REFERENCES = ("benchmarks", "coming_from", "configuration", "glossary", "metrics", "troubleshooting")
 SERVER = "generator.engines=[http://127.0.0.1:8000]"
@@ -32,6 +35,31 @@ def test_pages_of_users_are_short() -> None:
     pages = [*DOCS.glob("*.md"), *(DOCS / "tutorials").glob("*.md"), *(DOCS / "migration").glob("*.md")]
     words = {page.name: len(page.read_text().split()) for page in pages if page.stem not in REFERENCES}
     assert {name: count for name, count in words.items() if count > MOST_WORDS} == {}
+
+
+def test_sentences_of_pages_are_short_on_average() -> None:
+    """Of the prose: without code, tables and headings."""
+    long = {}
+    for page in [ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "tutorials").glob("*.md")]:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        text = re.sub(r"^(\||#|<|!).*$", "", text, flags=re.MULTILINE)
+        sentences = [part.split() for part in re.split(r"(?<=[.:!?])\s+|\n\n|\n- ", text) if len(part.split()) > 2]
+        if sentences and (mean := sum(map(len, sentences)) / len(sentences)) > LONGEST_MEAN:
+            long[page.name] = round(mean, 1)
+    assert long == {}
+
+
+@pytest.mark.parametrize(
+    "page", ["staleness", "callbacks", "weight_sync", "troubleshooting", "compatibility", "which_plan"]
+)
+def test_what_people_search_for_is_one_link_from_the_first_page(page: str) -> None:
+    assert f"({page}.md)" in (DOCS / "index.md").read_text()
+
+
+def test_the_support_matrix_is_that_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text().partition("## What has been tested")[2].partition("\n## ")[0]
+    rows = [line for line in readme.splitlines() if line.startswith("|")]
+    assert len(rows) > 5 and "\n".join(rows) in (DOCS / "compatibility.md").read_text()
 
 
 @pytest.mark.parametrize("title", COLUMNS)
