@@ -1,4 +1,4 @@
-"""``python -m skyasync plan [options] key=value ...``, and ``--dry-run`` of any run."""
+"""``skyasync plan [options] key=value ...``, and ``--dry-run`` of any run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyasync.planning.plan import Machine, MemoryPlan, MemoryUse, parse_size, t
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 HELP = """\
-usage: python -m skyasync plan [--gpus N] [--gpu-memory SIZE] [--host-memory SIZE] [--json] [key=value ...]
+usage: skyasync plan [--gpus N] [--gpu-memory SIZE] [--host-memory SIZE] [--json] [key=value ...]
 
 Says which processes a run would start, what each device and the host must hold, and whether it fits. It reads the
 model's config.json alone. The machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of

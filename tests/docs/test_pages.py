@@ -8,7 +8,7 @@ import pytest
 
 from skyasync.config import load_config
 from skyasync.errors import UserError
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, blocks
 
 DOCS = ROOT / "docs"
 MOST_WORDS = 1000
@@ -54,6 +54,12 @@ def test_sentences_of_pages_are_short_on_average() -> None:
 )
 def test_what_people_search_for_is_one_link_from_the_first_page(page: str) -> None:
     assert f"({page}.md)" in (DOCS / "index.md").read_text()
+
+
+def test_the_command_has_one_spelling() -> None:
+    assert [
+        block.name for block in blocks() if block.language == "bash" and re.search(r"-m skyasync\b(?!\.)", block.text)
+    ] == []
 
 
 def test_the_support_matrix_is_that_of_the_readme() -> None:
