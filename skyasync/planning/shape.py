@@ -36,6 +36,8 @@ class Family:
     shared_expert: bool = False
     experts: bool = False
     """Every layer's MLP is a router and several of them."""
+    images: bool = False
+    """The model reads images."""
 
 
 FAMILIES = {
@@ -119,7 +121,7 @@ class ModelShape:
     @property
     def shares_prefixes(self) -> bool:
         """As ``skyasync.models.token_model.can_share_prefixes`` decides."""
-        return not any(self.windows)
+        return not any(self.windows) and not self.family.images
 
 
 def read_shape(path: str) -> ModelShape:
@@ -249,9 +251,15 @@ def _fetched(name: str) -> Path:
 
 
 def unknown_shape(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Raises ``UserError`` if transformers has no causal language model for it."""
+    """What reads images is counted with the embeddings.
+
+    Raises:
+        UserError: if transformers has no causal language model for it.
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from skyasync.models.vision import is_vision
 
     settings = dict(config)
     kind = settings.pop("model_type", None)
@@ -260,14 +268,15 @@ def unknown_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     try:
         built = AutoConfig.for_model(kind, **settings)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(built, attn_implementation="sdpa")
+            factory = AutoModelForImageTextToText if is_vision(built) else AutoModelForCausalLM
+            model = factory.from_config(built, attn_implementation="sdpa")
     except (ValueError, AttributeError, TypeError) as error:
         first = str(error).partition("\n")[0]
         raise UserError(f"{name}: transformers has no causal language model of type {kind!r} ({first})") from error
-    layers = [m for m in model.modules() if type(m).__name__ in set(model._no_split_modules or ())]
+    layers = [m for m in model.get_decoder().modules() if type(m).__name__ in set(model._no_split_modules or ())]
     in_layers = sum(p.numel() for layer in layers for p in layer.parameters())
     total = sum(p.numel() for p in model.parameters())
-    shape = known_shape(built.get_text_config().to_dict(), name, Family())
+    shape = known_shape(built.get_text_config().to_dict(), name, Family(images=is_vision(built)))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     return replace(shape, layer=in_layers // shape.layers, root=total - in_layers, tied=tied)
 

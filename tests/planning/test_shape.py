@@ -10,8 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.errors import UserError
+from skyasync.models.heads import load_causal_lm
 from skyasync.models.token_model import can_share_prefixes
 from skyasync.planning.shape import FAMILIES, read_shape, shape_of
+from tests.models.tiny_vision import FAMILIES as VISION_FAMILIES
+from tests.models.tiny_vision import save_tiny
 from tests.planning.models import MODELS, as_json, configuration
 
 
@@ -73,3 +76,13 @@ def test_a_model_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch,
 def test_a_folder_with_nothing_but_the_config_is_enough(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(as_json(configuration("llama"))))
     assert read_shape(str(tmp_path)).layers == 2
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_vision_language_model_is_counted_with_its_tower(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path / family)
+    model = load_causal_lm(folder, torch.float32)
+    shape = read_shape(folder)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layer == sum(p.numel() for p in model.get_decoder().layers[0].parameters())
+    assert not shape.shares_prefixes

@@ -41,6 +41,7 @@ from skyasync.models.backend import (
     SaveResult,
 )
 from skyasync.models.batch import B, TokenBatch, UpdateBatch
+from skyasync.models.freezing import freeze
 from skyasync.models.fsdp import checkpoint
 from skyasync.models.fsdp.layers import checkpointing_options, compile_layers, decoder_layers
 from skyasync.models.fsdp.loading import load_sharded
@@ -113,7 +114,7 @@ class FSDPBackend(ModelBackend):
         if self.device.type == "cuda":
             allow_recompilations()
         self.model = self._build()
-        self.hidden_size = int(self.model.model.config.hidden_size)
+        self.hidden_size = int(self.model.model.config.get_text_config().hidden_size)
         if self.device.type == "cpu":
             keep_freed()  # after loading, whose own memory goes back
 
@@ -173,6 +174,8 @@ class FSDPBackend(ModelBackend):
                 self.adapters = Adapters(model, spec.lora, spec.path)
                 if mesh and mesh.tensor:
                     self.adapters.split(mesh.tensor)
+            if spec.optimizers:
+                freeze(model, spec.freeze)
             wrapper = TokenModel(model, spec.distribution).eval()
             wrapper.context, wrapper.vocabulary = context, vocabulary
             wrapper.routers = Routers(model) if spec.router_replay != "none" else None
@@ -192,8 +195,8 @@ class FSDPBackend(ModelBackend):
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
             self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
-            pieces = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions share rows only if they divide
-            wrapper = load_sharded(spec.path, head, dtype, home, shard, self._placement(), pieces)
+            min_chunks = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions divide rows evenly
+            wrapper = load_sharded(spec.path, head, dtype, home, shard, self._placement(), min_chunks)
         else:
             wrapper = wrap(head.load(spec.path, dtype))
         if self.adapters:
@@ -262,8 +265,7 @@ class FSDPBackend(ModelBackend):
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:
                 self.adapters.set_dropout(False)
-        # Without adapters a weight that is frozen for now still belongs to the optimizer.
-        learnt = [p for p in model.parameters() if p.requires_grad or self.adapters is None]
+        learnt = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(wrapper, learnt, spec.optimizers[MODEL], spec.trainer.seed)
         self.trained[MODEL] = TrainedPart(model, self.optimizer, spec.optimizers[MODEL].max_grad_norm)
         if wrapper.value_head is not None:
