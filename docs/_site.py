@@ -55,23 +55,28 @@ def on_page_markdown(markdown: str, **_: object) -> str:
     return "".join(parts)
 
 
+def _flat(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The pages of a section and of the sections in it, with their titles."""
+    pages: list[tuple[str, str]] = []
+    for title, under in (item for entry in entries for item in entry.items()):
+        pages += [(title, under)] if isinstance(under, str) else _flat(under)
+    return pages
+
+
 def llms(name: str, about: str, nav: list[dict[str, Any]], docs: Path) -> str:
     """``llms.txt``: the pages by section, each with its first sentence, for programs that read documentation."""
     lines = [f"# {name}", "", f"> {about}"]
     for part in nav:
         for section, entries in part.items():
             lines += ["", f"## {section}", ""]
-            for entry in entries:
-                for title, file in entry.items():
-                    text = FENCED.sub("", (docs / file).read_text(encoding="utf-8"))
-                    prose = [" ".join(block.split()) for block in text.split("\n\n")[1:] if re.match(r"[\w`]", block)]
-                    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", block) for block in prose)
-                    sentences = (s for block in plain for s in re.split(r"(?<=[.:]) ", block))
-                    fits = (s for s in sentences if len(s.split()) > 3 and not s.startswith("This page is"))
-                    sentence = next(fits, "").rstrip(":.")
-                    lines.append(
-                        f"- [{title}]({file.removesuffix('.md')}.html)" + (f": {sentence}." if sentence else "")
-                    )
+            for title, file in _flat(entries):
+                text = FENCED.sub("", (docs / file).read_text(encoding="utf-8"))
+                prose = [" ".join(block.split()) for block in text.split("\n\n")[1:] if re.match(r"[\w`]", block)]
+                plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", block) for block in prose)
+                sentences = (s for block in plain for s in re.split(r"(?<=[.:]) ", block))
+                fits = (s for s in sentences if len(s.split()) > 3 and not s.startswith("This page is"))
+                sentence = next(fits, "").rstrip(":.")
+                lines.append(f"- [{title}]({file.removesuffix('.md')}.html)" + (f": {sentence}." if sentence else ""))
     return "\n".join(lines) + "\n"
 
 

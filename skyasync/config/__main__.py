@@ -16,7 +16,7 @@ This page is made by `python -m skyasync.config > docs/configuration.md` from th
 Every program takes the same arguments:
 
 ```text
-python -m skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
+skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
 ```
 
 - Settings are layered: defaults, then a preset, then `--config` files in the order given, then `key=value`; the
@@ -74,7 +74,7 @@ def markdown(keys: Keys) -> str:
         "## Coming from another library",
         "",
         f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see",
-        "[coming_from.md](coming_from.md). `python -m skyasync translate run.sh` turns a whole recipe into ours.",
+        "[coming_from.md](coming_from.md). `skyasync translate run.sh` turns a whole recipe into ours.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -21,14 +21,14 @@ A whole recipe is a shell script, flags, YAML, or a program or notebook of TRL:
 
 <!-- covered: tests/interop/test_translate.py -->
 ```bash
-python -m skyasync translate run.sh > ours.yaml
-python -m skyasync plan --config ours.yaml
+skyasync translate run.sh > ours.yaml
+skyasync plan --config ours.yaml
 ```
 
 Each line of the result names the original setting. Settings without a counterpart are listed below as comments. A
 setting that the recipe omits has its framework's default.
 
-Single settings are recognised everywhere: `python -m skyasync train.batch_size=1024` is an error that names the
+Single settings are recognised everywhere: `skyasync train.batch_size=1024` is an error that names the
 counterpart. Check what a batch size counts: `trainer.train_batch_size` counts prompts, and other frameworks may count
 responses.
 
@@ -107,7 +107,7 @@ The full table has {count} rows: [all settings](../coming_from.md#{name}).
 - `trainer.train_batch_size` counts prompts, each with `generator.n_samples_per_prompt` samples. Check what a batch size
   of {title} counts.
 - How generation and training overlap is one setting, `trainer.plan`. Begin with `sync`, then read
-  [which plan](../plans.md#which-plan).
+  [which plan](../which_plan.md).
 - Asynchronous plans correct stale samples by default ([formulas](../staleness.md)). To train without a correction needs
   `trainer.allow_uncorrected=true`.
 - A setting that has no effect is an error, and so is a wrong name or type, before anything starts.

@@ -1,4 +1,4 @@
-"""``python -m skyasync translate``: another system's recipe as YAML that loads, with a comment for each key left out.
+"""``skyasync translate``: another system's recipe as YAML that loads, with a comment for each key left out.
 
 Invariant: the YAML has been loaded; a setting that contradicts another one is left out, with a comment.
 """
@@ -20,14 +20,14 @@ from skyasync.interop.recipe import SourceRecipe, detect, read_recipe
 from skyasync.interop.system import systems
 
 HELP = f"""\
-usage: python -m skyasync translate [--from SYSTEM] FILE ... [FLAGS]
+usage: skyasync translate [--from SYSTEM] FILE ... [FLAGS]
 
 Prints the recipe of another system as our configuration, with a comment for each key that has no counterpart.
 FILE is a shell script, a YAML file or (TRL) a Python program; FLAGS are theirs: --flag value, key=value. Nothing of
 it is run. SYSTEM is one of {", ".join(systems())}; without it the keys decide.
 
-    python -m skyasync translate run.sh > ours.yaml
-    python -m skyasync plan --config ours.yaml
+    skyasync translate run.sh > ours.yaml
+    skyasync plan --config ours.yaml
 """
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)  # keys whose values are not repeated
 
@@ -141,7 +141,7 @@ def _named(problem: str, draft: Draft) -> str:
 
 def _lines(draft: Draft) -> Iterator[str]:
     title, given = draft.system.title, draft.given
-    yield f"# Made from a recipe of {title} by python -m skyasync translate."
+    yield f"# Made from a recipe of {title} by skyasync translate."
     if draft.recipe.branches:
         yield "# The script's conditions were not evaluated: its first branches count. Check what they set."
     yield from _tree(draft)

@@ -1,4 +1,4 @@
-"""``python -m skyasync plan [options] key=value ...``, and ``--dry-run`` of any run."""
+"""``skyasync plan [options] key=value ...``, and ``--dry-run`` of any run."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from skyasync.planning.speed import CARDS, Speed, card_of, roofline
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 EXAMPLES = {"--gpus": "8", "--card": "H100"} | dict.fromkeys(SIZES, "80GiB")
 HELP = """\
-usage: python -m skyasync plan [--gpus N] [--card NAME] [--gpu-memory SIZE] [--host-memory SIZE] [--json]
-                               [key=value ...]
+usage: skyasync plan [--gpus N] [--card NAME] [--gpu-memory SIZE] [--host-memory SIZE] [--json] [key=value ...]
 
 Says which processes a run would start, what each device and the host must hold, and whether it fits. What ranks need
 is measured: the workers' own code computes on tensors without memory, for which the model's config.json is enough. The

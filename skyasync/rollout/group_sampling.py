@@ -5,8 +5,8 @@ samples could earn would bring it into training: what is trained is the same wit
 more samples per group and takes the first that are complete: a sample that replaces a dropped one gets its name, and a
 failed episode is taken only if too few others are complete.
 
-Oversampling trains on shorter responses than the policy writes (``docs/plans.md`` says by how much), so it is off by
-default.
+Oversampling trains on shorter responses than the policy writes (``docs/stragglers.md`` says by how much), so it is off
+by default.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ def _of(page: Path, text: str) -> Iterator[Block]:
 
 def commands(text: str) -> list[list[str]]:
     """The command lines of a shell block as words; redirections, assignments in front and comments are left out."""
-    lines = text.replace("\\\n", " ").splitlines()
+    text = text.replace("\\\n", " ")
+    for variable, value in re.findall(r"^for (\w+) in (\S+) .*; do$", text, flags=re.MULTILINE):
+        text = text.replace(f"${variable}", value)  # the first pass of the loop
+    lines = re.sub(r"^(for .*; do|done)$", "", text, flags=re.MULTILINE).splitlines()
     found = []
     for line in lines:
         for part in re.split(r"\s(?:&&|\|\||;)\s", line):

@@ -124,7 +124,7 @@ COMMON = {
 def names_ours(note: str) -> bool:
     """Whether a note says which key, group or command of ours does it."""
     words = re.findall(r"[\w.]*\w", note)
-    return "python -m skyasync" in note or any(
+    return "skyasync " in note or any(
         word in GROUPS or word in PATHS or (word in ENDINGS and re.search(r"[._]", word)) for word in words
     )
 

@@ -61,7 +61,7 @@ class EnvironmentConfig:
         "auto", choices=("auto", "bubblewrap", "landlock", "seccomp", "none"), pattern=r"https?://[^/\s]\S*"
     )
     """Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the address of
-    a SandboxFusion server (http://...), or with less protection seccomp or none (docs/security.md)."""
+    a SandboxFusion server (http://...), or with less protection seccomp or none (docs/sandbox.md)."""
     judges: dict[str, Any] = key({}, when="not generator.agent_program")
     """Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, prompt,
     parser, ... (docs/judges.md). Each is the reward function judge:NAME."""

@@ -1,6 +1,6 @@
 """An SGLang server as an engine: a stand-in that answers in its documented shapes, or a real one.
 
-A real one, started beside this (docs/engines.md), has the place of the stand-in with ``SGLANG_URL``, and its model's
+A real one, started beside this (docs/servers.md), has the place of the stand-in with ``SGLANG_URL``, and its model's
 folder in ``SGLANG_MODEL``.
 """
 
