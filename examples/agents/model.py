@@ -1,6 +1,6 @@
 """A tiny chat model that knows the form of a tool call, but rarely makes one: it would rather guess.
 
-Invariant: that of ``skyasync.examples.warm_start``, which makes it.
+Invariant: that of ``skyasync.examples.small_models``, which makes it.
 
     python -m examples.agents.model --out DIR
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +22,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from examples.agents.tasks import CALCULATOR, calculate, questions, text
-from skyasync.examples.warm_start import IGNORED, Row, WarmStartRecipe, byte_level_bpe
+from skyasync.data.sources import Row
+from skyasync.examples.small_models import WarmStartRecipe, byte_level_bpe
 
 #: ChatML; of the tools only their names are shown, and calls have the Hermes form.
 TEMPLATE = (
@@ -42,12 +42,11 @@ TEMPLATE = (
 )
 #: Not special tokens: what a call says must survive decoding.
 CALL_TAGS = [AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")]
-_ASSISTANT = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Recipe(WarmStartRecipe):
-    """Guesses and tool calls; the loss sees the assistant's messages only."""
+    """Guesses and tool calls."""
 
     name = "agent"
     lessons = "tasks.py"
@@ -63,8 +62,8 @@ class Recipe(WarmStartRecipe):
         )
         return byte_level_bpe(corpus, vocab_size=360, rarest_merge=50, template=TEMPLATE, added=CALL_TAGS)
 
-    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
-        return (row(messages, tokenizer) for messages in self.conversations())
+    def rows(self) -> Iterator[Row]:
+        return ({"messages": messages, "tools": [CALCULATOR]} for messages in self.conversations())
 
     def conversations(self) -> Iterator[list[dict[str, Any]]]:
         """Endless training conversations, ``calls`` of them with a call."""
@@ -89,19 +88,6 @@ def called(a: int, b: int) -> list[dict[str, Any]]:
 
 def guessed(a: int, b: int) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text(a, b)}, {"role": "assistant", "content": str(a * b)}]
-
-
-def row(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast) -> Row:
-    """Labels are the assistant's messages with their ends."""
-    framed = tokenizer.apply_chat_template(messages, tools=[CALCULATOR], tokenize=False)
-    assert isinstance(framed, str)
-    tokens: list[int] = []
-    labels: list[int] = []
-    for index, piece in enumerate(_ASSISTANT.split(framed)):
-        found = tokenizer(piece, add_special_tokens=False)["input_ids"]
-        tokens += found
-        labels += found if index % 2 else [IGNORED] * len(found)
-    return tokens, labels
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A chat model that plays FrozenLake like a careless beginner, made on this machine in a minute or two.
 
-Invariant: that of ``skyasync.examples.warm_start``, which makes it. Every line that the game or
+Invariant: that of ``skyasync.examples.small_models``, which makes it. Every line that the game or
 the player says is one token.
 
     python -m examples.frozen_lake.model        # its folder; made if it is not there yet
@@ -16,8 +16,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.frozen_lake.lakes import MOVES, SIZE, lesson, seeds
+from skyasync.data.sources import Row
 from skyasync.envs.adapters.gymnasium import FIELDS
-from skyasync.examples.warm_start import CHATML, IGNORED, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
+from skyasync.examples.small_models import CHATML, SPECIAL_TOKENS, WarmStartRecipe, chat_tokenizer
 
 PLACES = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
 SIDES = [f"{move} {field}" for move in MOVES for field in ("edge", *FIELDS.values())]
@@ -26,7 +27,7 @@ WORDS = (*SPECIAL_TOKENS, "<unk>", "user", "assistant", "system", *PLACES, *SIDE
 
 @dataclass(frozen=True)
 class Recipe(WarmStartRecipe):
-    """Games of a careless teacher on training lakes; the loss sees the answers only."""
+    """Games of a careless teacher on training lakes."""
 
     name = "frozen-lake"
     lessons = "lakes.py"
@@ -47,24 +48,13 @@ class Recipe(WarmStartRecipe):
         start_of_message = SPECIAL_TOKENS[1]
         return chat_tokenizer(tokenizer, CHATML, unk_token="<unk>", additional_special_tokens=[start_of_message])
 
-    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
         rng = random.Random(self.seed)
-        return (row(lesson(seed, rng, self.careful, self.size), tokenizer) for seed in seeds("train", size=self.size))
+        games = (lesson(seed, rng, self.careful, self.size) for seed in seeds("train", size=self.size))
+        return ({"messages": game} for game in games)
 
 
 build = Recipe.build
-
-
-def row(game: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> Row:
-    """Labels are the answers: an action and the end of its message."""
-    text = str(tokenizer.apply_chat_template(game, tokenize=False))
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    start, player, line = tokenizer.convert_tokens_to_ids([SPECIAL_TOKENS[1], "assistant", "\n"])
-    answers = [t for t in range(3, len(tokens)) if tokens[t - 3 : t] == [start, player, line]]
-    labels = [IGNORED] * len(tokens)
-    for t in answers:
-        labels[t : t + 2] = tokens[t : t + 2]
-    return tokens, labels
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class ChatTokenizer:
             self._cache[key] = ints(self._frame(cast(Conversation, conversation), tools, generation=True))
         return self._cache[key]
 
-    def response(self, conversation: Conversation, message: Mapping[str, Any], tools: Tools = None) -> Ints:
+    def response(self, conversation: Conversation, message: dict[str, Any], tools: Tools = None) -> Ints:
         """The tokens of a given message of the model, after those of ``prompt``; without a template it ends by eos.
 
         Raises:

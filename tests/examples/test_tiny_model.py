@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyasync.config.schema import Config
+from skyasync.data.demonstrations import load_demonstrations
 from skyasync.examples.tiny.model import Recipe, build
-from skyasync.examples.tiny.model import row as supervised_row
-from skyasync.examples.tiny.tasks import questions, train_prompts
-from skyasync.examples.warm_start import IGNORED, supervised_batch
+from skyasync.examples.tiny.tasks import train_prompts
 
 FEW = {"steps": 2, "batch_size": 8, "corpus_size": 512, "rarest_merge": 20, "progress": False}
 
@@ -61,15 +61,15 @@ def test_prompts_and_answers_fit_the_example_configuration(tokenizer):
         assert len(tokenizer.encode(row["answer"], add_special_tokens=False)) + 1 <= 9
 
 
-def test_labels_are_the_answer_and_the_end_of_message_only(tokenizer):
-    batch = list(islice(questions("train", 0), 16))
-    tensors = supervised_batch([supervised_row(question, tokenizer) for question in batch], tokenizer.pad_token_id)
-    for question, tokens, mask, labels in zip(batch, *tensors.values(), strict=True):
-        learnt = labels[labels != IGNORED]
-        assert tokenizer.decode(learnt) == question.answer + "<|im_end|>"
-        assert torch.equal(tokens[labels != IGNORED], learnt)
-        assert mask.sum() == (labels != IGNORED).nonzero().max() + 1  # nothing but padding follows
-        assert set(tokens[mask == 0].tolist()) <= {tokenizer.pad_token_id}
+def test_the_answer_and_the_end_of_message_are_learnt_and_the_prompt_is_read(tokenizer):
+    cfg, rows = Config(), list(islice(Recipe().rows(), 16))
+    for row, demonstration in zip(
+        rows, load_demonstrations(["rows"], cfg, tokenizer, known={"rows": rows}), strict=True
+    ):
+        ((read, wrote),) = demonstration.sequences
+        assert tokenizer.decode(wrote.tokens.tolist()) == row["completion"] + "<|im_end|>\n"
+        asked = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        assert tokenizer.decode(read.tokens.tolist()) == asked
 
 
 def test_model_and_tokenizer_load_from_the_folder(folder):

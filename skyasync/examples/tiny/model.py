@@ -1,6 +1,6 @@
 """A chat model of 0.45 million parameters, made on this machine in about a minute: nothing is downloaded.
 
-Invariant: that of ``skyasync.examples.warm_start``, which makes it.
+Invariant: that of ``skyasync.examples.small_models``, which makes it.
 
     python -m skyasync.examples.tiny.model --out DIR --steps 300     # a model in a folder of your own
 
@@ -14,17 +14,17 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
 
 from transformers import PreTrainedTokenizerFast
 
-from skyasync.examples.tiny.tasks import Question, questions
-from skyasync.examples.warm_start import CHATML, IGNORED, Row, WarmStartRecipe, byte_level_bpe
+from skyasync.data.sources import Row
+from skyasync.examples.small_models import CHATML, WarmStartRecipe, byte_level_bpe
+from skyasync.examples.tiny.tasks import questions
 
 
 @dataclass(frozen=True)
 class Recipe(WarmStartRecipe):
-    """A tokenizer and a warm start from four tasks; the loss sees the answers only."""
+    """A tokenizer and a warm start from four tasks."""
 
     name = "tiny"
     lessons = "tasks.py"
@@ -43,19 +43,12 @@ class Recipe(WarmStartRecipe):
             template=CHATML,
         )
 
-    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
-        return (row(question, tokenizer) for question in questions("train", self.seed, self.tasks))
+    def rows(self) -> Iterator[Row]:
+        lessons = questions("train", self.seed, self.tasks)
+        return ({"prompt": question.text, "completion": question.answer} for question in lessons)
 
 
 build = Recipe.build
-
-
-def row(question: Question, tokenizer: PreTrainedTokenizerFast) -> Row:
-    """Labels are the answer's tokens and the end of the message."""
-    prompt = tokenizer.apply_chat_template(question.row()["prompt"], add_generation_prompt=True, tokenize=False)
-    answer = f"{question.answer}{tokenizer.eos_token}"
-    read, wrote = tokenizer([cast(str, prompt), answer], add_special_tokens=False)["input_ids"]
-    return read + wrote, [IGNORED] * len(read) + wrote
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Small chat models made on this machine by supervised steps: nothing is downloaded.
+"""Small chat models made on this machine by supervised fine-tuning (``skyasync sft``): nothing is downloaded.
 
 Invariant: on one machine the same recipe gives the same model. A model's folder in the cache is named after a hash of
 the recipe and of its sources, so a changed recipe never uses an older model.
@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,12 +21,20 @@ from typing import Any, ClassVar, cast
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from skyasync.config.schema import Config
+from skyasync.data.demonstrations import load_demonstrations
+from skyasync.data.sources import Row
 from skyasync.examples.cache import cache_folder, made_once
+from skyasync.rollout.tokenizer import Tokenizer
+from skyasync.run.engineless import NoEngines, NoGenerator, NoSync
+from skyasync.trainer.supervised import OBJECTIVE, SupervisedTrainer
+from skyasync.utils.task_group import run_in_own_loop
+from skyasync.workers.local import LocalDispatch
 
 CHATML = (
     "{% for message in messages %}"
@@ -34,8 +43,6 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-IGNORED = -100  # the label that cross-entropy leaves out
-Row = tuple[list[int], list[int]]  # tokens, and labels of the same length: the token itself or IGNORED
 
 
 @dataclass(frozen=True)
@@ -64,8 +71,8 @@ class WarmStartRecipe(ABC):
         """With a chat template, an end of message (``eos_token``) and padding."""
 
     @abstractmethod
-    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
-        """Endless conversations; labels are the tokens that the model learns to write."""
+    def rows(self) -> Iterator[Row]:
+        """Endless demonstrations, as ``data.train_data`` has them."""
 
     @classmethod
     def build(cls, *, out: str | Path | None = None, progress: bool = True, **options: object) -> str:
@@ -88,20 +95,21 @@ class WarmStartRecipe(ABC):
 def make(recipe: WarmStartRecipe, folder: Path, *, progress: bool = True) -> None:
     """Write tokenizer and warm-started model into ``folder``. The caller's random state stays the same."""
     tokenizer = recipe.make_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(llama_config(recipe, tokenizer))
-    warm_start(model, tokenizer, recipe, progress=progress)
     disable_progress_bar()  # transformers' own, for a file written in no time
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]), tempfile.TemporaryDirectory() as temporary:
+        torch.manual_seed(recipe.seed)
+        untrained = temporary if recipe.steps else str(folder)
+        LlamaForCausalLM(llama_config(recipe, tokenizer)).save_pretrained(untrained)
+        tokenizer.save_pretrained(untrained)
+        if recipe.steps:
+            warm_start(recipe, untrained, tokenizer, folder, progress=progress)
 
 
 def byte_level_bpe(
     corpus: Iterable[str], *, vocab_size: int, rarest_merge: int, template: str, added: Sequence[Any] = ()
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE learnt from ``corpus``; each digit is one token, and so is each text in ``added``."""
-    tokenizer = Tokenizer(models.BPE())
+    tokenizer = Tokenizers(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -118,7 +126,7 @@ def byte_level_bpe(
     return chat_tokenizer(tokenizer, template)
 
 
-def chat_tokenizer(tokenizer: Tokenizer, template: str, **options: object) -> PreTrainedTokenizerFast:
+def chat_tokenizer(tokenizer: Tokenizers, template: str, **options: object) -> PreTrainedTokenizerFast:
     """``tokenizer``, whose vocabulary holds ``SPECIAL_TOKENS``, as transformers' with a chat template."""
     end_of_text, _, end_of_message = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
@@ -150,13 +158,17 @@ def llama_config(recipe: WarmStartRecipe, tokenizer: PreTrainedTokenizerFast) ->
 
 
 def warm_start(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: WarmStartRecipe, *, progress: bool = True
+    recipe: WarmStartRecipe, untrained: str, tokenizer: PreTrainedTokenizerFast, folder: Path, *, progress: bool = True
 ) -> None:
-    """``recipe.steps`` supervised steps of AdamW on the recipe's rows."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
-    rows, padding = recipe.rows(tokenizer), cast(int, tokenizer.pad_token_id)
-    model.train()
+    """``recipe.steps`` supervised steps on the recipe's rows, by the workers of a run in this process."""
+    cfg = Config()
+    trainer, optimizer, source = cfg.trainer, cfg.trainer.policy.optimizer_config, recipe.name
+    trainer.policy.model.path, trainer.export_path = untrained, str(folder)
+    optimizer.lr, optimizer.num_warmup_steps = recipe.lr, recipe.warmup_steps
+    trainer.train_batch_size, trainer.max_training_steps, trainer.seed = recipe.batch_size, recipe.steps, recipe.seed
+    vars(trainer.algorithm).update(OBJECTIVE)
+    rows = islice(recipe.rows(), recipe.steps * recipe.batch_size)
+    dataset = load_demonstrations([source], cfg, cast(Tokenizer, tokenizer), known={source: rows})
     bar = Progress(
         TextColumn(f"[bold]{recipe.name} model, supervised warm start"),
         BarColumn(),
@@ -165,27 +177,29 @@ def warm_start(
         TimeRemainingColumn(),
         disable=not progress,
     )
-    task = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
+    plan = SupervisedTrainer(
+        cfg, _Bar(bar, recipe.steps), cast(Tokenizer, tokenizer), dataset, NoEngines(), NoGenerator()
+    )
+
+    async def run() -> None:
+        dispatch = LocalDispatch(cfg, total_steps=recipe.steps)
+        plan.attach(dispatch, NoSync())
+        try:
+            await plan.train()
+        finally:
+            await dispatch.shutdown()
+
     with bar:
-        for _ in range(recipe.steps):
-            loss = model(**supervised_batch(list(islice(rows, recipe.batch_size)), padding)).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            bar.update(task, advance=1, loss=loss.item())
+        run_in_own_loop(run())
 
 
-def supervised_batch(rows: Sequence[Row], padding: int) -> dict[str, Tensor]:
-    """``input_ids``, ``attention_mask`` and ``labels``, each int64 ``[batch, length]``, padded on the right."""
-    length = max(len(tokens) for tokens, _ in rows)
+class _Bar:
+    """A tracker that moves a progress bar."""
 
-    def padded(values: Iterable[list[int]], filler: int) -> Tensor:
-        return torch.tensor([row + [filler] * (length - len(row)) for row in values])
+    def __init__(self, bar: Progress, steps: int) -> None:
+        self._bar, self._task = bar, bar.add_task("warm start", total=steps, loss=float("nan"))
 
-    return {
-        "input_ids": padded((tokens for tokens, _ in rows), padding),
-        "attention_mask": padded(([1] * len(tokens) for tokens, _ in rows), 0),
-        "labels": padded((labels for _, labels in rows), IGNORED),
-    }
+    def log(self, metrics: Mapping[str, float | None], step: int) -> None:
+        self._bar.update(self._task, completed=step, loss=metrics.get("sft/loss") or float("nan"))
+
+    def close(self) -> None: ...
