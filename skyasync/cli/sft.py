@@ -88,8 +88,8 @@ class SupervisedExperiment(EnginelessExperiment):
         check_settings(cfg)
         super().__init__(cfg)
         trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
-        kept = {"loss_reduction": algorithm.loss_reduction, "max_seq_len": algorithm.max_seq_len}
-        trainer.algorithm = AlgorithmConfig(**OBJECTIVE, **kept)  # type: ignore[arg-type]
+        retained = {"loss_reduction": algorithm.loss_reduction, "max_seq_len": algorithm.max_seq_len}
+        trainer.algorithm = AlgorithmConfig(**OBJECTIVE, **retained)  # type: ignore[arg-type]
         trainer.run_name = trainer.run_name or default_run_name("sft")
 
     def prepare(self) -> None:

@@ -105,8 +105,10 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
                 f"messages with role and content; found {str(given)[:80]!r}"
             )
         whole = [*prompt, *map(dict, given)]
-    if not any(message["role"] == ASSISTANT for message in whole[first:]):
-        raise UserError(f"data row {index}: {column or MESSAGES!r} has no message of the role {ASSISTANT!r}")
+    if whole[0]["role"] == ASSISTANT or not any(message["role"] == ASSISTANT for message in whole[first:]):
+        raise UserError(
+            f"data row {index}: {column or MESSAGES!r} must have a message of the role {ASSISTANT!r}, after another"
+        )
     return whole, first
 
 

@@ -81,12 +81,12 @@ class SupervisedTrainer(RayPPOTrainer):
 def groups_of(demonstrations: Sequence[Prompt], version: int) -> list[Group]:
     """A group of one trajectory each. No behaviour policy is known: its log-probabilities are NaN."""
 
-    def stamped(segment: Segment) -> Segment:
+    def with_version(segment: Segment) -> Segment:
         return replace(segment, versions=np.full_like(segment.versions, version))
 
     groups = []
     for demonstration in cast(Sequence[Demonstration], demonstrations):
-        *branches, segments = [[stamped(segment) for segment in s] for s in demonstration.sequences]
+        *branches, segments = [[with_version(segment) for segment in s] for s in demonstration.sequences]
         trajectory = Trajectory(TrajectoryId(demonstration.id, 0), segments, branches=branches)
-        groups.append(Group(demonstration, [trajectory]))
+        groups.append(Group(replace(demonstration, messages=demonstration.messages[:-1]), [trajectory]))
     return groups

@@ -87,7 +87,8 @@ def test_reinforcement_learning_starts_from_the_written_model(whole: Trained) ->
                                          "beside 'prompt', or messages; it has: prompt, answer"),
         ({"completion": "a"}, "data row 0 has no column 'prompt' (data.prompt_key)"),
         ({"prompt": "q", "completion": 3}, "data row 0: 'completion' must be a string"),
-        ({"messages": [{"role": "user", "content": "q"}]}, "has no message of the role 'assistant'"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "must have a message of the role 'assistant', after"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "must have a message of the role 'assistant', after"),
     ],
 )  # fmt: skip
 def test_a_wrong_row_is_one_line(row: dict[str, Any], line: str, model: str, tmp_path: Path, capsys: Any) -> None:
