@@ -88,7 +88,7 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
     column = next((name for name in RESPONSES if row.get(name) is not None), "")
     if not column and row.get(MESSAGES) is None:
         raise UserError(
-            f"data row {index} has no response: it needs the column completion (or response) beside "
+            f"data row {index} has no response: it needs the column completion (or response) next to "
             f"{data.prompt_key!r}, or messages; it has: {', '.join(map(str, row))}"
         )
     if not column:

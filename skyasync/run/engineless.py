@@ -29,6 +29,7 @@ class EnginelessExperiment(BasePPOExp):
         super().__init__(cfg)
         generator = cfg.generator
         generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
+        generator.max_engine_restarts = 0
         generator.backend = "transformers"  # which needs nothing installed
         cfg.trainer.placement.colocate_all = False
 

@@ -47,9 +47,7 @@ class SupervisedTrainer(RayPPOTrainer):
 
     def demonstrated(self, prompts: PromptBatch) -> Rollout:
         """The batch of a step, as if the current policy had written it."""
-        groups = groups_of(prompts.prompts, self.global_step)
-        tokens = sum(trajectory.response_length for group in groups for trajectory in group.trajectories)
-        return Rollout(groups, prompts.position, {"sft/tokens": float(tokens)}, prompts.trained_early)
+        return Rollout(groups_of(prompts.prompts, self.global_step), prompts.position, {}, prompts.trained_early)
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
         from skyasync.models.batch import TrainingBatch

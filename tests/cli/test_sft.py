@@ -84,7 +84,7 @@ def test_reinforcement_learning_starts_from_the_written_model(whole: Trained) ->
     ("row", "line"),
     [
         ({"prompt": "q", "answer": "a"}, "data row 0 has no response: it needs the column completion (or response) "
-                                         "beside 'prompt', or messages; it has: prompt, answer"),
+                                         "next to 'prompt', or messages; it has: prompt, answer"),
         ({"completion": "a"}, "data row 0 has no column 'prompt' (data.prompt_key)"),
         ({"prompt": "q", "completion": 3}, "data row 0: 'completion' must be a string"),
         ({"messages": [{"role": "user", "content": "q"}]}, "must have a message of the role 'assistant', after"),
