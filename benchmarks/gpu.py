@@ -94,7 +94,7 @@ def measure(case: Case, folder: str) -> Found:
     tokens, taken = int(batch.attention_mask.sum()), statistics.median(seconds[1:])
     lengths = batch.attention_mask.sum(1).double()
     work = 6 * trained(worker.backend.model) * tokens + attention(case, float(lengths.square().sum()))
-    return Found(tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, case, device))
+    return Found(tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, device))
 
 
 def config(case: Case, folder: str) -> Any:
@@ -139,14 +139,15 @@ def resident(device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
-def planned(cfg: Any, case: Case, device: str) -> int:
-    from skyasync.planning.memory import updating
-    from skyasync.planning.plan import Machine, make_plan
-    from skyasync.planning.shape import shape_of
+def planned(cfg: Any, device: str) -> int:
+    import torch.distributed as dist
 
-    shape = shape_of(SHAPES[case.shape], case.shape)
-    gpus = int(device == "cuda")
-    return sum(updating(shape, make_plan(cfg, shape, Machine(gpus, gpus * (80 << 30), 1 << 40)).rank).values())
+    from skyasync.planning.measure import measure as measure_rank
+    from skyasync.workers.roles import POLICY, ROLES
+
+    if dist.is_initialized():  # the worker's, which has done its work
+        dist.destroy_process_group()
+    return sum(measure_rank(cfg, ROLES[POLICY], 1, gpus=device == "cuda").updating.values())
 
 
 def make(shape: str, folder: Path) -> None:

@@ -1,8 +1,8 @@
-"""What the memory plan says beside what a policy's ranks really take, on CPUs.
+"""What the memory plan measures without memory, and what a policy's ranks really take, on CPUs.
 
     python -m benchmarks.memory                  # all shapes, one rank each, and two ranks
     python -m benchmarks.memory --only llama
-    python -m benchmarks.memory --exact          # without what allocators keep for later, in ranks and plan
+    python -m benchmarks.memory --exact          # without what allocators keep for later, which the plan does not know
 
 Every line is a process of its own per rank that runs the library's own worker: load, log-probabilities, publish, two
 optimizer steps of two micro-batches. A phase's peak is the kernel's (VmHWM, set back before each phase) less the base
@@ -19,11 +19,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 RESPONSE = 192
 PROMPT = 64
@@ -229,30 +227,26 @@ def _resident(field: str) -> int:
     raise KeyError(field)
 
 
-def estimated(case: Case, *, exact: bool = False) -> dict[str, int]:
+def estimated(case: Case) -> dict[str, int]:
     """The plan's bytes of the same phases; before the first optimizer step there are no moments."""
-    from skyasync.planning import memory
+    from transformers import AutoConfig
 
-    with mock.patch.multiple(memory, RETAINED_SHARE=0.0, FRAGMENTATION=0.0) if exact else nullcontext():
-        return _estimated(case)
+    from skyasync.planning.measure import measure
+    from skyasync.planning.memory import OPTIMIZER_STATE
+    from skyasync.workers.roles import POLICY, ROLES
 
-
-def _estimated(case: Case) -> dict[str, int]:
-    from skyasync.planning.memory import publishing, scoring, updating
-    from skyasync.planning.plan import Machine, make_plan
-    from skyasync.planning.shape import shape_of
-
-    shape = shape_of(case.model, case.name)
-    rank = make_plan(_config(case, case.name), shape, Machine(0, 0, 1 << 40)).rank
-    early = {"log-probabilities": scoring(shape, rank), "publish": publishing(shape, rank)}
-    without_moments = {name: sum(lines.values()) - lines["moments"] for name, lines in early.items()}
-    return without_moments | {"update": sum(updating(shape, rank).values())}
+    with tempfile.TemporaryDirectory() as folder:
+        AutoConfig.for_model(**case.model).save_pretrained(folder)
+        use = measure(_config(case, folder), ROLES[POLICY], case.ranks, gpus=False)
+    early = {"log-probabilities": use.scoring, "publish": use.publishing}
+    without_moments = {name: sum(lines.values()) - lines[OPTIMIZER_STATE] for name, lines in early.items()}
+    return without_moments | {"update": sum(use.updating.values())}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose names begin like this")
-    parser.add_argument("--exact", action="store_true", help="without what allocators keep, in ranks and plan")
+    parser.add_argument("--exact", action="store_true", help="without what allocators keep")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank:
@@ -262,7 +256,7 @@ def main() -> None:
     print(f"{'case':24} {'phase':18} {'planned MiB':>12} {'measured MiB':>13} {'ratio':>6}")
     for case in (case for case in CASES if case.name.startswith(arguments.only)):
         found = measured(case, exact=arguments.exact)
-        for phase, size in estimated(case, exact=arguments.exact).items():
+        for phase, size in estimated(case).items():
             there = found[phase]
             print(f"{case.name:24} {phase:18} {size >> 20:12} {there >> 20:13} {size / there:6.2f}", flush=True)
 

@@ -29,8 +29,10 @@ from skyasync.agents.recorder import AgentChat, RecordedCall, comparable, conver
 from skyasync.agents.session import INLINE, Session
 from skyasync.arrays import Ints, ints
 from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
+from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError
+from skyasync.models.images import images_of, reads_images
 from skyasync.rollout.types import action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
@@ -85,6 +87,8 @@ class Calls:
         self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # only one: long conversations take memory
         #: Most bytes of a request: far more than the model can read.
         self.most_bytes = min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * max_model_len)
+        if reads_images(getattr(chat.tokenizer, "name_or_path", "")):
+            self.most_bytes = MOST_BYTES
 
     async def prompt(self, session: Session, request: ModelRequest, size: int) -> Ints:
         """The tokens that the model is to continue.
@@ -113,6 +117,8 @@ class Calls:
             raise RequestError("the model's chat template knows no tools", "tools", "unsupported_parameter")
         try:
             return self.chat.prompt(request.messages, request.tools, session.recorder)
+        except UserError as error:  # of images
+            raise RequestError(str(error), "messages", "unsupported_content") from error
         except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:  # that templates do not know
             problem = f"the model's chat template refuses the messages: {error!s:.500}"
             raise RequestError(problem, "messages") from error
@@ -173,7 +179,11 @@ class Calls:
 def _characters(request: ModelRequest) -> int:
     if request.prompt is not None:
         return len(request.prompt) if isinstance(request.prompt, str) else 0
-    return sum(len(message["content"]) for message in request.messages)
+    contents = (message["content"] for message in request.messages)
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+        for content in contents
+    )
 
 
 class ModelCall:
@@ -271,13 +281,17 @@ class ModelCall:
         self._recorded = True
         request, messages = self.request, self.request.messages
         read, thought = conversation(messages, request.tools), thoughts(messages)  # once for all replies
+        shown = images_of(messages)
         for output, reply in zip(outputs, replies, strict=True):
-            call = RecordedCall(self._prompt, action_of(output, []), output.finish_reason or "stop", self.head.id)
+            call = RecordedCall(
+                self._prompt, action_of(output, []), output.finish_reason or "stop", self.head.id, shown
+            )
             led_to = [*read, comparable(reply.message)] if request.prompt is None else ()
             self._session.recorder.record(call, led_to, thought | thoughts([reply.message], len(read)))
         if request.stored is not None:
             stored = [*request.stored, replies[0].message]
             size = sum(map(len, read)) + sum(len(message.get("reasoning_content", "")) for message in stored)
+            size += sum(len(image.data) for image in shown)
             self._session.store(self.head.id, stored, size + len(replies[0].text))
 
     async def _reply(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:

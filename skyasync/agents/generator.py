@@ -30,13 +30,15 @@ from skyasync.config.parts import reads_behaviour
 from skyasync.config.schema import Config
 from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.sampling import evaluation
+from skyasync.envs.images import read_messages, with_urls
 from skyasync.inference.client import InferenceClient
+from skyasync.models.images import images_of
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.episode_limits import MAX_ATTEMPTS, EpisodeLimits, failed_episode, nonfinite_episode
 from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.group_sampling import GroupMonitor, play_episodes
 from skyasync.rollout.tokenizer import Tokenizer, template_text
-from skyasync.rollout.types import RolloutRequest, Trajectory
+from skyasync.rollout.types import RolloutRequest, Segment, Trajectory
 from skyasync.utils.retry import RetryPolicy
 from skyasync.utils.rpc import ProcessLostError
 
@@ -127,7 +129,7 @@ class AgentGenerator(TrajectoryGenerator):
         await self._endpoint.close()
 
     async def _episode(self, request: RolloutRequest) -> Trajectory:
-        identity, messages = request.id, request.prompt.messages
+        identity, messages = request.id, with_urls(request.prompt.messages)
         data = {"messages": messages, **request.extras, "prompt": messages}
         reads = "" if request.is_eval else self._reads_behaviour
         async with self._in_flight:
@@ -194,7 +196,9 @@ class AgentGenerator(TrajectoryGenerator):
         trajectory = _recorded(session) if session.recorder.calls else Trajectory(session.identity)
         if self._limits.on_error == "mask":
             trajectory.branches = []  # without a loss they carry nothing
-        return failed_episode(trajectory, self._limits, error, self._chat.prompt(data["prompt"]))
+        messages = read_messages(data["prompt"])
+        opening = Segment("prompt", self._chat.prompt(messages), images=images_of(messages))
+        return failed_episode(trajectory, self._limits, error, opening)
 
 
 def _recorded(session: Session, left_out: frozenset[str] = frozenset()) -> Trajectory:

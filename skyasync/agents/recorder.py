@@ -21,12 +21,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 
 from skyasync.agents.api.types import Message
 from skyasync.arrays import Ints, ints, joined
-from skyasync.rollout.chat import Tools, knows_tools, tokens_after
+from skyasync.models.images import Images
+from skyasync.rollout.chat import Tools, knows_tools, template_tokens, tokens_after
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Segment
 
@@ -35,12 +37,14 @@ _QUESTION: Message = {"role": "user", "content": "x"}
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One answered request: what the engine read, what it wrote, why it stopped, and the ``id`` of the answer."""
+    """One answered request: what the engine read (tokens and the images in them), what it wrote, why it stopped, and
+    the ``id`` of the answer."""
 
     prompt: Ints
     action: Segment
     stop_reason: str = "stop"
     id: str = ""
+    images: Images = ()
 
     @cached_property
     def tokens(self) -> Ints:
@@ -118,13 +122,13 @@ def comparable(message: Message) -> str:
     seen = {name: value for name, value in message.items() if name not in ("tool_call_id", "reasoning_content")}
     if calls := seen.get("tool_calls"):
         seen["tool_calls"] = [call["function"] for call in calls]
-    return json.dumps(seen, sort_keys=True)
+    return json.dumps(seen, sort_keys=True, default=repr)  # an image by its digest
 
 
 class AgentChat:
     """A tokenizer's chat template for conversations with tools.
 
-    Messages are as templates read them: ``content`` is text, the ``arguments`` of tool calls are values, not JSON.
+    Messages are as templates read them: ``content`` is text, or parts; the ``arguments`` of tool calls are values.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -138,18 +142,13 @@ class AgentChat:
             call, known = earlier  # the tools are the first item, so that ``known`` counts them too
             # The reply of the call ends with an end-of-sequence token, if the template ends messages with one.
             eos, reply, further = self.tokenizer.eos_token_id, messages[known - 2], messages[known - 1 :]
-            count = self._frame([_QUESTION, reply], None, generation=False).count(eos)
-            framed = self._frame([_QUESTION, reply, *further], None, generation=True)
+            count = template_tokens(self.tokenizer, [_QUESTION, reply], None, generation=False).count(eos)
+            framed = template_tokens(self.tokenizer, [_QUESTION, reply, *further], None, generation=True)
             if count and framed.count(eos) >= count:
                 new = tokens_after(framed, eos, count)
                 complete = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
                 return joined(call.tokens, ints(new if complete else [eos, *new]))
-        return ints(self._frame(messages, tools, generation=True))
-
-    def _frame(self, messages: list[Message], tools: Tools, *, generation: bool) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, add_generation_prompt=generation, return_dict=False
-        )
+        return ints(template_tokens(self.tokenizer, messages, tools, generation=True))
 
 
 # ---------------------------------------------------------------- sequences
@@ -176,8 +175,9 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
         prefixes = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         count = len(chains)
         within = np.flatnonzero(lengths[:count] <= len(call.prompt))
-        extended = within[prefixes[lengths[within]] == sums[within]]
-        chain = min(extended.tolist(), key=lambda index: (-lengths[index], ended[index]), default=count)
+        equal = within[prefixes[lengths[within]] == sums[within]].tolist()
+        extended = [index for index in equal if _begins(call.images, chains[index][-1].images)]
+        chain = min(extended, key=lambda index: (-lengths[index], ended[index]), default=count)
         if chain == count:
             chains.append([])
             ended.append(number)
@@ -186,15 +186,20 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
     return [_segments(chains[index]) for index in sorted(range(len(chains)), key=ended.__getitem__)]
 
 
+def _begins(images: Images, first: Images) -> bool:
+    return images[: len(first)] == first
+
+
 def _segments(chain: list[RecordedCall]) -> list[Segment]:
     segments: list[Segment] = []
-    done = known = 0  # tokens of the sequence; those whose experts are known
+    done = known = shown = 0  # tokens of the sequence; those whose experts are known; its images
     for call in chain:
         between = call.prompt[done:]
         if len(between):
-            segments.append(Segment("observation" if segments else "prompt", between))
+            kind: Literal["prompt", "observation"] = "observation" if segments else "prompt"
+            segments.append(Segment(kind, between, images=call.images[shown:]))
         experts = None if call.action.experts is None else call.action.experts[known:]
         segments.append(replace(call.action, experts=experts) if known else call.action)
         known += 0 if experts is None else len(experts)
-        done = len(call.tokens)
+        done, shown = len(call.tokens), len(call.images)
     return segments

@@ -13,6 +13,7 @@ from skyasync.agents.api.types import Message, ModelRequest
 from skyasync.agents.recorder import Recorder
 from skyasync.arrays import Ints
 from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.models.images import images_of
 from skyasync.rollout.types import TrajectoryId
 
 MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
@@ -64,6 +65,7 @@ class Session:
                 prompt_token_ids=prompt,
                 sampling=sampling if seed is None else replace(sampling, seed=seed),
                 session_id=self.affinity,
+                images=images_of(request.messages),
             )
             for choice, seed in enumerate(seeds)
         ]

@@ -54,7 +54,7 @@ class Subcommand:
 _HELP = ("--help",)
 _LOADER_OPTIONS = ("--config", "--help", "-h")  # which the configuration's own loader reads
 _SETTINGS = ("--config", "--help")
-_PLAN = ("--gpus", "--gpu-memory", "--host-memory", "--json")
+_PLAN = ("--gpus", "--card", "--gpu-memory", "--host-memory", "--json")
 
 SUBCOMMANDS: dict[str, Subcommand] = {
     "train": Subcommand("skyasync.cli.commands:train", "train (the default)", (*_SETTINGS, "--dry-run")),

@@ -56,8 +56,8 @@ class Plan(NamedTuple):
             return 0
         if self.reads("trainer.max_staleness"):
             return trainer.max_staleness
-        ahead = trainer.async_queue_size if self.reads("trainer.async_queue_size") else 1
-        return waits + (ahead if self.asynchronous else 0)
+        queued = trainer.async_queue_size if self.reads("trainer.async_queue_size") else 1
+        return waits + (queued if self.asynchronous else 0)
 
     def reads(self, path: str) -> bool:
         return path in self.about.can["reads"]

@@ -21,7 +21,7 @@ from skyasync.config.schema.environment import domains_of, judges, tags_of
 from skyasync.data.sources import Row, reader, rows
 from skyasync.data.stream import StreamedPrompts
 from skyasync.envs.base import Conversation
-from skyasync.envs.images import NO_IMAGES, image_column
+from skyasync.envs.images import READ, image_column, read_messages, with_images
 from skyasync.envs.reward import known_of
 from skyasync.errors import UserError, nearest, unknown
 from skyasync.rewards.settings import RowChecks
@@ -53,7 +53,7 @@ def load_prompts(
     given = [known[s] if s in known else rows(s, cfg, is_eval=is_eval) for s in sources]
     prompts = [as_prompt(index, row, cfg) for index, row in enumerate(row for part in given for row in part)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
-    limit, lengths = cfg.trainer.max_prompt_length, [len(chat.prompt(prompt.messages)) for prompt in prompts]
+    limit, lengths = cfg.trainer.max_prompt_length, [_length(prompt, chat) for prompt in prompts]
     short = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
     if len(short) < len(prompts):
         log.warning(
@@ -70,6 +70,14 @@ def load_prompts(
         _check_env_classes(short, cfg)
     check_rows(short, cfg, is_eval=is_eval)
     return short
+
+
+def _length(prompt: Prompt, chat: ChatTokenizer) -> int:
+    """In tokens. Raises ``UserError`` naming the row, if the model cannot read it."""
+    try:
+        return len(chat.prompt(prompt.messages))
+    except UserError as error:
+        raise UserError(f"data row {prompt.id.row}: {error}") from error
 
 
 def load_eval_prompts(
@@ -98,7 +106,7 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
     def as_prompts(first: int, rows: Sequence[Row]) -> list[Prompt]:
         nonlocal read, too_long, reported
         prompts = [as_prompt(number, row, cfg) for number, row in enumerate(rows, first)]
-        short = [prompt for prompt in prompts if len(chat.prompt(prompt.messages)) <= limit]
+        short = [prompt for prompt in prompts if _length(prompt, chat) <= limit]
         read, too_long = read + len(prompts), too_long + len(prompts) - len(short)
         if too_long > 2 * reported:
             reported = too_long
@@ -139,11 +147,16 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     if not isinstance(given, Mapping):
         raise UserError(f"data row {index} is no object with columns; found {str(given)[:80]!r}")
     row = dict(given)
-    if column := image_column({**row, **(row.get("extras") or {})}):
+    if column := image_column({**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}):
         raise UserError(
-            f"data row {index}: the row has {column}: {NO_IMAGES} (drop the column if it has no part in the task)"
+            f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} alone; "
+            f"drop the column if it has no part in the task"
         )
     messages, conversation = messages_of(index, row, cfg.data)
+    try:
+        messages = read_messages(_placed(row, messages))
+    except UserError as error:
+        raise UserError(f"data row {index}: {error}") from error
     env_class = row.pop("env_class", None)
     if not env_class or not cfg.environment.env_class_from_rows:
         env_class = cfg.environment.env_class or ("reward" if judges(cfg.environment) else "")
@@ -163,6 +176,16 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     if cfg.environment.domains and extras.get("domain"):
         extras["domain"] = tags_of(cfg.environment.domains).get(str(extras["domain"]), extras["domain"])
     return Prompt(PromptId(0, index), messages, env_class, extras)
+
+
+def _placed(row: dict[str, Any], messages: Conversation) -> Conversation:
+    """The messages with the images of the row's columns, which are taken out of the row."""
+    if not (column := image_column({name: row.get(name) for name in READ})):
+        return messages
+    images = row.pop(column)
+    return with_images(
+        messages, images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
+    )
 
 
 def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:

@@ -19,6 +19,7 @@ from skyasync.config.schema import Config, DataConfig
 from skyasync.data.datasets import is_conversation, messages_of
 from skyasync.data.sources import Row, rows
 from skyasync.envs.base import Conversation
+from skyasync.envs.images import image_column, image_part
 from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer, Tools
 from skyasync.rollout.tokenizer import Tokenizer
@@ -109,6 +110,9 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
         raise UserError(
             f"data row {index}: {column or MESSAGES!r} must have a message of the role {ASSISTANT!r}, after another"
         )
+    parts = [part for message in whole if isinstance(message["content"], list) for part in message["content"]]
+    if image_column(row) or any(map(image_part, parts)):
+        raise UserError(f"data row {index} has images, and demonstrations are text alone")
     return whole, first
 
 

@@ -14,10 +14,11 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict
+from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict, cast
 
+from skyasync.envs.images import read_messages
 from skyasync.envs.tools import answer_to, read_tool_calls
-from skyasync.errors import NonFiniteRewardError, unknown
+from skyasync.errors import NonFiniteRewardError, UserError, unknown
 from skyasync.inference.interface import SamplingParams
 from skyasync.utils.former_names import take_former_methods
 
@@ -216,7 +217,10 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
         raise InvalidEnvOutputError(
             f"{what} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
-    return messages
+    try:
+        return cast(Conversation, read_messages(messages))
+    except UserError as error:  # of this episode's images
+        raise InvalidEnvOutputError(f"{what}: {error}") from error
 
 
 def _number(value: object, what: str) -> float:

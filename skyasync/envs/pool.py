@@ -21,6 +21,7 @@ from skyasync.envs.episodes import EnvLimits, EnvSettings, Episodes, StepResult
 from skyasync.envs.registry import env_factory
 from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.errors import TransientError
+from skyasync.models.images import images_of
 from skyasync.utils.rpc import (
     HEARTBEAT_S,
     Answer,
@@ -106,7 +107,8 @@ class EnvPool:
                 self._leave(episode)
                 raise
         made = (own_class.__new__, own_class.__init__, own_class.init)
-        if made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init):  # which do nothing
+        does_nothing = made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
+        if does_nothing and not images_of(prompt):  # one message holds an image once for all of its episodes
             route.opening = (env_class, extras, prompt)
             return prompt
         start: Conversation | str = await self._ask("init", episode, env_class, extras, prompt)

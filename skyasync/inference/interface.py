@@ -20,6 +20,7 @@ from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, i
 from skyasync.config.keys import Key, Keys
 from skyasync.config.schema.sampling import INT32, SamplingConfig
 from skyasync.errors import UserError
+from skyasync.models.images import Images
 from skyasync.registry import About, Registry, resolve_reference
 from skyasync.weight_sync.update import WakePart, WeightReceiverFailedError, WeightUpdate
 
@@ -122,13 +123,15 @@ class SamplingParams:
 class GenerationRequest:
     """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its cache.
 
-    The prompt is int32 ``[tokens]``; lists become arrays.
+    The prompt is int32 ``[tokens]``; lists become arrays. It has the placeholders of its ``images`` as the model reads
+    them (``ImageProcessor.expand``).
     """
 
     request_id: str
     prompt_token_ids: Ints
     sampling: SamplingParams
     session_id: str | None = None
+    images: Images = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))

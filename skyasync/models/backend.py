@@ -10,7 +10,7 @@ Invariant: a batch's gradient does not depend on how a backend divides the batch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,6 +174,7 @@ class ModelSpec:
     reduce_gradients: str = "micro_batch"
     torch_compile: bool = False
     router_replay: str = "none"
+    freeze: Sequence[str] = ()
     value_head_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 

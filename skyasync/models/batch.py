@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from skyasync.models.images import Images
+
 B = TypeVar("B", bound="TokenBatch")
 
 
@@ -36,6 +38,7 @@ class TokenBatch:
     routed_experts: Tensor | None = None
     """``[batch, length, layers, top_k]``: the experts that the engine's routers chose, which the trained model replays;
     the dtype's largest number if they are not known. None: the trained model chooses."""
+    images: tuple[Images, ...] | None = None  # of each row; None: no row has any
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -45,7 +48,11 @@ class TokenBatch:
         """Concatenated rows, padded to the longest; groups and trajectories of different batches stay different."""
         length = max(part.tokens.shape[1] for part in parts)
         whole = copy(parts[0])
+        if any(part.images for part in parts):
+            whole.images = tuple(row for part in parts for row in part.images or ((),) * len(part))
         for name in vars(whole):
+            if name == "images":
+                continue
             values = [value for part in parts if isinstance(value := vars(part).get(name), Tensor)]
             if len(values) < len(parts):
                 setattr(whole, name, None)
@@ -62,7 +69,10 @@ class TokenBatch:
 
     def select(self, rows: Tensor) -> Self:
         """The given rows (int64 ``[n]``), in that order."""
-        return self.each(lambda tensor: tensor[rows])
+        selected = self.each(lambda tensor: tensor[rows])
+        if self.images is not None:
+            selected.images = tuple(self.images[row] for row in rows.tolist())
+        return selected
 
     def trim(self) -> Self:
         """Shorten the sequence dimension to the longest row."""

@@ -21,6 +21,7 @@ from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,6 +33,7 @@ from skyasync.errors import UserError
 from skyasync.models import SCORE, VALUE, VOCABULARY
 from skyasync.models.config import ONE_AT_A_TIME
 from skyasync.models.token_model import ATTENTION, SCORE_LAYER, training_config
+from skyasync.models.vision import is_vision
 
 
 class Head:
@@ -54,7 +56,7 @@ class Head:
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
         """transformers' factory of the class, with ``from_config`` and ``from_pretrained``."""
-        return AutoModelForCausalLM
+        return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
 
     def loading(self) -> AbstractContextManager[None]:
         """A context in which the files are read."""

@@ -24,6 +24,7 @@ from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.models.fsdp.checkpoint import ADAPTER, full_weights, own_tensors
 from skyasync.models.heads import copy_own_part, load_causal_lm
+from skyasync.models.images import FAMILIES
 from skyasync.weight_sync.adapters import Adapter, base_mark, with_added
 from skyasync.weight_sync.full_tensors import gathered, specs_in
 from skyasync.weight_sync.verify.digests import digest
@@ -234,11 +235,18 @@ def whole(value: Any) -> Tensor:  # noqa: ANN401
 
 def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
     """The layers that get an adapter, by their full names: peft would match experts' matrices by the last parts alone.
+    Of a model that reads images they are in its language model.
 
     Raises:
         UserError: naming a layer that the model lacks and the nearest, or one that cannot have an adapter of its own.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    family = FAMILIES.get(model.config.model_type)
+    sight = tuple(f"{name}." for name in (family.tower, *family.projector)) if family else ()
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and not name.startswith(sight)
+    }
     options = {layer.rpartition(".")[2] for layer in layers}
     for key, names in (("target_modules", settings.target_modules), ("exclude_modules", settings.exclude_modules)):
         known = options | {ALL} if key == "target_modules" else options

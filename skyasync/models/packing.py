@@ -25,6 +25,7 @@ from torch import Tensor
 from skyasync.models import MAX_PADDING, MIN_SAVED_TOKENS
 from skyasync.models.attention import PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
+from skyasync.models.images import Images
 
 
 @dataclass
@@ -41,6 +42,8 @@ class Layout:
     (token ids), ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of the result).
 
     ``experts``: ``[packed rows, width, layers, top_k]`` if the batch has routed experts.
+
+    ``images``: of each row, if any row has some; such rows are not packed.
     """
 
     tokens: Tensor
@@ -52,6 +55,7 @@ class Layout:
     shape: tuple[int, int]
     blocks: tuple[PackedBlock, ...] = ()
     experts: Tensor | None = None
+    images: tuple[Images, ...] | None = None
 
     def to(self, device: torch.device) -> Layout:
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
@@ -163,7 +167,7 @@ def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> L
 def empty_micro_batch(like: B) -> MicroBatch[B]:
     """One row without a loss token: for the collectives alone, it adds nothing."""
     row = like.each(lambda t: torch.zeros((1, 2, *t.shape[2:]) if t.dim() >= 2 else (1,), dtype=t.dtype))
-    row.attention_mask[:] = True
+    row.attention_mask[:], row.images = True, None
     (micro,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
     return replace(micro, rows=torch.zeros(0, dtype=torch.int64))
 
@@ -246,7 +250,7 @@ def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: 
 def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     """Of rows in the order of their ``bundle``, which counts from 0; ``prefix`` is shared within a bundle."""
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
-    plain.experts = batch.routed_experts
+    plain.experts, plain.images = batch.routed_experts, batch.images
     lengths, counts = batch.attention_mask.sum(1), torch.bincount(bundle)
     if int(counts.max()) == 1:
         return plain

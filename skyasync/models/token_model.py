@@ -27,6 +27,7 @@ from skyasync.models.backend import ENTROPY, LOGPROBS, TOKEN_LOGPROBS, TOP_K, VA
 from skyasync.models.config import load_config
 from skyasync.models.packing import Layout
 from skyasync.models.parallel.vocabulary import sum_over_group
+from skyasync.models.vision import Vision, is_vision
 
 if TYPE_CHECKING:
     from skyasync.models.parallel.context import Context
@@ -53,6 +54,8 @@ def training_config(path: str, kwargs: Mapping[str, Any] | None = None) -> PreTr
 
 def can_share_prefixes(config: PreTrainedConfig) -> bool:
     """Whether every layer attends to all tokens before, so that a mask can separate packed responses."""
+    if is_vision(config):
+        return False
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
         return all(kind == "full_attention" for kind in layer_types)
@@ -72,17 +75,21 @@ class TokenModel(nn.Module):
         vocabulary: this rank's part of the logits, if the head is split.
         routers: of a mixture of experts that replays the engine's choices.
         packs: it takes packed sequences.
+        vision: of a vision-language model.
     """
 
     context: Context | None = None
     routers: Routers | None = None
     vocabulary: Vocabulary | None = None
+    vision: Vision | None = None
 
     def __init__(self, model: PreTrainedModel, distribution: SampledDistribution | None = None) -> None:
         super().__init__()
         self.model = model
         self.distribution = distribution or SampledDistribution()
         self.value_head: nn.Linear | None = None
+        if is_vision(model.config):
+            self.vision = Vision(model.config)
         self.packs = can_share_prefixes(model.config) and pack_rows(model)
 
     def forward(self, layout: Layout, request: OutputRequest | None = None) -> dict[str, Tensor]:
@@ -124,6 +131,14 @@ class TokenModel(nn.Module):
         if self.routers:
             self.routers.replay(layout.experts)
         device = layout.tokens.device
+        if self.vision:
+            tokens, predictors, images = layout.tokens, layout.predictors, layout.images or ()
+            if not any(images):
+                tokens, predictors, images = self.vision.with_blank_row(tokens, predictors)
+            states = self.model.base_model(
+                input_ids=tokens, attention_mask=None, use_cache=False, **self.vision.inputs(tokens, images)
+            ).last_hidden_state
+            return states.flatten(0, 1).index_select(0, predictors)
         attention = attention_inputs(
             layout.owners, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
         )
@@ -143,7 +158,7 @@ class TokenModel(nn.Module):
         targets = own.targets[:, None]
         if request.token_ids is not None:
             targets = torch.cat([targets, request.token_ids.flatten(0, 1)[own.cells]], 1)
-        head = logits_head(self.model)
+        head = self._head()
         options = distribution, self.vocabulary, ENTROPY in request.names, request.entropy_gradient
         at_once = self._tokens_at_once(None if distribution.filters else self.vocabulary)
         if len(hidden) <= at_once:
@@ -164,7 +179,7 @@ class TokenModel(nn.Module):
 
     def _most_likely(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities ``[n, k]``, of a distribution without filters, which may leave fewer than k."""
-        head, chunks = logits_head(self.model), []
+        head, chunks = self._head(), []
         for states in hidden.split(self._tokens_at_once(self.vocabulary)):
             logits = _float_logits(head, states) / self.distribution.temperature
             if self.vocabulary:
@@ -175,9 +190,13 @@ class TokenModel(nn.Module):
         tokens, logprobs = (torch.cat([chunk[i] for chunk in chunks]) for i in (0, 1))
         return tokens, logprobs
 
+    def _head(self) -> Callable[[Tensor], Tensor]:
+        head, vision = logits_head(self.model), self.vision
+        return head if vision is None else lambda hidden: vision.without_placeholders(head(hidden))
+
     def _tokens_at_once(self, part: Vocabulary | None) -> int:
         """Loss tokens whose logits are in memory at once."""
-        return max(1, MAX_LOGITS // (part.size if part else self.model.config.vocab_size))
+        return max(1, MAX_LOGITS // (part.size if part else self.model.config.get_text_config().vocab_size))
 
 
 def _float_logits(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

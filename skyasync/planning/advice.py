@@ -7,47 +7,64 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
-from skyasync.planning.memory import Lengths
-from skyasync.planning.plan import MemoryPlan
+from skyasync.planning.memory import Lengths, RankUse
+from skyasync.planning.plan import Measure, MemoryPlan, make_plan
+from skyasync.workers.roles import Role
 
 Values = list[Any]
 
+TRIED = 5
+"""Settings that are measured, each for some seconds."""
 
-def advise(cfg: Config, plan: MemoryPlan, replan: Callable[[Config], MemoryPlan]) -> dict[str, Any]:
-    """The keys and values that make it fit; empty where none of those tried do.
 
-    Args:
-        replan: the plan of other settings for the same model and machine.
-    """
-    trial = copy.deepcopy(cfg)
-    keys = _choices(cfg, plan)
-    for changes in _combinations(keys):
+def advise(cfg: Config, plan: MemoryPlan, measure: Measure) -> dict[str, Any]:
+    """The keys and values that make it fit; empty where none of those tried do."""
+    trial, rough, tried = copy.deepcopy(cfg), _roughly(cfg, plan, measure), 0
+    for changes in _combinations(_choices(cfg, plan)):
         before = {key: _get(trial, key) for key in changes}
         for key, value in changes.items():
             _set(trial, key, value)
-        if replan(trial).fits and not check_config(trial):
-            return changes
+        if make_plan(trial, plan.model, plan.machine, rough).fits and not check_config(trial):
+            if tried == TRIED:
+                return {}
+            if make_plan(trial, plan.model, plan.machine, measure).fits:
+                return changes
+            tried += 1
         for key, value in before.items():
             _set(trial, key, value)
     return {}
+
+
+def _roughly(cfg: Config, plan: MemoryPlan, measure: Measure) -> Measure:
+    """What is known of ``cfg``, scaled to the tokens and ranks of others; with checkpointing or without is measured."""
+
+    def scaled(trial: Config, role: Role, ranks: int) -> RankUse:
+        base = copy.deepcopy(cfg)
+        base.trainer.policy.gradient_checkpointing = trial.trainer.policy.gradient_checkpointing
+        before = plan.processes[role.name]
+        use = measure(base, role, before)
+        tokens = trial.trainer.micro_batch_tokens
+        return use.scaled(min(1.0, tokens / use.tokens) if tokens else 1.0, ranks / before)
+
+    return scaled
 
 
 def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
     """What may be changed, cheapest first, and to what, in growing distance from what it is."""
     generator, placement = cfg.generator, cfg.trainer.placement
     longest = Lengths.of(cfg).total
-    tokens = plan.rank.work.tokens
+    tokens = plan.rank.tokens
     per_node = max(1, plan.machine.gpus // placement.policy_num_nodes)
     choices: dict[str, Values] = {
-        "trainer.policy.gradient_checkpointing": []
-        if plan.rank.checkpointing and not plan.rank.selective
-        else ["true"],
+        "trainer.policy.gradient_checkpointing": ["true"]
+        if not plan.rank.checkpointing or cfg.trainer.policy.gradient_checkpointing == "selective"
+        else [],
         "trainer.micro_batch_tokens": [n for n in _halves(tokens, longest) if n < tokens],
         "generator.gpu_memory_utilization": [u for u in (0.85, 0.9, 0.95) if u > generator.gpu_memory_utilization],
         "generator.inference_engine_tensor_parallel_size": [

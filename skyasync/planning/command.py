@@ -15,15 +15,21 @@ from skyasync.config.schema import Config
 from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.planning import estimate
+from skyasync.planning.memory import GIB
 from skyasync.planning.plan import Machine, MemoryPlan, MemoryUse, parse_size, this_machine
+from skyasync.planning.speed import CARDS, Speed, card_of, roofline
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
+EXAMPLES = {"--gpus": "8", "--card": "H100"} | dict.fromkeys(SIZES, "80GiB")
 HELP = """\
-usage: python -m skyasync plan [--gpus N] [--gpu-memory SIZE] [--host-memory SIZE] [--json] [key=value ...]
+usage: python -m skyasync plan [--gpus N] [--card NAME] [--gpu-memory SIZE] [--host-memory SIZE] [--json]
+                               [key=value ...]
 
-Says which processes a run would start, what each device and the host must hold, and whether it fits. It reads the
-model's config.json alone. The machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of
-each GPU and of each host. The same as --dry-run of a run. Ends with status 0 if the run fits, 1 if it does not.
+Says which processes a run would start, what each device and the host must hold, and whether it fits. What ranks need
+is measured: the workers' own code computes on tensors without memory, for which the model's config.json is enough. The
+machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of each GPU and of each host. A card
+(--card H100) also says how fast a run can be at most. The same as --dry-run of a run. Ends with status 0 if the run
+fits, 1 if it does not.
 """
 
 
@@ -32,6 +38,7 @@ class Options:
     """What the command line says besides settings; None is what the machine here has."""
 
     gpus: int | None = None
+    card: str = ""
     gpu_memory: int | None = None
     host_memory: int | None = None
     json: bool = False
@@ -48,10 +55,10 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
         name, equals, value = arguments.pop(0).partition("=")
         if name == "--json" and not equals:
             options = replace(options, json=True)
-        elif name in ("--gpus", *SIZES):
+        elif name in EXAMPLES:
             if not equals:
                 if not arguments:
-                    raise UserError(f"{name} needs a value: {name} {8 if name == '--gpus' else '80GiB'}")
+                    raise UserError(f"{name} needs a value: {name} {EXAMPLES[name]}")
                 value = arguments.pop(0)
             options = _with(options, name, value)
         else:
@@ -62,10 +69,12 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
 def show_plan(cfg: Config, options: Options) -> bool:
     """Print the plan of a run; whether it fits."""
     report = estimate(cfg, _machine(options))
+    card = card_of(report.plan.machine.card)
+    speed = roofline(cfg, report.plan, card) if card else None
     if options.json:
-        print(as_json(report.plan, report.advice))
+        print(as_json(report.plan, report.advice, speed))
     else:
-        print_plan(report.plan, report.advice)
+        print_plan(report.plan, report.advice, speed)
     return report.plan.fits
 
 
@@ -73,6 +82,12 @@ def _with(options: Options, name: str, value: str) -> Options:
     if name in SIZES:
         sizes: dict[str, Any] = {SIZES[name]: parse_size(value, name)}
         return replace(options, **sizes)
+    if name == "--card":
+        if value not in CARDS:
+            raise UserError(
+                f"{name} {value}: no card that is known, which are {', '.join(CARDS)}: or give --gpu-memory"
+            )
+        return replace(options, card=value)
     if not value.isdecimal():
         raise UserError(f"{name} {value}: not a number of GPUs; 0 plans for a machine without")
     return replace(options, gpus=int(value))
@@ -81,31 +96,37 @@ def _with(options: Options, name: str, value: str) -> Options:
 def _machine(options: Options) -> Machine:
     here = this_machine()
     gpus = here.gpus if options.gpus is None else options.gpus
-    if options.gpu_memory is not None and options.gpus is None and not here.gpus:
-        raise UserError("--gpu-memory also needs --gpus N: there is no GPU here")
-    memory = options.gpu_memory or here.gpu_memory
+    named = int(CARDS[options.card].memory * GIB) if options.card else 0
+    if (options.gpu_memory or named) and options.gpus is None and not here.gpus:
+        raise UserError(f"--{'gpu-memory' if options.gpu_memory else 'card'} also needs --gpus N: there is no GPU here")
+    memory = options.gpu_memory or named or here.gpu_memory
     if gpus and not memory:
-        raise UserError(f"--gpus {gpus} also needs --gpu-memory, for example 80GiB: there is no GPU here")
-    return Machine(gpus, memory if gpus else 0, options.host_memory or here.host_memory)
+        raise UserError(f"--gpus {gpus} also needs --gpu-memory, for example 80GiB, or --card: there is no GPU here")
+    card = options.card or ("" if options.gpu_memory else here.card)
+    return Machine(gpus, memory if gpus else 0, options.host_memory or here.host_memory, card if gpus else "")
 
 
 _PLAIN_WIDTH = 100
 
 
-def print_plan(plan: MemoryPlan, advice: Mapping[str, Any], console: Console | None = None) -> None:
+def print_plan(
+    plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = None, console: Console | None = None
+) -> None:
     """A table per place; plain text where the output is no terminal."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, file=console.file, width=_PLAIN_WIDTH, no_color=True)
-    for line in _summary(plan):
+    for line in _summary(plan, speed):
         console.print(line)
     for place in plan.devices:
         console.print(_table(place, plain=not console.is_terminal))
+        if len(place.phases) > 1:
+            console.print("phases: " + ", ".join(f"{phase} {_size(size)}" for phase, size in place.phases.items()))
     console.print()
     console.print(conclusion(plan, advice), style="bold green" if plan.fits else "bold red", soft_wrap=True)
 
 
-def as_json(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
+def as_json(plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = None) -> str:
     """Everything in bytes."""
     return json.dumps(
         {
@@ -114,8 +135,11 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
             "processes": plan.processes,
             "bundles": list(plan.slots.bundles),
             "gpus_requested": plan.gpus_requested,
-            "micro_batch": vars(plan.rank.work) | {"count": plan.rank.micro_batches},
+            "micro_batch": {"tokens": plan.rank.tokens, "count": plan.rank.micro_batches},
+            "flops_per_update": plan.rank.flops,
+            "sent_per_update": plan.rank.sent,
             "gradient_checkpointing": plan.rank.checkpointing,
+            "estimate_by_published_peaks": vars(speed) if speed else None,
             "cache_tokens_per_engine": plan.engine.tokens,
             "places": [vars(place) | {"total": place.total, "fits": place.fits} for place in plan.devices],
             "fits": plan.fits,
@@ -139,7 +163,7 @@ def conclusion(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
     return f"does not fit: {'; '.join(wrong)}: {way_out}"
 
 
-def _summary(plan: MemoryPlan) -> Iterator[str]:
+def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
     model, rank, machine = plan.model, plan.rank, plan.machine
     devices = f"{machine.gpus} GPUs of {_size(machine.gpu_memory)}" if machine.gpus else "no GPU"
     yield f"model        {model.name}: {model.parameters / 1e9:.3g}B parameters, {model.layers} layers"
@@ -148,10 +172,17 @@ def _summary(plan: MemoryPlan) -> Iterator[str]:
     yield "bundles      " + ", ".join(f"{count} x {bundle}" for bundle, count in _counted(plan))
     checkpointing = "on" if rank.checkpointing else "off"
     yield (
-        f"update       {rank.micro_batches} micro-batches of {rank.work.tokens:,} tokens per rank at most, "
+        f"update       {rank.micro_batches} micro-batches of {rank.tokens:,} tokens per rank at most, "
         f"gradient checkpointing {checkpointing}"
     )
+    yield f"             {rank.flops / 1e15:,.3g} PFLOP per rank"
+    sent = [f"{kind} {_size(size)}" for kind, size in rank.sent.items() if size >= 1 << 20]
+    yield "sent         " + (", ".join(sent) + " per rank and update" if sent else "nothing")
     yield f"cache        {plan.engine.tokens:,} tokens per engine"
+    if speed:
+        yield f"estimate     by the published peak and bandwidths of {machine.card}:"
+        yield f"             an update is {speed.update:,.3g} s of arithmetic, and {speed.collectives:,.3g} s of links"
+        yield f"             an engine makes {speed.tokens:,.0f} tokens/s, and a batch takes {speed.generation:,.3g} s"
 
 
 def _counted(plan: MemoryPlan) -> list[tuple[str, int]]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyasync.config.resume import saves
@@ -20,30 +20,21 @@ from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
 from skyasync.heap import RETAINED
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
-from skyasync.models import MeshShape
 from skyasync.planning.memory import (
-    FLOAT32,
     GIB,
+    GRADIENTS,
+    OPTIMIZER_STATE,
     EngineMemory,
     Lines,
-    RankMemory,
+    RankUse,
     batch_bytes,
     engine_memory,
-    expert_bytes,
-    gradients,
-    largest_micro_batch,
-    learnt,
-    on_host,
-    persistent,
-    publishing,
-    resident,
-    scoring,
-    updating,
+    with_fragmentation,
 )
-from skyasync.planning.shape import ModelShape, adapter_parameters, between_halves, divided, filters
+from skyasync.planning.shape import ModelShape
 from skyasync.run.placement import ENGINES, Slots, plan_slots
 from skyasync.weight_sync.update import PART_BYTES
-from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES, VOCABULARY, Role, roles_with_ranks
+from skyasync.workers.roles import POLICY, ROLES, Role, roles_with_ranks
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(i?)B?)?", re.IGNORECASE)
@@ -53,19 +44,21 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without."""
+    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without; ``card`` is their name."""
 
     gpus: int
     gpu_memory: int
     host_memory: int
+    card: str = ""
 
 
 def this_machine() -> Machine:
     """What is here, without torch: NVIDIA's own tool, the kernel, and the container's limit."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    sizes = [] if visible == "" else _gpu_sizes()
-    count = len(sizes) if visible is None else min(len(sizes), len(visible.split(",")))
-    return Machine(count, min(sizes, default=0), _host_memory())
+    gpus = [] if visible == "" else _gpus()
+    count = len(gpus) if visible is None else min(len(gpus), len(visible.split(",")))
+    size, card = min(gpus, default=(0, ""))
+    return Machine(count, size, _host_memory(), card)
 
 
 def parse_size(text: str, flag: str) -> int:
@@ -82,13 +75,14 @@ def parse_size(text: str, flag: str) -> int:
     return int(float(match[1]) * scale)
 
 
-def _gpu_sizes() -> list[int]:
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def _gpus() -> list[tuple[int, str]]:
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [int(line) << 20 for line in answer.split() if line.isdigit()]
+    lines = (line.partition(", ") for line in answer.splitlines())
+    return [(int(size) << 20, name) for size, _, name in lines if size.isdigit()]
 
 
 def _host_memory() -> int:
@@ -101,13 +95,18 @@ def _host_memory() -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``."""
+    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``.
+
+    Args:
+        phases: bytes of one in each phase, where there are several.
+    """
 
     name: str
     count: int
     capacity: int
     when: str
     lines: Lines
+    phases: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -119,107 +118,35 @@ class MemoryUse:
 
 
 def fullest(name: str, count: int, capacity: int, phases: Mapping[str, Lines]) -> MemoryUse:
-    when = max(phases, key=lambda phase: sum(phases[phase].values()))
-    return MemoryUse(name, count, capacity, when, {what: size for what, size in phases[when].items() if size})
+    totals = {phase: sum(lines.values()) for phase, lines in phases.items()}
+    when = max(totals, key=lambda phase: totals[phase])
+    return MemoryUse(name, count, capacity, when, {what: size for what, size in phases[when].items() if size}, totals)
 
 
-BITS = {"nf4": 4 + 32 / 64, "int8": 8.0}
-"""Of a number that is held as a code, with its share of a scale; of a row of int8 that is next to nothing."""
+Measure = Callable[[Config, Role, int], RankUse]
+"""What a rank of a role needs that has so many ranks."""
 
 
 @dataclass(frozen=True)
 class OtherRole:
-    """A role's model next to the policy; ``shape`` is a rank's part of it."""
+    """A role's model next to the policy."""
 
-    name: str
-    shape: ModelShape
-    rank: RankMemory
-    shared: bool  # on the policy's devices
+    role: Role
+    use: RankUse
     ranks: int
+    shared: bool  # on the policy's devices
 
     @property
     def resident(self) -> Lines:
-        return named(resident(self.shape, self.rank), self.name)
-
-    @property
-    def learnt(self) -> int:
-        """Bytes that its checkpoint needs of a rank; nothing is saved of what is not trained."""
-        return sum(learnt(self.shape, self.rank).values()) if self.rank.trained else 0
+        return named(self.use.resident, self.role.name)
 
     @property
     def phase(self) -> str:
-        return "update" if self.rank.trained else "log-probabilities"
+        return "update" if self.role.trains else "log-probabilities"
 
     @property
     def at_work(self) -> Lines:
-        return (updating if self.rank.trained else scoring)(self.shape, self.rank)
-
-
-def other_role(cfg: Config, shape: ModelShape, role: Role, policy: RankMemory, *, gpus: bool, ranks: int) -> OtherRole:
-    shape = shape if role.head == VOCABULARY else shape.with_value_head
-    if role.trains:
-        rank, own = trained_rank(cfg, shape, role, gpus=gpus, ranks=ranks)
-    else:
-        b, mesh_shape = bytes_of(role.model(cfg).dtype, gpus=gpus), role.mesh_shape(cfg, ranks)
-        rank = RankMemory(
-            _sharing(cfg, role, mesh_shape), b, policy.work, trained=False, vocabulary=role.head == VOCABULARY,
-            shaped=policy.shaped, split=mesh_shape.tensor > 1, offloads=_offloads(cfg, role, gpus=gpus),
-        )  # fmt: skip
-        own = divided(shape, mesh_shape.tensor, gathers=filters(cfg))
-    return OtherRole(role.name, own, rank, role.colocated_if(cfg), ranks)
-
-
-def trained_rank(
-    cfg: Config, shape: ModelShape, role: Role, *, gpus: bool, ranks: int
-) -> tuple[RankMemory, ModelShape]:
-    trainer, sampling = cfg.trainer, cfg.generator.sampling_params
-    mesh_shape = role.mesh_shape(cfg, ranks)
-    work, count = largest_micro_batch(
-        cfg,
-        shape,
-        gpus=gpus,
-        ranks=mesh_shape.data,
-        context=mesh_shape.context,
-        rows_limit=trainer.micro_train_batch_size_per_gpu,
-    )
-    lora = getattr(role.settings(cfg), "lora", None)
-    optimizer = role.settings(cfg).optimizer_config
-    setting = str(role.settings(cfg).gradient_checkpointing).lower()
-    sharing = _sharing(cfg, role, mesh_shape)
-    rank = RankMemory(
-        ranks=sharing,
-        replicas=mesh_shape.data * mesh_shape.context // sharing,
-        routed=expert_bytes(cfg, shape) if role.name == POLICY else 0,
-        split=mesh_shape.tensor > 1,
-        b=bytes_of(role.model(cfg).dtype, gpus=gpus),
-        work=work,
-        micro_batches=count,
-        adapters=adapter_parameters(shape, lora) if lora and lora.rank else 0,
-        between=between_halves(shape, lora) if lora and lora.rank else 0,
-        checkpointing=gpus if setting == "auto" else setting != "false",
-        selective=setting == "selective",
-        reduced_once=getattr(role.settings(cfg), "reduce_gradients", "") == "update",
-        vocabulary=role.head == VOCABULARY,
-        entropy=trainer.algorithm.use_entropy_loss,
-        shaped=sampling.temperature not in (0.0, 1.0),
-        muon=optimizer.name == "muon",
-        master=2 if optimizer.bf16_stochastic_round else FLOAT32,
-        eight_bits=optimizer.name == "adamw_8bit",
-        offloads=_offloads(cfg, role, gpus=gpus),
-        bits=BITS.get(lora.base_dtype, 0.0) if lora and lora.rank else 0.0,
-        critic=role.name == POLICY and ROLES[CRITIC_ROLE].hosted_by_policy(cfg),
-    )
-    return rank, divided(shape, mesh_shape.tensor, gathers=filters(cfg))
-
-
-def _sharing(cfg: Config, role: Role, mesh_shape: MeshShape) -> int:
-    """Ranks over which its weights are sharded."""
-    return getattr(role.settings(cfg), "fsdp_size", 0) or mesh_shape.data * mesh_shape.context
-
-
-def _offloads(cfg: Config, role: Role, *, gpus: bool) -> str:
-    """What its devices keep on the host; without GPUs they are one."""
-    return getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
+        return with_fragmentation(self.use.updating if self.role.trains else self.use.scoring)
 
 
 def bytes_of(dtype: str, *, gpus: bool) -> int:
@@ -230,20 +157,26 @@ def named(lines: Lines, who: str, count: int = 1) -> Lines:
     return {f"{who}: {what}": count * size for what, size in lines.items()}
 
 
-def received(cfg: Config, shape: ModelShape, rank: RankMemory, engines: int, *, gpus: bool) -> Lines:
+def _on_host(use: RankUse, who: str, count: int) -> Lines:
+    return named({f"{what} on the host": size for what, size in use.host.items()}, who, count)
+
+
+def received(cfg: Config, shape: ModelShape, adapters: int, b: int, engines: int, *, gpus: bool) -> Lines:
     """Of the engines there; nothing if there is no such host, or weights go from GPU to GPU.
 
     Args:
         shape: the whole policy's.
+        adapters: bytes of them all.
+        b: bytes of a number of the policy.
         engines: on such a host.
     """
     way = engine_config(cfg, gpus=gpus).weight_sync_backend
     if way in BETWEEN_GPUS or not _carried(cfg, gpus=gpus):
         return {}
     if adapter_rank(cfg):
-        return {"received weights": engines * rank.adapters * FLOAT32}
+        return {"received weights": engines * adapters}
     copies = 2 if computes_on_mapped_weights(cfg) else cfg.generator.inference_engine_tensor_parallel_size
-    return {"received weights": engines * copies * shape.parameters * rank.b}
+    return {"received weights": engines * copies * shape.parameters * b}
 
 
 def _carried(cfg: Config, *, gpus: bool) -> bool:
@@ -274,7 +207,7 @@ class MemoryPlan:
     processes: dict[str, int]
     slots: Slots
     devices: tuple[MemoryUse, ...]
-    rank: RankMemory
+    rank: RankUse
     engine: EngineMemory
 
     @property
@@ -286,22 +219,14 @@ class MemoryPlan:
         return self.gpus_requested <= self.machine.gpus and all(place.fits for place in self.devices)
 
 
-def make_plan(
-    cfg: Config, shape: ModelShape, machine: Machine, *, shapes: Mapping[str, ModelShape] | None = None
-) -> MemoryPlan:
-    """What a run of ``cfg`` needs.
-
-    Args:
-        shape: the policy's.
-        shapes: by role, those of models of their own; a role that names none has the policy's.
-    """
+def make_plan(cfg: Config, shape: ModelShape, machine: Machine, measure: Measure) -> MemoryPlan:
+    """What a run of ``cfg`` needs; ``shape`` is the policy's."""
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
-    rank, own = trained_rank(cfg, shape, ROLES[POLICY], gpus=gpus, ranks=roles[POLICY])
     per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
     others = tuple(
-        other_role(cfg, (shapes or {}).get(role.name, shape), role, rank, gpus=gpus, ranks=roles[role.name])
+        OtherRole(role, measure(cfg, role, roles[role.name]), roles[role.name], role.colocated_if(cfg))
         for role in roles_with_ranks(cfg)
         if role.name != POLICY and role.own_model(cfg) is not None
     )
@@ -310,20 +235,20 @@ def make_plan(
     engine = engine_memory(
         cfg, settings, shape, backend=backend(cfg), b=bytes_of(settings.dtype, gpus=gpus), share=share
     )
-    parts = _Planner(cfg, shape, own, machine, rank, engine, roles, others, per_device)
+    rank = measure(cfg, ROLES[POLICY], roles[POLICY])
+    parts = _Planner(cfg, shape, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
     return MemoryPlan(shape, machine, processes, slots, tuple(parts.devices()), rank, engine)
 
 
 @dataclass(frozen=True)
 class _Planner:
-    """Everything that shares the machine's places; ``own`` is a policy rank's part of its model."""
+    """Everything that shares the machine's places; ``rank`` is what a policy's rank needs."""
 
     cfg: Config
     shape: ModelShape
-    own: ModelShape
     machine: Machine
-    rank: RankMemory
+    rank: RankUse
     engine: EngineMemory
     roles: dict[str, int]
     others: tuple[OtherRole, ...]
@@ -333,6 +258,11 @@ class _Planner:
         if not self.machine.gpus:
             return [self._host_without_gpus(), *self._remote_hosts()]
         return [*self._gpus(), self._host_with_gpus(), *self._remote_hosts()]
+
+    @property
+    def _number(self) -> int:
+        """Bytes of one as the policy computes."""
+        return bytes_of(self.cfg.trainer.policy.model.dtype, gpus=self.machine.gpus > 0)
 
     # ------------------------------------------------------------ devices
 
@@ -348,7 +278,7 @@ class _Planner:
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                devices.append(MemoryUse(other.name, other.ranks, capacity, other.phase, lines))
+                devices.append(MemoryUse(other.role.name, other.ranks, capacity, other.phase, lines))
         if engine_devices := self.roles[ENGINES] * self.cfg.generator.devices_per_engine:
             share = int(capacity * self.cfg.generator.gpu_memory_utilization)
             devices.append(MemoryUse("engines", engine_devices, share, "generation", self.engine.lines))
@@ -358,11 +288,10 @@ class _Planner:
         """The policy waits on the host while the engines have a cache; engines wake without one for a weight sync."""
         engines, contexts = self.engines_per_device, CONTEXT * (2 + self.engines_per_device)
         asleep = {"sleeping engines": CONTEXT * engines}
-        handing = publishing(self.own, self.rank)
-        there: Lines = {what: handing[what] for what in ("weights", "gathered")}
+        there = {what: size for what, size in self.rank.publishing.items() if what != OPTIMIZER_STATE}
         if self._way == "cuda_ipc":  # the policy stays for it; a part lies in a buffer, and copied in each engine
-            part = max(PART_BYTES, self.shape.largest_tensor * self.rank.b)
-            there = resident(self.own, self.rank) | there | {"parts": (1 + engines) * part}
+            part = max(PART_BYTES, self.shape.largest_tensor * self._number)
+            there = self.rank.publishing | {"parts": (1 + engines) * part}
             for other in self._colocated_roles:
                 there |= other.resident
         return {
@@ -381,19 +310,24 @@ class _Planner:
         idle: Lines = {}
         for other in self._colocated_roles:
             idle |= other.resident
-        phases = {"update": updating(self.own, self.rank), "log-probabilities": scoring(self.own, self.rank)}
+        phases = {
+            "update": with_fragmentation(self.rank.updating),
+            "optimizer step": with_fragmentation(self.rank.stepping),
+            "log-probabilities": with_fragmentation(self.rank.scoring),
+            "weight sync": self.rank.publishing,
+        }
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._colocated_roles:
-            phases[other.name] = (
-                resident(self.own, self.rank) | idle | named(other.at_work, other.name) | self._waiting(other)
+            phases[other.role.name] = (
+                self.rank.resident | idle | named(other.at_work, other.role.name) | self._waiting(other)
             )
         return phases
 
     def _waiting(self, other: OtherRole, ranks: int = 1) -> Lines:
         """The policy's gradients, while one that is trained behind it finds its own: both step after that."""
-        if not (other.rank.trained and other.shared):
+        if not (other.role.trains and other.shared):
             return {}
-        return {"policy: gradients": ranks * gradients(self.own, self.rank)}
+        return {f"policy: {GRADIENTS}": ranks * self.rank.gradients}
 
     @property
     def _colocated_roles(self) -> list[OtherRole]:
@@ -416,15 +350,15 @@ class _Planner:
         processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
         if self.cfg.trainer.placement.colocate_all:
-            always["offloaded policy"] = here * sum(persistent(self.own, self.rank).values())
             waiting = self._colocated_roles
-            always |= {f"offloaded {o.name}": here * sum(persistent(o.shape, o.rank).values()) for o in waiting}
+            always["offloaded policy"] = here * self.rank.everywhere
+            always |= {f"offloaded {other.role.name}": here * other.use.everywhere for other in waiting}
         else:
-            always |= named(on_host(self.own, self.rank), "policy", here)
+            always |= _on_host(self.rank, "policy", here)
             waiting = []
         for other in self.others:
             if other not in waiting:
-                always |= named(on_host(other.shape, other.rank), other.name, other.ranks // nodes)
+                always |= _on_host(other.use, other.role.name, other.ranks // nodes)
         return always
 
     def _remote_hosts(self) -> list[MemoryUse]:
@@ -447,7 +381,8 @@ class _Planner:
     @property
     def _received(self) -> Lines:
         here = -(-self.roles[ENGINES] // self._nodes)
-        return received(self.cfg, self.shape, self.rank, here, gpus=self.machine.gpus > 0)
+        adapters = self.rank.gradients * (self.cfg.trainer.policy.fsdp_size or self.roles[POLICY])  # in float32
+        return received(self.cfg, self.shape, adapters, self._number, here, gpus=self.machine.gpus > 0)
 
     @property
     def _nodes(self) -> int:
@@ -461,23 +396,23 @@ class _Planner:
         always["batch"] = 2 * batch_bytes(self.cfg, self.shape)
         for other in self.others:
             always |= {what: other.ranks * size for what, size in other.resident.items()}
-        between = always | named(resident(self.own, self.rank), "policy", ranks) | self._freed(ranks)
+        between = always | named(self.rank.resident, "policy", ranks) | self._freed(ranks)
         phases = {
-            "update": always | named(updating(self.own, self.rank), "policy", ranks),
-            "log-probabilities": always | named(scoring(self.own, self.rank), "policy", ranks),
+            "update": always | named(with_fragmentation(self.rank.updating), "policy", ranks),
+            "log-probabilities": always | named(with_fragmentation(self.rank.scoring), "policy", ranks),
         }
         for other in self.others:
-            at_work = named(other.at_work, other.name, other.ranks)
-            if other.rank.trained and not other.shared:  # at the same time as the policy
+            at_work = named(other.at_work, other.role.name, other.ranks)
+            if other.role.trains and not other.shared:  # at the same time as the policy
                 phases["update"] |= at_work
-            phases[other.name] = between | at_work | self._waiting(other, ranks)
+            phases[other.role.name] = between | at_work | self._waiting(other, ranks)
         phases["weight sync"] = between | self._weight_sync()
         phases = self._with_checkpoint(phases, between, 1)
         return fullest("host", 1, self.machine.host_memory, phases)
 
     def _freed(self, ranks: int) -> Lines:
         """What ranks on CPUs keep of what an update has given back, for the next one."""
-        transient = sum(updating(self.own, self.rank).values()) - sum(resident(self.own, self.rank).values())
+        transient = sum(self.rank.updating.values()) - sum(self.rank.resident.values())
         return {"policy: freed": ranks * min(RETAINED, transient)}
 
     def _processes(self, workers: int, engines: int) -> Lines:
@@ -493,8 +428,8 @@ class _Planner:
             return {}
         ranks = 1 if self.machine.gpus else self.roles[POLICY]
         return {
-            "gathered weights": publishing(self.shape, self.rank)["gathered"] * ranks,
-            "weights in shared memory": self.shape.parameters * self.rank.b,
+            "gathered weights": ranks * (sum(self.rank.publishing.values()) - sum(self.rank.resident.values())),
+            "weights in shared memory": self.shape.parameters * self._number,
         }
 
     def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, nodes: int) -> dict[str, Lines]:
@@ -502,8 +437,8 @@ class _Planner:
         of all roles at once during every phase."""
         if not self._saves:
             return phases
-        copies = [self.roles[POLICY] // nodes * sum(learnt(self.own, self.rank).values())]
-        copies += [-(-other.ranks // nodes) * other.learnt for other in self.others]
+        copies = [self.roles[POLICY] // nodes * self.rank.learnt]
+        copies += [-(-other.ranks // nodes) * other.use.learnt for other in self.others]
         if self.cfg.trainer.ckpt_async:
             phases = {phase: lines | {"checkpoint": sum(copies)} for phase, lines in phases.items()}
             return phases | {"checkpoint": between | {"checkpoint": sum(copies)}}

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
 from skyasync.config.schema import Config, ParallelConfig
-from skyasync.config.schema.sampling import sampling_groups
-from skyasync.envs.images import NO_IMAGES
+from skyasync.config.schema.algorithm import CRITIC
+from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.errors import UserError
+from skyasync.models.images import FAMILIES
 
 ANSWER_S = 2.0
 MODEL = "trainer.policy.model.path"
@@ -22,6 +23,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 #: What only the configurations of models for pictures, films or sounds have.
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
+VISION_BACKENDS = ("transformers", "vllm")
+"""Engines that are sent images."""
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENDING = {"full_attention", "sliding_attention"}
@@ -47,10 +50,13 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
     shape = read_shape(folder / CONFIG, f"{key}={path}")
     if "model_type" not in shape:
         raise UserError(f"{key}={path}: its config.json names no model_type")
-    if sees := next((name for name in _SENSES if shape.get(name)), ""):
+    family = read_json(folder / CONFIG, f"{key}={path}")["model_type"]  # not that of its part for text
+    if shape.get("vision_config") and family in FAMILIES:
+        _check_vision(path, cfg, key)
+    elif sees := next((name for name in _SENSES if shape.get(name)), ""):
         raise UserError(
-            f"{key}={path}: its config.json has a {sees}, the mark of a model that reads more than text; {NO_IMAGES}: "
-            f"name the folder of a language model"
+            f"{key}={path}: its config.json has a {sees}, the mark of a model that reads more than text, and its type "
+            f"is {family}; types that read images and can be trained: {', '.join(FAMILIES)}"
         )
     size, heads = cfg.generator.inference_engine_tensor_parallel_size, shape.get(_HEADS)
     if isinstance(heads, int) and heads % size:
@@ -95,6 +101,34 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
             f"chat_template.jinja to the folder, or name one with data.chat_template"
         )
+
+
+def _check_vision(path: str, cfg: Config, key: str) -> None:
+    """Raises ``UserError`` for a setting that is not supported for a model that reads images."""
+    trainer, generator, estimator = cfg.trainer, cfg.generator, cfg.trainer.algorithm.advantage_estimator
+    lora = trainer.policy.lora
+    settings = {
+        f"{key}, since only the policy and its reference read images": not key.startswith(
+            ("trainer.policy.", "trainer.ref.")
+        ),
+        f"generator.backend={backend(cfg)}": backend(cfg) not in VISION_BACKENDS,
+        "generator.engines": bool(generator.engines),
+        "generator.agent_func_path": bool(generator.agent_func_path),
+        "trainer.dump_trajectories": trainer.dump_trajectories,
+        "environment.judges": bool(cfg.environment.judges),
+        "trainer.policy.lora.sync=adapter": lora.sync == "adapter",
+        "trainer.policy.lora.export=adapter": lora.export == "adapter",
+        "trainer.policy.lora.base_dtype": bool(lora.base_dtype),
+        "trainer.policy.torch_compile": trainer.policy.torch_compile,
+        "trainer.parallel.tensor": trainer.parallel.tensor > 1,
+        "trainer.parallel.context": trainer.parallel.context > 1,
+        f"trainer.algorithm.advantage_estimator={estimator}, which needs a critic,": CRITIC(cfg),
+        "trainer.teacher.model.path": bool(trainer.teacher.model.path),
+        "trainer.reward.models": bool(trainer.reward.models),
+        f"trainer.strategy={trainer.strategy}": trainer.strategy != "fsdp2",
+    }
+    if wrong := [name for name, given in settings.items() if given]:
+        raise UserError(f"{path} reads images: {wrong[0]} is not supported for such a model")
 
 
 def check_one_label(path: str, key: str, *, trained: bool) -> None:

@@ -224,6 +224,10 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
                 check_routers(cfg.trainer.policy.router_replay, model.path, key)
         if wrong := next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), ""):
             raise UserError(wrong)
+        if role.name == POLICY and cfg.trainer.policy.freeze:
+            from skyasync.models.freezing import check_frozen  # torch and transformers
+
+            check_frozen(model.path, model.config_kwargs, cfg.trainer.policy.freeze)
         if own and role.head != VOCABULARY:
             check_one_label(model.path, key, trained=role.head == SCORE)
         if own and (role.head == SCORE or role.name == TEACHER_ROLE):

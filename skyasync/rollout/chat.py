@@ -18,9 +18,10 @@ from typing import Any, cast
 
 from skyasync.arrays import Ints, ints
 from skyasync.envs.base import Conversation, TurnTokens
-from skyasync.envs.images import NO_IMAGES, image_part
+from skyasync.envs.images import read_parts
 from skyasync.errors import UserError
 from skyasync.inference.interface import SamplingParams
+from skyasync.models.images import images_of, reads_images
 from skyasync.rollout.tokenizer import Tokenizer
 
 LONG = 4096
@@ -147,11 +148,30 @@ class ChatTokenizer:
 
     def _frame(self, conversation: Conversation, tools: Tools = None, *, generation: bool = False) -> list[int]:
         messages = _plain_messages(conversation)
+        if images_of(messages) and not self._applies_template:
+            raise UserError("images need a chat template: set data.apply_chat_template=true")
         if not self._applies_template:
             return self.tokenizer.encode(_joined_text(messages))
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
-        )
+        return template_tokens(self.tokenizer, messages, tools, generation=generation)
+
+
+def template_tokens(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Tools, *, generation: bool
+) -> list[int]:
+    """The messages as the template shows them, with each image's placeholder as the model reads it.
+
+    Raises:
+        UserError: if the model reads text alone, or the template shows more or fewer placeholders than images.
+    """
+    processor, path = None, getattr(tokenizer, "name_or_path", "")
+    if (images := images_of(messages)) or reads_images(path):
+        from skyasync.models.vision import processor_of
+
+        processor = processor_of(path)  # first: templates of text fail on parts
+    tokens = tokenizer.apply_chat_template(
+        messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
+    )
+    return processor.expand(tokens, images).tolist() if processor else tokens
 
 
 class PlainText(ChatTokenizer):
@@ -204,23 +224,24 @@ def tokens_after(tokens: list[int], end: int, count: int) -> list[int]:
 
 
 def _plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """OpenAI's lists of content parts as the text that they make together, which templates expect.
+    """OpenAI's lists of content parts as the text that they make together, which templates expect; lists with an image
+    stay lists.
 
     Raises:
-        UserError: for a part that is not text.
+        UserError: for a part that is neither text nor an image that has been read.
     """
     plain = [dict(message) for message in cast(Sequence[Mapping[str, Any]], conversation)]
     for message in plain:
         content = message.get("content")
         if not isinstance(content, list):
             continue
-        types = {part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content}
         problem = "a message's content has parts of type"
-        if images := sorted({kind for part in content if (kind := image_part(part))}):
-            raise UserError(f"{problem} {', '.join(images)}: {NO_IMAGES}")
-        if other := sorted(types - {"text"}):
-            raise UserError(f"{problem} {', '.join(other)}: only parts of type text are read")
-        message["content"] = "".join(part["text"] for part in content)
+        content = message["content"] = read_parts(content)
+        types = {part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content}
+        if other := sorted(types - {"text", "image"}):
+            raise UserError(f"{problem} {', '.join(other)}: only parts of type text and image are read")
+        if "image" not in types:
+            message["content"] = "".join(part["text"] for part in content)
     return plain
 
 

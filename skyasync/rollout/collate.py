@@ -15,7 +15,7 @@ import torch
 
 from skyasync.arrays import TURN_TOKENS, joined_experts
 from skyasync.models.batch import RolloutBatch
-from skyasync.rollout.types import Group, Segment, Trajectory
+from skyasync.rollout.types import Group, Segment, Trajectory, images_in
 
 
 def collate(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:
@@ -98,6 +98,7 @@ class _Collation:
 
     def batch(self) -> RolloutBatch:
         rows = self._rows
+        images = tuple(images_in(row.sequence) for row in rows)
         branched = len({row.number for row in rows}) < len(rows)
         return RolloutBatch(
             tokens=torch.from_numpy(self._tokens),
@@ -110,4 +111,5 @@ class _Collation:
             versions=torch.from_numpy(self._versions),
             rewards=torch.from_numpy(self._rewards),
             routed_experts=None if self._experts is None else torch.from_numpy(self._experts),
+            images=images if any(images) else None,
         )

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import nan
 
-from skyasync.arrays import Ints
 from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config
 from skyasync.errors import NonFiniteRewardError, UserError
@@ -101,14 +100,14 @@ class EpisodeFailedError(Exception):
     """Ends one episode alone; its cause says why."""
 
 
-def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Exception, prompt: Ints) -> Trajectory:
+def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Exception, prompt: Segment) -> Trajectory:
     """The trajectory as it is trained (``on_error=keep``) or left out of the loss (``mask``).
 
     An episode without a single action has nothing to carry a reward.
 
     Args:
         error: why it failed.
-        prompt: the tokens of the row's own prompt, for an episode that failed before it had any.
+        prompt: the row's own, for an episode that failed before it had any.
     """
     kind = type(error).__qualname__
     message = "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s"
@@ -117,10 +116,11 @@ def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Excepti
         trajectory.segments = trajectory.branches.pop()
     for sequence in trajectory.sequences:
         first, *others = sequence
-        sequence[0] = Segment("prompt", first.tokens if len(first.tokens) else prompt)
+        opening = first if len(first.tokens) else prompt
+        sequence[0] = Segment("prompt", opening.tokens, images=opening.images)
         for place, segment in enumerate(others, 1):
             if limits.on_error == "mask":
-                sequence[place] = Segment("observation", segment.tokens)
+                sequence[place] = Segment("observation", segment.tokens, images=segment.images)
             segment.reward = 0.0
     if len(trajectory.segments) > 1:
         trajectory.segments[-1].reward = limits.give_up_reward

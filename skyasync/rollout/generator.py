@@ -19,12 +19,13 @@ from typing import Any
 from skyasync.arrays import ints, joined
 from skyasync.config.schema import Config
 from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
-from skyasync.envs.base import Conversation
+from skyasync.envs.base import Conversation, InvalidEnvOutputError
 from skyasync.envs.pool import EnvPool
 from skyasync.envs.reward import known_of, metrics_of
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError, unknown
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.models.images import images_of
 from skyasync.rewards.llm_judge import ChatServer, LLMJudge, Messages, UnansweredError, key_of
 from skyasync.rewards.settings import short_names
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
@@ -124,7 +125,8 @@ class EpisodeGenerator(TrajectoryGenerator):
             if isinstance(error, NonFiniteRewardError) and self._limits.skips_nonfinite:
                 return nonfinite_episode(trajectory, error)
             if isinstance(error, EpisodeFailedError) and isinstance(error.__cause__, Exception):
-                return failed_episode(trajectory, self._limits, error.__cause__, self._chat.prompt(prompt.messages))
+                opening = Segment("prompt", self._chat.prompt(prompt.messages), images=images_of(prompt.messages))
+                return failed_episode(trajectory, self._limits, error.__cause__, opening)
             if not any(note.startswith(WHILE_PLAYING) for note in getattr(error, "__notes__", ())):  # many may share it
                 error.add_note(f"{WHILE_PLAYING} {request.id}")
             raise
@@ -173,13 +175,16 @@ class EpisodeGenerator(TrajectoryGenerator):
         episode, env_class, text = str(trajectory.id), request.prompt.env_class, ""
         as_text = environments.takes_text(env_class)
         frame = self._plain if as_text else self._chat
+        if as_text and images_of(request.prompt.messages):
+            raise UserError(f"environment {env_class} reads plain text (raw_text): rows with images need messages")
         opening = self._plain.opening(request.prompt.messages) if as_text else request.prompt.messages
         with limits.environment_errors():
             start = await environments.init(episode, env_class, request.extras, opening)
         tools = environments.tools(env_class)
         tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
         messages = [] if isinstance(start, str) else list(start)
-        trajectory.segments[0].tokens = tokens
+        images = images_of(start)
+        trajectory.segments[0].tokens, trajectory.segments[0].images = tokens, images
         sees_tokens = environments.sees_tokens(env_class, request.extras)
         for turn in range(limits.max_turns) if limits.max_turns else count():
             # The model acts.
@@ -192,8 +197,9 @@ class EpisodeGenerator(TrajectoryGenerator):
             name = request_id(trajectory.id, turn)
             seed = request_seed(sampling.seed, name)
             limited = replace(sampling, max_tokens=min(sampling.max_tokens, free), seed=seed)
-            generation = GenerationRequest(name, tokens, limited, session_id=limits.session(trajectory.id))
-            recorded = self._partial.turn(trajectory.id, turn, tokens, seeded=seed is not None)
+            session = limits.session(trajectory.id)
+            generation = GenerationRequest(name, tokens, limited, session_id=session, images=images)
+            recorded = self._partial.turn(trajectory.id, turn, tokens, images, seeded=seed is not None)
             output = await (self._client.go_on(generation, recorded) if recorded else self._client.generate(generation))
             trajectory.stop_reason = output.finish_reason or "stop"
             action = action_of(output, trajectory.segments)
@@ -214,10 +220,16 @@ class EpisodeGenerator(TrajectoryGenerator):
             if turn + 1 == limits.max_turns:
                 break
             # Its answer is what the model reads next, unless there is no room for it.
-            observation = ints(frame.observation(step["observations"], action.tokens))
+            read = step["observations"]
+            with limits.environment_errors():
+                try:
+                    observation, shown = ints(frame.observation(read, action.tokens)), images_of(read)
+                except UserError as error:  # of this episode's text and images
+                    raise InvalidEnvOutputError(str(error)) from error
+            images = (*images, *shown)
             tokens, reframed = joined(tokens, observation), None
             if self._as_template_shows:
-                messages += [{"role": "assistant", "content": text}, *step["observations"]]
+                messages += [{"role": "assistant", "content": text}, *read]
                 reframed = frame.reframed(messages, tools, tokens)
             if len(tokens if reframed is None else reframed) >= self._max_model_len:
                 trajectory.stop_reason = "length"
@@ -229,10 +241,10 @@ class EpisodeGenerator(TrajectoryGenerator):
                 warn_once("no room", message, trajectory.id, len(trajectory.actions), self._max_model_len)
                 break
             if reframed is None:
-                trajectory.segments.append(Segment("observation", observation))
+                trajectory.segments.append(Segment("observation", observation, images=shown))
             else:
                 trajectory.branches.append(trajectory.segments)
-                trajectory.segments, tokens = [Segment("prompt", reframed)], reframed
+                trajectory.segments, tokens = [Segment("prompt", reframed, images=images)], reframed
             sampling = replace(sampling, **step["sampling_params"])
         with limits.environment_errors():
             trajectory.metrics |= await environments.close(episode)

@@ -19,7 +19,6 @@ from itertools import groupby
 from typing import Any
 
 from skyasync.algorithms.filters import cannot_be_inside
-from skyasync.arrays import Ints
 from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.inference.interface import GenerationOutput
@@ -64,7 +63,7 @@ class GroupMonitor:
         self._running: dict[PromptId, set[asyncio.Task[Trajectory]]] = defaultdict(set)
         self._rewards: dict[PromptId, list[float]] = defaultdict(list)
         self._ended: dict[PromptId, list[Trajectory]] = defaultdict(list)
-        self._stopped: dict[PromptId, Ints] = {}  # by the tokens of its prompt
+        self._stopped: dict[PromptId, Segment] = {}  # with its prompt
 
     async def play(self, identity: TrajectoryId, episode: Episode) -> Trajectory:
         """The trajectory of the episode, or an empty one if its group is stopped meanwhile.
@@ -80,12 +79,12 @@ class GroupMonitor:
         except asyncio.CancelledError:
             if prompt not in self._stopped or (own is not None and own.cancelling()):
                 raise
-            trajectory = Trajectory(identity, [Segment("prompt", self._stopped[prompt])], "abort")
+            trajectory = Trajectory(identity, [replace(self._stopped[prompt])], "abort")
         else:
             if self._stops is not None:
                 self._rewards[prompt].append(trajectory.reward)
                 if prompt not in self._stopped and self._stops(self._rewards[prompt], self._sizes[prompt]):
-                    self._stopped[prompt] = trajectory.segments[0].tokens
+                    self._stopped[prompt] = trajectory.segments[0]
                     for other in self._running[prompt]:
                         other.cancel()
         finally:

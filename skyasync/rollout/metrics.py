@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from skyasync.arrays import TURN_TOKENS, Floats, Ints, joined
+from skyasync.envs.images import as_text
 from skyasync.envs.reward import right_answer
 from skyasync.rollout.types import Group, Segment, Trajectory
 
@@ -129,7 +130,7 @@ def sample_records(
     return [
         {
             "prompt_id": str(trajectory.id),
-            "prompt": group.prompt.messages[-1]["content"],
+            "prompt": as_text(group.prompt.messages[-1]["content"]),
             "response": decode(joined(*(s.tokens for s in trajectory.segments[1:])).tolist()),
             "reward": trajectory.reward if isfinite(trajectory.reward) else None,
             "stop_reason": trajectory.stop_reason,

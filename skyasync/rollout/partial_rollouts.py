@@ -4,9 +4,9 @@
     resumed episodes ◀──PartialRollouts.turn── RolloutState ◀──read──┘
 
 Invariant: what is read equals what was written: tokens, log-probabilities and versions are bitwise identical. The file
-holds identities of prompts, not their texts, and nothing in it is executed. A turn is taken from the record only if the
-model reads there, token by token, what it read before. An environment is always played again from its beginning; if it
-says something else, what follows is generated again.
+holds identities of prompts, not their texts, and each image once; nothing in it is executed. A turn is taken from the
+record only if the model reads there, token by token and image by image, what it read before. An environment is always
+played again from its beginning; if it says something else, what follows is generated again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from safetensors.numpy import safe_open, save_file
 from skyasync.arrays import Ints, joined, joined_experts
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput
-from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
+from skyasync.models.images import Image, Images
+from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of, images_in
 
 FILE = "rollouts.safetensors"
 _KIND_NAMES: tuple[Literal["prompt", "action", "observation"], ...] = ("prompt", "action", "observation")
@@ -39,6 +40,7 @@ class RecordedTurn(NamedTuple):
     """What the model read, and what it then wrote; without a ``finish_reason`` the turn was in flight."""
 
     read: Ints
+    images: Images
     wrote: GenerationOutput
 
 
@@ -83,13 +85,16 @@ class PartialRollouts:
             self._recorded[trajectory.id] = played
         trajectory.restart()
 
-    def turn(self, identity: TrajectoryId, number: int, read: Ints, *, seeded: bool) -> GenerationOutput | None:
+    def turn(
+        self, identity: TrajectoryId, number: int, read: Ints, images: Images, *, seeded: bool
+    ) -> GenerationOutput | None:
         """What is recorded of this turn. With a seed a partial response is generated again: it is the same."""
         turns = self._recorded.get(identity, [])
         if number >= len(turns):
             return None
-        wrote = turns[number].wrote
-        if not np.array_equal(turns[number].read, read) or (seeded and wrote.finish_reason is None):
+        before, seen, wrote = turns[number]
+        same = np.array_equal(before, read) and seen == images  # others may have placeholders as many
+        if not same or (seeded and wrote.finish_reason is None):
             del turns[number:]
             return None
         return wrote
@@ -106,7 +111,8 @@ def _turns(trajectory: Trajectory) -> Iterator[RecordedTurn]:
             wrote.experts = joined_experts(before.experts for before in sequence[: place + 1])
             if reason in ("stop", "length"):
                 wrote.finish_reason = "length" if reason == "length" else "stop"
-            yield RecordedTurn(joined(*(before.tokens for before in sequence[:place])), wrote)
+            read, images = joined(*(before.tokens for before in sequence[:place])), images_in(sequence[:place])
+            yield RecordedTurn(read, images, wrote)
 
 
 # ---------------------------------------------------------------- the file
@@ -142,16 +148,21 @@ def write(file: Path, state: RolloutState) -> None:
         OSError: if the disk does not take it.
     """
     segments = [s for t in state.trajectories for sequence in t.sequences for s in sequence]
+    images = list(dict.fromkeys(images_in(segments)))  # each once
+    numbers = {image: number for number, image in enumerate(images)}
     index = {
         "versions": [[*identity, version] for identity, version in state.versions.items()],
-        "groups": [[*group.prompt.id, [_entry(t) for t in group.trajectories]] for group in state.groups],
-        "begun": [[*t.id.prompt, _entry(t)] for t in state.partial],
+        "groups": [[*group.prompt.id, [_entry(t, numbers) for t in group.trajectories]] for group in state.groups],
+        "begun": [[*t.id.prompt, _entry(t, numbers)] for t in state.partial],
+        "images": [len(image.data) for image in images],
     }
     arrays = {
         "tokens": joined(*(s.tokens for s in segments)),
         "versions": joined(*(s.versions for s in segments)),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in segments)]),
     }
+    if images:
+        arrays["images"] = np.frombuffer(b"".join(image.data for image in images), np.uint8)
     if (experts := joined_experts(s.experts for s in segments)) is not None:
         arrays["experts"] = experts
     try:
@@ -160,10 +171,11 @@ def write(file: Path, state: RolloutState) -> None:
         raise OSError(f"{file.name} could not be written: {error}") from error
 
 
-def _entry(trajectory: Trajectory) -> dict[str, Any]:
+def _entry(trajectory: Trajectory, numbers: Mapping[Image, int]) -> dict[str, Any]:
     def about(segment: Segment) -> list[Any]:
-        experts = [] if segment.experts is None else [len(segment.experts)]
-        return [_KIND_NAMES.index(segment.kind), len(segment.tokens), segment.reward, *experts]
+        experts = None if segment.experts is None else len(segment.experts)
+        shown = [numbers[image] for image in segment.images]
+        return [_KIND_NAMES.index(segment.kind), len(segment.tokens), segment.reward, experts, shown]
 
     return {
         "repetition": trajectory.id.repetition,
@@ -189,10 +201,14 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
         offsets[name] += length
         return arrays[name][offsets[name] - length : offsets[name]]
 
-    def segment(kind: int, length: int, reward: float, experts: int | None = None) -> Segment:
+    images = [Image(values("images", length).tobytes()) for length in index.get("images", [])]
+
+    def segment(
+        kind: int, length: int, reward: float, experts: int | None = None, shown: Sequence[int] = ()
+    ) -> Segment:
         tokens = values("tokens", length)
         if _KIND_NAMES[kind] != "action":
-            return Segment(_KIND_NAMES[kind], tokens, reward=reward)
+            return Segment(_KIND_NAMES[kind], tokens, reward=reward, images=tuple(images[n] for n in shown))
         logprobs, versions = values("logprobs", length), values("versions", length)
         known = values("experts", experts) if experts is not None and "experts" in arrays else None
         return Segment("action", tokens, logprobs, versions, reward, known)

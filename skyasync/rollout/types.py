@@ -6,7 +6,7 @@ are exactly the tokens that the engine read and wrote; text is never tokenised a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -16,6 +16,7 @@ from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, i
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError, unknown
 from skyasync.inference.interface import GenerationOutput, SamplingParams
+from skyasync.models.images import Images
 
 
 class PromptId(NamedTuple):
@@ -84,7 +85,7 @@ class Segment:
 
     Only actions have ``logprobs`` (float32) and ``versions`` (int32), one per token, and ``experts``: those of the
     tokens from the last one of the previous action (else from the first of the sequence) to the last but one of its
-    own.
+    own. ``images`` are those whose placeholders are in a prompt or an observation.
     """
 
     kind: Literal["prompt", "action", "observation"]
@@ -93,6 +94,7 @@ class Segment:
     versions: Ints = field(default_factory=lambda: NO_INTS)
     reward: float = 0.0  # earned by this action; lands on its last token
     experts: Experts | None = None
+    images: Images = ()
 
     def __post_init__(self) -> None:
         self.tokens, self.logprobs, self.versions = ints(self.tokens), floats(self.logprobs), ints(self.versions)
@@ -108,7 +110,12 @@ class Segment:
         mine, theirs = ((s.tokens, s.logprobs, s.versions) for s in (self, other))
         same = all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
         same = same and np.array_equal(self.experts, other.experts)  # type: ignore[arg-type]
-        return same and (self.kind, self.reward) == (other.kind, other.reward)
+        return same and (self.kind, self.reward, self.images) == (other.kind, other.reward, other.images)
+
+
+def images_in(segments: Iterable[Segment]) -> Images:
+    """The images of a sequence, in the order of their placeholders."""
+    return tuple(image for segment in segments for image in segment.images)
 
 
 def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:

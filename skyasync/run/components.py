@@ -83,6 +83,7 @@ class Components:
 
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, at the same time unless they share devices, and hand them to the trainer."""
+        from skyasync.envs.images import without_images
         from skyasync.observability.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.run.resource_monitor import ResourceMonitor
@@ -93,7 +94,8 @@ class Components:
         experiment, cfg, settings = self._experiment, self._experiment.cfg, self._experiment.cfg.trainer
         updates, stream = trainer.context.length.updates, trainer.context.prompts
         chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
-        prompts = (chat.prompt(stream.prompt(position).messages).tolist() for position in range(stream.rows))
+        texts = (without_images(stream.prompt(position).messages) for position in range(stream.rows))
+        prompts = (chat.prompt(messages).tolist() for messages in texts)
         probe = choose_probe(prompts, PROBE_TOKENS)
         source, destination = self.dispatch, self.client
         if settings.placement.colocate_all:

@@ -106,7 +106,7 @@ class Dispatch:
         """
         if (host := self._host_of(role)) != role:
             role, method = host, HOSTED_METHODS.get((role, method), method)
-        sent = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids)
+        sent = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids, images=batch.images)
         if role == POLICY and method in WITH_ROUTED_EXPERTS:  # other models choose experts of their own
             sent.routed_experts = batch.routed_experts
         vars(sent).update({name: vars(batch)[name] for name in ROLES[role].columns})

@@ -40,6 +40,7 @@ SPEC_KEYS = (
     "reduce_gradients",
     "torch_compile",
     "router_replay",
+    "freeze",
 )
 """Keys of a role's section that a backend reads, if the section has them."""
 

@@ -148,10 +148,11 @@ async def test_what_anthropics_form_asks_for_and_cannot_have_is_refused_by_name(
         ({"messages": []}, "messages is empty"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "It is"}]}, "ends with the model's own message"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "role"),
-        (user({"type": "image", "source": PICTURE}), r"type image: images are not read"),
+        (user({"type": "image", "source": PICTURE}), r"content: an image of 2 bytes .* begins with b'hi', which"),
+        (user({"type": "image", "source": {"type": "file", "file_id": "a"}}), "an image is bytes, a file, a data: URL"),
         (user({"type": "document", "source": PICTURE}), "type document"),
         (user({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image", "source": PICTURE}]}),
-         "type image: images are not read"),
+         r"content\[0\].content: an image of 2 bytes cannot be decoded"),
         ({"messages": [{"role": "user", "content": "7 " * MAX_MODEL_LEN}]}, "max_model_len"),
     ]  # fmt: skip
     async with scripted(tokenizer) as (ours, session, _), theirs(str(ours.base_url), session) as client:
@@ -176,7 +177,7 @@ async def test_what_responses_ask_for_and_cannot_have_is_refused_by_name(tokeniz
         ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"tool_choice": "required"}, "cannot be enforced"),
         ({"text": {"format": {"type": "json_object"}}}, "text="),
-        ({"input": [{"role": "user", "content": [picture]}]}, "type input_image: images are not read"),
+        ({"input": [{"role": "user", "content": [picture]}]}, "an image of 2 bytes cannot be decoded"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"extra_body": {"max_tokens": 3}}, "did you mean max_output_tokens"),
     ]

@@ -86,6 +86,9 @@ def test_reinforcement_learning_starts_from_the_written_model(whole: Trained) ->
         ({"prompt": "q", "answer": "a"}, "data row 0 has no response: it needs the column completion (or response) "
                                          "next to 'prompt', or messages; it has: prompt, answer"),
         ({"completion": "a"}, "data row 0 has no column 'prompt' (data.prompt_key)"),
+        ({"prompt": "q", "completion": "a", "image": "x.png"}, "data row 0 has images, and demonstrations are text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]},
+                       {"role": "assistant", "content": "a"}]}, "data row 0 has images"),
         ({"prompt": "q", "completion": 3}, "data row 0: 'completion' must be a string"),
         ({"messages": [{"role": "user", "content": "q"}]}, "must have a message of the role 'assistant', after"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "must have a message of the role 'assistant', after"),

@@ -6,6 +6,7 @@ from typing import Any
 
 from skyasync import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.examples.tiny.tasks import prompts
+from skyasync.examples.vision.discs import rows
 
 DATASET_SIZE = 16  # two batches: most runs cross the end of an epoch
 
@@ -34,3 +35,7 @@ async def sevens(data: dict[str, Any], base_url: str, api_key: str) -> float:
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
     reply = await client.chat.completions.create(model="policy", messages=data["prompt"])
     return (reply.choices[0].message.content or "")[:7].count("7") / 7
+
+
+def disc_prompts() -> list[dict[str, Any]]:
+    return rows(0, DATASET_SIZE)

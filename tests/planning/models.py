@@ -1,9 +1,7 @@
-"""Small configurations of every family, as transformers' own classes and as config.json."""
+"""Small configurations of every family."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -30,21 +28,10 @@ MODELS: dict[str, dict[str, Any]] = {
     | {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 80,
     },
-    "phi3": COMMON | {"pad_token_id": 0},  # no family of ours: transformers counts
+    "phi3": COMMON | {"pad_token_id": 0},
     "olmo2": COMMON,
 }  # fmt: skip
 
 
 def configuration(name: str, **changes: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(name, **(MODELS[name] | changes))
-
-
-def as_json(config: PreTrainedConfig) -> dict[str, Any]:
-    return json.loads(config.to_json_string(use_diff=False))
-
-
-def layer_counts(name: str) -> Iterator[PreTrainedConfig]:
-    """The same model with two layers, then with four, all of one kind."""
-    for count in (2, 4):
-        key = "n_layer" if name == "gpt2" else "num_hidden_layers"
-        yield configuration(name, **{key: count})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,14 +30,25 @@ def run(argv: list[str]) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 def test_a_plan_that_fits_says_so_in_plain_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *MACHINE, model, "data.train_data=[x]"]) == 0
     out = capsys.readouterr().out
     assert out.isascii() and "\x1b" not in out
     assert out.splitlines()[-1] == "fits"
     assert "weights" in out and "moments" in out and "cache" in out
+    assert "PFLOP per rank" in out and "\nsent         " in out and "estimate" not in out
+    assert re.search(r"phases: update .*, optimizer step .*, log-probabilities .*, weight sync", out)
 
 
+@pytest.mark.slow
+def test_a_card_by_its_name_has_memory_and_speeds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--gpus=2", "--card", "L4", "--host-memory=64GiB", model, "data.train_data=[x]"]) == 0
+    out = capsys.readouterr().out
+    assert "2 GPUs of 22.5 GiB" in out and "by the published peak and bandwidths of L4" in out and "tokens/s" in out
+
+
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_ends_with_status_1_and_the_way_out(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -47,6 +59,7 @@ def test_a_plan_that_does_not_fit_ends_with_status_1_and_the_way_out(
     assert "trainer.placement.policy_num_gpus_per_node=1" in last
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(["plan", "--json", *MACHINE, model, "data.train_data=[x]"])
     planned = json.loads(capsys.readouterr().out)
@@ -63,6 +76,8 @@ def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(model: str, capsys:
         (["plan", "--gpu-memory"], "--gpu-memory needs a value"),
         (["plan", "--gpus", "2", "--gpu-memory", "much"], "--gpu-memory much: not a size"),
         (["plan", "--gpus", "two"], "not a number of GPUs"),
+        (["plan", "--gpus", "2", "--card", "H99"], "--card H99: no card that is known, which are A100, H100"),
+        (["plan", "--card", "H100"], "--card also needs --gpus N"),
         (["plan", "trainer.sead=3"], "did you mean trainer.seed"),
     ],
 )
@@ -72,15 +87,27 @@ def test_what_is_wrong_is_one_line(argv: list[str], named: str, capsys: pytest.C
     assert named in error and len(error.splitlines()) == 1
 
 
-def test_a_plan_imports_neither_torch_nor_ray_and_starts_no_run(model: str, tmp_path: Path) -> None:
+def test_help_and_what_is_wrong_import_neither_torch_nor_ray(model: str) -> None:
+    program = (
+        "import sys\nfrom skyasync.__main__ import command\n"
+        "for argv in (['plan', '--help'], ['plan', '--gpus', 'two'], ['plan', 'trainer.sead=3']):\n"
+        "    try: command(argv)\n"
+        "    except SystemExit: pass\n"
+        "assert not {'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+
+
+@pytest.mark.slow
+def test_a_plan_imports_neither_ray_nor_an_engine_and_starts_no_run(model: str, tmp_path: Path) -> None:
     program = (
         "import sys\nfrom skyasync.__main__ import command\n"
         f"try: command({['plan', *MACHINE, model, 'data.train_data=[x]', f'trainer.runs_dir={tmp_path}/runs']!r})\n"
         "except SystemExit as end: assert not end.code\n"
-        "assert not {'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)"
+        "assert not {'ray', 'vllm'} & set(sys.modules)"
     )
     before = os.times()
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     after = os.times()
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 3
+    assert after.children_user + after.children_system - before.children_user - before.children_system < 20
     assert not (tmp_path / "runs").exists()

@@ -6,11 +6,10 @@ import pytest
 
 from skyasync.config.schema import Config
 from skyasync.planning.plan import Machine, MemoryUse, make_plan
-from skyasync.planning.shape import shape_of
-from tests.planning.models import as_json, configuration
+from tests.planning.test_plan import QWEN_7B, reckoned
 
 GIB = 1 << 30
-SHAPE = shape_of(as_json(configuration("llama")), "llama")
+SHAPE = QWEN_7B
 CPU, GPUS = Machine(0, 0, 64 * GIB), Machine(16, 80 * GIB, 1024 * GIB)
 
 
@@ -24,7 +23,7 @@ def settings(
 
 
 def host(cfg: Config, machine: Machine) -> MemoryUse | None:
-    places = make_plan(cfg, SHAPE, machine).devices
+    places = make_plan(cfg, SHAPE, machine, reckoned()).devices
     return next((place for place in places if place.name == "host of remote engines"), None)
 
 
@@ -64,7 +63,7 @@ def test_engines_beside_a_policy_of_one_node_are_on_it_and_servers_have_hosts_of
 
 
 def test_the_policys_other_nodes_hold_what_the_first_does_but_what_it_hands_over() -> None:
-    places = {place.name: place for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS).devices}
+    places = {place.name: place for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS, reckoned()).devices}
     first, others = places["host"], places["host of remote engines"]
     assert (first.count, others.count) == (1, 2)
     assert others.lines["batch"] == first.lines["batch"] and "weights in shared memory" not in others.lines

@@ -18,8 +18,8 @@ CHECKED = ("llama", "qwen3, tied")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHECKED], ids=lambda case: case.name)
-def test_planned_peaks_are_within_10_percent_of_measured_ones(case: Case, warm_processes: Path) -> None:
-    check(replace(case, rows=2, micro_batch_tokens=128, prompt=32, response=96), warm_processes)
+def test_planned_peaks_are_within_8_percent_of_measured_ones(case: Case, warm_processes: Path) -> None:
+    check(replace(case, rows=2, micro_batch_tokens=128, prompt=32, response=96), warm_processes, within=0.08)
 
 
 @pytest.mark.matrix
@@ -39,7 +39,7 @@ def test_planned_peaks_with_adapters_are_within_10_percent_too(warm_processes: P
     check(replace(case, rows=4), warm_processes)
 
 
-def check(case: Case, door: Path) -> None:
+def check(case: Case, door: Path, within: float = 0.10) -> None:
     found = measured(case, exact=True, python=program(door))
-    for phase, planned in estimated(case, exact=True).items():
-        assert planned == pytest.approx(found[phase], rel=0.10), (phase, planned >> 20, found[phase] >> 20)
+    for phase, planned in estimated(case).items():
+        assert planned == pytest.approx(found[phase], rel=within), (phase, planned >> 20, found[phase] >> 20)

@@ -1,4 +1,4 @@
-"""A model's shape from config.json against transformers' own modules."""
+"""A model's shape from its config.json, and the few layers that stand for all."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skyasync.errors import UserError
-from skyasync.models.token_model import can_share_prefixes
-from skyasync.planning.shape import FAMILIES, read_shape, shape_of
-from tests.planning.models import MODELS, as_json, configuration
+from skyasync.models.heads import load_causal_lm
+from skyasync.planning.shape import _depths, read_shape, with_layers
+from tests.models.tiny_vision import FAMILIES as VISION_FAMILIES
+from tests.models.tiny_vision import save_tiny
+from tests.planning.models import MODELS, configuration
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_those_of_transformers_modules(name: str) -> None:
+def test_parameters_are_those_of_transformers_modules(name: str, tmp_path: Path) -> None:
     config = configuration(name)
+    config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shape = shape_of(as_json(config), name)
-    layer = next(m for m in model.modules() if type(m).__name__ in set(model._no_split_modules))
+    shape = read_shape(str(tmp_path))
     assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert shape.layer == sum(p.numel() for p in layer.parameters())
-    assert shape.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    assert (shape.layers, shape.hidden, shape.heads, shape.vocabulary) == (2, 64, 4, 512)
+    assert shape.experts_per_token == (2 if shape.experts else 0)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_prefixes_are_shared_where_the_workers_share_them(name: str) -> None:
-    config = configuration(name)
-    assert shape_of(as_json(config), name).shares_prefixes == can_share_prefixes(config)
+@pytest.mark.parametrize(
+    ("kinds", "depths"),
+    [
+        ("a" * 36, (4, 5)),
+        ("a" * 5, (5,)),
+        ("ab" * 20, (4, 6)),
+        ("aaaaab" * 6, (6, 12)),
+        ("c" + "a" * 40, (5, 6)),
+        ("abcdefgh", (8,)),
+    ],
+)
+def test_depths_differ_by_whole_periods_behind_what_comes_once(kinds: str, depths: tuple[int, ...]) -> None:
+    assert _depths(kinds) == depths
 
 
-def test_known_models_have_their_published_sizes() -> None:
-    qwen = {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    }  # fmt: skip
-    mixtral = {
-        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8,
-    }  # fmt: skip
-    assert shape_of(qwen, "Qwen2.5-7B").parameters == 7_615_616_512
-    assert shape_of(mixtral, "Mixtral-8x7B").parameters == 46_702_792_704
+def test_a_model_of_fewer_layers_keeps_the_kinds_of_the_first() -> None:
+    config = configuration("gemma3_text", num_hidden_layers=12)
+    kinds = list(config.layer_types)
+    fewer = with_layers(config, 7)
+    assert fewer.num_hidden_layers == 7 and fewer.layer_types == kinds[:7]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +56,6 @@ def test_known_models_have_their_published_sizes() -> None:
     [
         ("{", "its config.json cannot be read"),
         ("[]", "holds no settings"),
-        ('{"model_type": "llama", "hidden_size": 8}', "num_attention_heads"),
         ('{"hidden_size": 8}', "names no model_type"),
         ('{"model_type": "no_such_model"}', "no_such_model"),
     ],
@@ -71,5 +75,14 @@ def test_a_model_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_folder_with_nothing_but_the_config_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(as_json(configuration("llama"))))
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["llama"] | {"model_type": "llama"}))
     assert read_shape(str(tmp_path)).layers == 2
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_a_vision_language_model_is_counted_with_its_tower(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path / family)
+    model = load_causal_lm(folder, torch.float32)
+    shape = read_shape(folder)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers == len(model.get_decoder().layers)

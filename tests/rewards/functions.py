@@ -72,9 +72,11 @@ def hangs(response):
     return 1.0
 
 
-def says_so_and_hangs(response):
-    response.touch()
-    time.sleep(1000)
+def waits(response):
+    """Until a file is there; says first that it has begun."""
+    response.with_name("begun").touch()
+    while not response.exists():
+        time.sleep(0.01)
     return 1.0
 
 

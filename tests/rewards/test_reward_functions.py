@@ -59,18 +59,17 @@ async def test_it_works_where_an_event_loop_runs():
 
 @pytest.mark.slow
 def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
-    ended, begun = [], tmp_path / "begun"
-    slow = threading.Thread(
-        target=lambda: ended.append(scores("says_so_and_hangs", response=begun, limit_s=4.0)[0].no_reward)
-    )
+    ended, awaited = [], tmp_path / "awaited"
+    slow = threading.Thread(target=lambda: ended.append(scores("waits", response=awaited, limit_s=240.0)[0].reward))
     slow.start()
-    while not begun.exists():
+    while not (tmp_path / "begun").exists():
         time.sleep(0.01)
     quick = [scores("process")[0].metrics["process"] for _ in range(3)]
     assert ended == []
     assert len(set(quick)) == 1
+    awaited.touch()
     slow.join()
-    assert ended == [True]
+    assert ended == [1.0]
 
 
 @pytest.mark.parametrize("name", ["hangs", "holds_the_interpreter", "hangs_politely", "leaves"])

@@ -63,9 +63,9 @@ def test_content_parts_are_the_text_they_make_together():
 
 
 def test_a_content_part_that_is_no_text_is_named():
-    with pytest.raises(UserError, match="parts of type image_url: images are not read"):
+    with pytest.raises(UserError, match="the image 'x' cannot be read: No such file"):
         chat().prompt([user([{"type": "image_url", "image_url": {"url": "x"}}])])
-    with pytest.raises(UserError, match="parts of type input_audio: only parts of type text are read"):
+    with pytest.raises(UserError, match="parts of type input_audio: only parts of type text and image are read"):
         chat().prompt([user([{"type": "input_audio", "input_audio": {"data": "x"}}])])
 
 

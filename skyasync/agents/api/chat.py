@@ -13,12 +13,12 @@ from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply
 from skyasync.agents.api.validation import (
     ROLES,
     check_fields,
+    content_of,
     flag,
     given,
     number,
     sampling,
     shows_tools,
-    text_of,
     tool_call,
 )
 from skyasync.config.keys import Key
@@ -196,7 +196,7 @@ def _message(message: object, where: str) -> Message:
     """As chat templates read it."""
     if not isinstance(message, dict) or message.get("role") not in list(ROLES):
         raise RequestError(f"{where} must be an object with a role of {', '.join(ROLES)}", where)
-    read: Message = {"role": ROLES[message["role"]], "content": text_of(message.get("content"), f"{where}.content")}
+    read: Message = {"role": ROLES[message["role"]], "content": content_of(message.get("content"), f"{where}.content")}
     if message["role"] == "tool":
         read["tool_call_id"] = str(message.get("tool_call_id", ""))
     if isinstance(message.get("name"), str):

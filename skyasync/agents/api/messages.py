@@ -14,6 +14,7 @@ from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply
 from skyasync.agents.api.validation import (
     check_fields,
     check_no_image,
+    content_of,
     flag,
     function_tools,
     given,
@@ -169,30 +170,32 @@ def _messages(message: object, where: str) -> Iterator[Message]:
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}
         return
-    texts: list[str] = []
+    parts: list[Body] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
     only_results = bool(content)
     for index, block in enumerate(content):
         place = f"{where}.content[{index}]"
-        check_no_image(block, place)
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
-            result = text_of(block.get("content"), f"{place}.content")
+            result = content_of(block.get("content"), f"{place}.content")
             yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
             continue
         only_results = False
         if kind == "text":
-            texts.append(text_of([block], place))
+            parts.append({"type": "text", "text": text_of([block], place)})
+        elif kind == "image":
+            parts.append(block)
         elif kind == "thinking" and role == "assistant":
             thoughts.append(given(block, "thinking", str, "text"))
         elif kind == "tool_use" and role == "assistant":
             calls.append(tool_call(block.get("name"), block.get("input"), block.get("id"), place))
         else:
+            check_no_image(block, place)
             problem = f"{place} has the type {kind}, which is not read here in a message of {role}"
             raise RequestError(problem, place, "unsupported_content")
     if not only_results:
-        rest: Message = {"role": role, "content": "".join(texts)}
+        rest: Message = {"role": role, "content": content_of(parts, f"{where}.content")}
         if thoughts:
             rest["reasoning_content"] = "".join(thoughts)
         if calls:

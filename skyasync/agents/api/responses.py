@@ -17,6 +17,7 @@ from skyasync.agents.api.validation import (
     ROLES,
     check_fields,
     check_no_image,
+    content_of,
     flag,
     function_tools,
     given,
@@ -208,13 +209,13 @@ def _messages(items: Sequence[object]) -> list[Message]:
         role = item.get("role")
         if kind == "function_call_output":
             turn = None
-            result = text_of(item.get("output"), f"{where}.output")
+            result = content_of(item.get("output"), f"{where}.output")
             messages.append({"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))})
         elif kind == "message" and role != "assistant":
             if not isinstance(role, str) or role not in ROLES or role == "tool":
                 raise RequestError(f"{where} must have a role of user, assistant, system or developer", where)
             turn = None
-            messages.append({"role": ROLES[role], "content": text_of(item.get("content"), f"{where}.content")})
+            messages.append({"role": ROLES[role], "content": content_of(item.get("content"), f"{where}.content")})
         else:
             if turn is None or (kind != "function_call" and (has_text or "tool_calls" in turn)):
                 turn, has_text = {"role": "assistant", "content": ""}, False

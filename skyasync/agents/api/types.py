@@ -14,7 +14,8 @@ from skyasync.rollout.chat import Tools
 if TYPE_CHECKING:
     from skyasync.agents.session import Session
 
-Message = dict[str, Any]  # as chat templates read it: content is text, the arguments of tool calls are values
+Message = dict[str, Any]
+"""As chat templates read it: content is text, or parts with images; the arguments of tool calls are values."""
 Body = dict[str, Any]  # JSON
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from skyasync.agents.api.types import Body, RequestError, from_json
 from skyasync.config.keys import Key
-from skyasync.envs.images import NO_IMAGES, image_part
-from skyasync.errors import nearest
+from skyasync.envs.images import NO_IMAGES, image_part, read_parts
+from skyasync.errors import UserError, nearest
 from skyasync.inference.interface import LARGEST_BIAS, LIMITS, SamplingParams
 from skyasync.rollout.chat import Tools
 
@@ -100,6 +100,21 @@ def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
         return replace(defaults, **chosen)
     except ValueError as error:  # of half a surrogate pair
         raise RequestError(str(error)) from error
+
+
+def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
+    """The text of a message; a list of parts if images are among them, which have been read.
+
+    Raises:
+        RequestError: for a part that is neither text nor an image as a data: URL.
+    """
+    if not isinstance(content, list) or not any(image_part(part) for part in content):
+        return text_of(content, where)
+    try:
+        parts = read_parts(content, files=False)
+    except UserError as error:
+        raise RequestError(f"{where}: {error}", where, "unsupported_content") from error
+    return [part if image_part(part) else {"type": "text", "text": text_of([part], where)} for part in parts]
 
 
 def text_of(content: object, where: str) -> str:

@@ -143,6 +143,9 @@ class PolicyConfig(TrainedModelConfig):
     router_replay: str = key("none", choices=("none", "R3"))
     """Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated (rollout
     routing replay), weighed by the trained router; none lets it choose itself."""
+    freeze: list[str] = key([])
+    """Parts of the policy that keep their weights, without gradient and optimizer state: names of parameters or of
+    modules (model.embed_tokens), and of models that read images vision_tower and projector."""
     threads: int = key(0, low=0)
     """CPU threads per policy rank; 0 shares the machine's cores according to the plan."""
 
@@ -283,6 +286,11 @@ def _check_adapters(policy: PolicyConfig, tensor: int) -> Iterator[str]:
         yield (
             f"trainer.policy.optimizer_config.bf16_stochastic_round=true spares float32 masters of weights that "
             f"trainer.policy.lora.rank={lora.rank} freezes; adapters are float32: remove one of them"
+        )
+    if policy.freeze:
+        yield (
+            f"trainer.policy.lora.rank={lora.rank} freezes all weights but its adapters, so trainer.policy.freeze="
+            f"{written(policy.freeze)} has no effect: remove it, or list layers in trainer.policy.lora.exclude_modules"
         )
     if policy.torch_compile:
         yield (

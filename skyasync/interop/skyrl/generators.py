@@ -119,7 +119,7 @@ def _for_both_callers(theirs: Callable[[Foreign, Foreign], Awaitable[Foreign]]) 
         request = {name: value for name, value in input_batch.items() if name != "is_eval"}
         output = await theirs(self, request | {"sampling_params": as_dictionary(sampling), "batch_metadata": metadata})
         if output.get("pixel_values") is not None:
-            raise UserError("the generator returned pixel_values: models are trained on text alone here")
+            raise UserError("the generator returned pixel_values: only the run's own generator reads images")
         result = {name: value for name, value in output.items() if value is not None and name not in _NOT_TRAINED}
         result.setdefault("stop_reasons", ["stop"] * len(result.get("response_ids", ())))
         if metrics := output.get("rollout_metrics"):

@@ -86,7 +86,7 @@ class SnapshotTurns:
             self._leave()
 
     @property
-    def server_ends(self) -> bool:
+    def shutting_down(self) -> bool:
         return self._turns.ended.done()
 
     @asynccontextmanager
@@ -201,7 +201,7 @@ class SamplingQueue:
             return None
         if task.cancelled():
             raise KeyError(name)
-        if self._turns.server_ends and task.exception() is not None:
+        if self._turns.shutting_down and task.exception() is not None:
             return None  # the next server does not know it, and the client samples again
         if (error := task.exception()) is None:
             return task.result(), True

@@ -41,9 +41,10 @@ from skyasync.models.backend import (
     SaveResult,
 )
 from skyasync.models.batch import B, TokenBatch, UpdateBatch
+from skyasync.models.freezing import freeze
 from skyasync.models.fsdp import checkpoint
 from skyasync.models.fsdp.layers import checkpointing_options, compile_layers, decoder_layers
-from skyasync.models.fsdp.loading import load_sharded
+from skyasync.models.fsdp.loading import WrapAndShard, load_sharded
 from skyasync.models.fsdp.optimizers import (
     TrainedPart,
     check_replicated_gradients,
@@ -62,7 +63,7 @@ from skyasync.models.fsdp.sharding import (
     process_group_backend,
     shard_placement,
 )
-from skyasync.models.heads import HEADS, copy_own_part, new_head
+from skyasync.models.heads import HEADS, Head, copy_own_part, new_head
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
 from skyasync.models.token_model import SCORE_LAYER, TokenModel, can_share_prefixes
@@ -113,7 +114,7 @@ class FSDPBackend(ModelBackend):
         if self.device.type == "cuda":
             allow_recompilations()
         self.model = self._build()
-        self.hidden_size = int(self.model.model.config.hidden_size)
+        self.hidden_size = int(self.model.model.config.get_text_config().hidden_size)
         if self.device.type == "cpu":
             keep_freed()  # after loading, whose own memory goes back
 
@@ -173,6 +174,8 @@ class FSDPBackend(ModelBackend):
                 self.adapters = Adapters(model, spec.lora, spec.path)
                 if mesh and mesh.tensor:
                     self.adapters.split(mesh.tensor)
+            if spec.optimizers:
+                freeze(model, spec.freeze)
             wrapper = TokenModel(model, spec.distribution).eval()
             wrapper.context, wrapper.vocabulary = context, vocabulary
             wrapper.routers = Routers(model) if spec.router_replay != "none" else None
@@ -191,11 +194,8 @@ class FSDPBackend(ModelBackend):
         if self.is_sharded():
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
-            self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
-            pieces = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions share rows only if they divide
-            wrapper = load_sharded(spec.path, head, dtype, home, shard, self._placement(), pieces)
-        else:
-            wrapper = wrap(head.load(spec.path, dtype))
+            self.mesh = self._make_mesh()
+        wrapper = self._read(head, dtype, home, shard if self.mesh else wrap)
         if self.adapters:
             self.adapters.attach_adapters()
             self.adapters.begin(spec.trainer.seed, home)
@@ -223,6 +223,16 @@ class FSDPBackend(ModelBackend):
             world_size=self.ranks.world_size,
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
+
+    def _make_mesh(self) -> Mesh:
+        return Mesh.make(self.device.type, self.spec.mesh_shape, self.spec.fsdp_size)
+
+    def _read(self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard) -> TokenModel:
+        """The model of the files after ``prepare``, which gets a model without memory if there is a mesh."""
+        if self.mesh is None:
+            return prepare(head.load(self.spec.path, dtype))
+        min_chunks = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions divide rows evenly
+        return load_sharded(self.spec.path, head, dtype, device, prepare, self._placement(), min_chunks)
 
     def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
         """How FSDP2 cuts a parameter; None: by rows."""
@@ -262,8 +272,7 @@ class FSDPBackend(ModelBackend):
             wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
             if self.adapters:
                 self.adapters.set_dropout(False)
-        # Without adapters a weight that is frozen for now still belongs to the optimizer.
-        learnt = [p for p in model.parameters() if p.requires_grad or self.adapters is None]
+        learnt = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(wrapper, learnt, spec.optimizers[MODEL], spec.trainer.seed)
         self.trained[MODEL] = TrainedPart(model, self.optimizer, spec.optimizers[MODEL].max_grad_norm)
         if wrapper.value_head is not None:

@@ -36,10 +36,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from skyasync.errors import UserError
 from skyasync.models.backend import SaveResult
+from skyasync.models.vision import is_vision
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.full_tensors import FullTensors, gathered
@@ -254,6 +255,8 @@ def export(model: PreTrainedModel, tensors: FullTensors, origin: str, folder: Pa
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{SINGLE_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     export_tokenizer(origin, folder)
+    if is_vision(model.config):
+        AutoProcessor.from_pretrained(origin).save_pretrained(folder)
 
 
 def export_tokenizer(origin: str, folder: Path) -> None:

@@ -51,7 +51,7 @@ def load_sharded(
     device: torch.device,
     shard: WrapAndShard,
     place: Placement,
-    min_pieces: int = 1,
+    min_chunks: int = 1,
 ) -> TokenModel:
     """A model from a folder or hub name, of which each rank holds its shards, on ``device``.
 
@@ -61,7 +61,7 @@ def load_sharded(
         head: what kind of model it is.
         shard: wraps a model whose parameters have no memory yet, and applies FSDP to it.
         place: where that cuts a parameter; None: by rows.
-        min_pieces: into which rows of joined parameters must divide, so that each rank has some.
+        min_chunks: into which rows of joined parameters must divide, so that each rank has some.
 
     Raises:
         UserError: if it is no such model, or its files contradict its configuration.
@@ -70,7 +70,7 @@ def load_sharded(
         with torch.device("meta"):
             empty = head.empty(path, dtype)
         converters = [c for c in get_model_conversion_mapping(empty) if isinstance(c, WeightConverter)]
-        if not can_be_sliced(empty, converters, place, min_pieces):
+        if not can_be_sliced(empty, converters, place, min_chunks):
             return _from_rank_zero(path, head, empty, dtype, device, shard).to(device)
         wrappers: list[TokenModel] = []
 
@@ -93,7 +93,7 @@ def load_sharded(
 
 
 def can_be_sliced(
-    model: PreTrainedModel, converters: Sequence[WeightConverter], place: Placement, min_pieces: int = 1
+    model: PreTrainedModel, converters: Sequence[WeightConverter], place: Placement, min_chunks: int = 1
 ) -> bool:
     """Whether each rank can read its shards out of the files.
 
@@ -104,7 +104,7 @@ def can_be_sliced(
     for converter in converters:
         targets = [re.compile(pattern) for pattern in converter.target_patterns]
         parameters = [p for name, p in model.named_parameters() if any(target.search(name) for target in targets)]
-        if any(len(parameter.chunk(min_pieces)) < min_pieces for parameter in parameters):
+        if any(len(parameter.chunk(min_chunks)) < min_chunks for parameter in parameters):
             return False
         cut = {(place(parameter) or Shard(0)).dim for parameter in parameters}
         for operation in converter.operations:

@@ -90,7 +90,7 @@ def process_group_backend(device_type: str, cpu_offload: str, *, colocated: bool
 class OffloadBuffers:
     """Host memory of what is offloaded, which every offload uses again: pages are pinned and faulted in once.
 
-    Copies are queued on the device's stream: whoever moves tensors synchronizes it.
+    Copies are queued on the device's stream: the caller synchronizes it.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from skyasync.errors import UserError
 from skyasync.trainer.checkpoint.checkpoints import CONFIG
 
 MODEL = "trainer.policy.model.path"
-ADAPTERS = "trainer.policy.lora"
+ADAPTERS, FREEZE = "trainer.policy.lora", "trainer.policy.freeze"
 
 #: Where a run is, what it shows, and what it sets automatically: a change has no effect on the results.
 _SILENT = frozenset(
@@ -86,6 +86,7 @@ def _required(before: Values, model: Values, here: Values) -> Iterator[tuple[str
     yield "data.streaming", *both("data.streaming", False), _ORDER
     if _at(before, "data.streaming", False):
         yield "data.shuffle_buffer", *both("data.shuffle_buffer"), _ORDER
+    yield FREEZE, *both(FREEZE, []), "its optimizer has no state of other weights"
     path = str(_at(here, MODEL, ""))
     shape = _shape(path)
     for name in model.keys() & shape.keys():

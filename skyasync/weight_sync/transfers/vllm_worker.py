@@ -259,6 +259,19 @@ class WorkerExtension:
         why: str = worker.weight_transfer_engine.interrupted
         return why
 
+    def ban(self, tokens: list[int], never: float) -> None:
+        """Set the logits of tokens to ``never``, also where prompts are scored, which ``logit_bias`` does not reach."""
+        worker: Any = self
+        model: Any = worker.get_model()
+        compute = model.compute_logits
+
+        def allowed(*arguments: Any) -> Tensor | None:  # noqa: ANN401
+            logits: Tensor | None = compute(*arguments)  # None on ranks that do not sample
+            return logits if logits is None else logits.index_fill(-1, banned.to(logits.device), never)
+
+        banned = torch.tensor(tokens)
+        model.compute_logits = allowed
+
     def adapter_differences(self, path: str) -> list[str]:
         """Layers that do not compute with a file's adapter; it has been loaded."""
         worker: Any = self

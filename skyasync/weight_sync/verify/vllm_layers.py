@@ -59,6 +59,8 @@ class LayerCheck:
         self._modules = dict(model.named_modules())
         self._parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._heads = heads
+        multimodal = getattr(model, "supports_multimodal", False)
+        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None) if multimodal else None  # of other names
         self._checked: set[str] = set()  # tensors for which a check has held
         self._columns: dict[nn.Module, Columns | None] = {}  # of this update
         self._updates = 0
@@ -66,6 +68,8 @@ class LayerCheck:
 
     def check(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError naming the tensors that are not what was sent."""
+        if self._mapper is not None:
+            weights, digests = (dict(self._mapper.apply(each.items())) for each in (weights, digests))
         try:
             results = dict(self._results(weights, digests))
         finally:

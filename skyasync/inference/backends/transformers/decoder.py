@@ -23,6 +23,7 @@ from skyasync.inference.backends.transformers.model import FORWARD_TOKENS, Embed
 from skyasync.inference.backends.transformers.sampling import BatchSampler, edits_logits
 from skyasync.inference.interface import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.inference.stop_strings import StopStrings
+from skyasync.models.images import Images
 
 
 @dataclass(eq=False)
@@ -42,6 +43,7 @@ class DecodingRow:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     _logprobs: array[float] = field(default_factory=lambda: array("f"))
     _versions: array[int] = field(default_factory=lambda: array("i"))
+    shift: int = 0  # of its positions, by images
     reported: int = 0  # tokens that ``progress`` has given
     experts: list[Experts] = field(default_factory=list)  # the prompt's, then of each token but the newest, if asked
 
@@ -110,6 +112,7 @@ class Decoder:
         self._sampler: BatchSampler
         self._tokens: Tensor
         self._lengths: np.ndarray
+        self._shifts: Tensor | None
         self._positions: np.ndarray
 
     @property
@@ -172,7 +175,7 @@ class Decoder:
     def _admit(self) -> None:
         """Take waiting requests, in order, while slots and cache suffice for all that they may become."""
         if self.cache is None:
-            _, prefixes = self.model.prefill([[0]])
+            prefixes = self.model.prefill([[0]])[1]
             self.cache = SlotCache(prefixes, self._cache_bytes)
         columns = max((row.reserved for row in self._running), default=0)
         while self.waiting and self.running < self._max_num_seqs:
@@ -183,7 +186,9 @@ class Decoder:
             self._admitted.append(self.waiting.popleft())
         if self._admitted:
             self.cache.reserve(self.running, columns)
-            self._admitted.sort(key=lambda row: (len(row.prompt), row.prompt))
+            self._admitted.sort(
+                key=lambda row: (len(row.prompt), row.prompt, [image.digest for image in row.request.images])
+            )
 
     def _prefill(self) -> tuple[list[DecodingRow], Tensor, Tensor]:
         """Compute each different prompt once, give all its samples a copy, and sample their first tokens.
@@ -192,18 +197,20 @@ class Decoder:
         """
         rows: list[DecodingRow] = []
         prompts: list[list[int]] = []
+        images: list[Images] = []  # of each prompt
         index: list[int] = []  # of each row's prompt
         while self._admitted:
-            prompt = self._admitted[-1].prompt
-            if not prompts or prompt != prompts[-1]:
+            prompt, own = self._admitted[-1].prompt, self._admitted[-1].request.images
+            if not prompts or prompt != prompts[-1] or own != images[-1]:
                 if prompts and (len(prompts) + 1) * len(prompts[0]) > FORWARD_TOKENS:
                     break
                 prompts.append(prompt)
+                images.append(own)
             rows.append(self._admitted.pop())
             index.append(len(prompts) - 1)
         try:
             sampler = BatchSampler(rows, self.model.device)
-            logits, prefixes = self.model.prefill(prompts)
+            logits, prefixes, shifts = self.model.prefill(prompts, images)
             which = torch.tensor(index, device=self.model.device)
             tokens, logprobs = sampler(logits[which], np.zeros(len(rows), dtype=np.int64))
         except Exception:
@@ -211,6 +218,8 @@ class Decoder:
             raise
         assert self.cache is not None
         self.cache.fill(len(self._running), prefixes, which)
+        for row, shift in zip(rows, shifts[which].tolist(), strict=True):
+            row.shift = shift
         self._running += rows
         self._changed = True
         if (chosen := self.model.chosen()) is not None:
@@ -227,10 +236,12 @@ class Decoder:
             self._tokens = torch.tensor([row.token_ids[-1] for row in rows], device=device)
             self._lengths = np.array([row.cached for row in rows])
             self._positions = np.array([len(row.token_ids) for row in rows])
+            shifts = [row.shift for row in rows]
+            self._shifts = torch.tensor(shifts, device=device) if any(shifts) else None
             self._changed = False
         assert self.cache is not None
         lengths = torch.from_numpy(self._lengths).to(device)
-        logits = self.model.decode(self._tokens, lengths, int(self._lengths.max()) + 1, self.cache)
+        logits = self.model.decode(self._tokens, lengths, int(self._lengths.max()) + 1, self.cache, self._shifts)
         self._tokens, logprobs = self._sampler(logits, self._positions)
         self._lengths = self._lengths + 1
         self._positions = self._positions + 1

@@ -263,6 +263,10 @@ class TransformersEngine(InferenceEngine):
             raise RequestFailedError(
                 f"its prompt has {len(prompt)} tokens, which leaves no room for a response: max_model_len is {longest}"
             )
+        try:
+            self._model.check_images(prompt, request.images)
+        except UserError as error:
+            raise RequestFailedError(str(error)) from error
         if sampling.structured_outputs or sampling.repetition_detection:
             raise RequestFailedError("structured_outputs and repetition_detection need generator.backend=vllm")
         tokens_of: dict[str, Collection[int]] = {

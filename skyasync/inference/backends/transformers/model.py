@@ -20,6 +20,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     DynamicCache,
     PreTrainedTokenizerBase,
@@ -33,7 +34,9 @@ from skyasync.errors import UserError, unknown
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.interface import EngineConfig
 from skyasync.models.config import ONE_AT_A_TIME, load_config
+from skyasync.models.images import Images
 from skyasync.models.router_replay import Routers
+from skyasync.models.vision import Vision, is_vision
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -110,15 +113,18 @@ class EmbeddedModel:
         if config.dtype != "auto" and config.dtype not in _DTYPES:
             raise UserError(unknown("dtype", config.dtype, ["auto", *_DTYPES]))
         with ONE_AT_A_TIME:
-            model: Any = AutoModelForCausalLM.from_pretrained(
+            settings = load_config(config.model_path, config.extra.get("config_kwargs", {}))
+            factory = AutoModelForImageTextToText if is_vision(settings) else AutoModelForCausalLM
+            model: Any = factory.from_pretrained(
                 config.model_path,
-                config=load_config(config.model_path, config.extra.get("config_kwargs", {})),
+                config=settings,
                 dtype=_DTYPES.get(config.dtype, auto),
                 use_safetensors=True,
                 attn_implementation="skyasync_grouped",
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
         multiply_by_onednn(self._model)
+        self._vision = Vision(self._model.config) if is_vision(self._model.config) else None
         self._routers: Routers | None = None
         if config.extra.get("routed_experts"):
             self._routers = Routers(self._model)
@@ -143,24 +149,46 @@ class EmbeddedModel:
             self.eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, DynamicCache]:
-        """Logits after each prompt ``[prompts, vocabulary]`` and the prompts' cache, columns 0 to length - 1."""
+    def check_images(self, prompt: Sequence[int], images: Images) -> None:
+        """Raises ``UserError`` for images that the model cannot read, or that are not those of the prompt's tokens."""
+        if self._vision is not None:
+            self._vision.processor.collapse(prompt, images)
+        elif images:
+            raise UserError("it has images, but the model reads text alone")
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], images: Sequence[Images] = ()
+    ) -> tuple[Tensor, DynamicCache, Tensor]:
+        """Logits after each prompt ``[prompts, vocabulary]``, the prompts' cache, columns 0 to length - 1, and each
+        prompt's shift: a token's position minus its column ``[prompts]``, which images change."""
         tokens = self._right_padded(prompts)
         last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
         columns, which = last.unique(return_inverse=True)
         while len(prompts) * len(columns) < even_rows(len(prompts) * len(columns)):
             columns = torch.cat([columns, columns[-1:]])
         cache = DynamicCache()
-        logits = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=columns).logits
-        return logits[torch.arange(len(prompts), device=self.device), which], cache
+        inputs = self._vision.inputs(tokens, images) if self._vision and any(images) else {}
+        logits = self._model(
+            input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=columns, **inputs
+        ).logits
+        shifts = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
+        if "mm_token_type_ids" in inputs:
+            shifts += self._model.base_model.rope_deltas.flatten()
+        return self._allowed(logits[torch.arange(len(prompts), device=self.device), which]), cache, shifts
 
-    def decode(self, tokens: Tensor, lengths: Tensor, width: int, cache: SlotCache) -> Tensor:
+    def _allowed(self, logits: Tensor) -> Tensor:
+        return logits if self._vision is None else self._vision.without_placeholders(logits)
+
+    def decode(
+        self, tokens: Tensor, lengths: Tensor, width: int, cache: SlotCache, shifts: Tensor | None = None
+    ) -> Tensor:
         """Logits ``[rows, vocabulary]`` after one more token per running slot.
 
         Args:
             tokens: ``[rows]``, the newest token of each slot.
             lengths: ``[rows]``, how many tokens of each slot are in the cache: the newest one's position.
             width: the largest of ``lengths``, plus 1.
+            shifts: ``[rows]``, of each slot's positions, if any are shifted.
         """
         rows = len(tokens)
         unused = (0, min(even_rows(rows), cache.slots) - rows)  # slots and columns of no request
@@ -168,13 +196,15 @@ class EmbeddedModel:
         width = min(even_columns(width), cache.columns)
         hidden = torch.arange(width, device=self.device) > lengths[:, None]
         mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device)
-        return self._model(
+        positions = lengths if shifts is None else lengths + nn.functional.pad(shifts, unused)
+        logits = self._model(
             input_ids=tokens[:, None],
-            position_ids=lengths[:, None],
+            position_ids=positions[:, None],
             attention_mask=mask.masked_fill_(hidden, -torch.inf)[:, None, None],
             past_key_values=cache.at(lengths, width),
             use_cache=True,
         ).logits[:rows, -1]
+        return self._allowed(logits)
 
     def chosen(self) -> Experts | None:
         """The experts of every token of the last forward pass, padding included; None if they are not recorded."""
@@ -189,7 +219,7 @@ class EmbeddedModel:
             count = max(1, FORWARD_TOKENS // len(sequences[order[-1]]))
             batch, order = order[-count:], order[:-count]
             tokens = self._right_padded([sequences[i] for i in batch])
-            logits = self._model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
+            logits = self._allowed(self._model(input_ids=tokens, use_cache=False).logits[:, :-1]).float()
             chosen = logits.gather(2, tokens[:, 1:, None])[..., 0]
             for i, row in zip(batch, (chosen - logits.logsumexp(dim=2)).cpu(), strict=True):
                 scores[i] = row[: len(sequences[i]) - 1].tolist()

@@ -20,12 +20,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from skyasync.arrays import Experts, Ints, floats, ints
-from skyasync.errors import MissingVLLMError
+from skyasync.errors import MissingVLLMError, UserError
 from skyasync.inference.backends.vllm import adapter
 from skyasync.inference.backends.vllm.options import check_options
 from skyasync.inference.backends.vllm.process_guard import ProcessGuard
@@ -50,6 +51,9 @@ from skyasync.inference.interface import (
     Stopwatch,
     refusal,
 )
+from skyasync.models.config import load_config
+from skyasync.models.images import Images, decoded
+from skyasync.models.vision import NEVER, ImageProcessor, is_vision, processor_of
 from skyasync.utils.task_group import not_halfway
 from skyasync.weight_sync.delta import Encoded
 from skyasync.weight_sync.tensors import as_message
@@ -113,6 +117,7 @@ class VLLMEngine(InferenceEngine):
         self._reader: WeightReader | None = None  # of adapters by broadcast
         self._unproven: list[str] | None = None  # weights that no worker could compare yet; None before the first
         self._asleep = False  # as a whole or in part: nothing is scheduled
+        self._images: ImageProcessor | None = None  # of a model that reads images
 
     # -- lifecycle ----------------------------------------------------------------------------------------
 
@@ -121,6 +126,8 @@ class VLLMEngine(InferenceEngine):
             await asyncio.to_thread(self._load)
             await self.call(self.llm.get_supported_tasks())  # vLLM remembers them; see ``outputs``
             await self.call(self.llm.update_weight_version(str(self.version)))
+            if self._images is not None:
+                await self.call(self.llm.collective_rpc("ban", args=(self._images.banned, NEVER)))
         except BaseException:
             await self.shutdown()
             raise
@@ -135,6 +142,8 @@ class VLLMEngine(InferenceEngine):
             except ModuleNotFoundError as error:
                 raise MissingVLLMError from error
             self.cpu = current_platform.is_cpu()
+            if is_vision(load_config(self.config.model_path, {})):
+                self._images = processor_of(self.config.model_path)
             check_options(self.config.extra.get("engine_kwargs", {}))
             check_adapters(self.config)
             arguments = AsyncEngineArgs(**engine_arguments(self.config, cpu=self.cpu))
@@ -238,17 +247,26 @@ class VLLMEngine(InferenceEngine):
     async def _output(self, request: GenerationRequest, names: set[str]) -> RequestOutput:
         """vLLM's output, a sample for each of ``names``. A request without a token at a weight update starts over.
         ``abort`` takes names out of ``names``, and ends the request when none is left."""
-        parameters = sampling_parameters(request.sampling, samples=len(names))
+        sampling, images = request.sampling, request.images
+        if self._images is not None:
+            bans = dict.fromkeys(self._images.banned, -100.0)
+            sampling = replace(sampling, logit_bias=sampling.logit_bias | bans)
+        parameters = sampling_parameters(sampling, samples=len(names))
         name, prompt = request.request_id, request.prompt_token_ids.tolist()
         self._in_flight[name] = names
         self._watch()
         try:
             result: RequestOutput | None = None
             while result is None:
-                async for output in self.outputs(name, prompt, parameters):
+                async for output in self.outputs(name, prompt, parameters, images):
                     if output.finished and name not in self._restarting:
                         result = output
                 self._restarting.discard(name)
+            if images and result.prompt_token_ids != prompt:
+                raise RequestFailedError(
+                    f"vLLM's processor made {len(result.prompt_token_ids or ())} other tokens of its images than the "
+                    f"model's own, which made {len(prompt)}"
+                )
             self._finished_tokens += sum(len(versions_of(completion)) for completion in result.outputs)
             return result
         finally:
@@ -257,16 +275,36 @@ class VLLMEngine(InferenceEngine):
             self._restarting.discard(name)
             self._watch()
 
-    async def outputs(self, name: str, tokens: list[int], parameters: SamplingParams) -> AsyncIterator[RequestOutput]:
+    async def outputs(
+        self, name: str, tokens: list[int], parameters: SamplingParams, images: Images = ()
+    ) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs for one prompt.
 
-        vLLM registers the request before its first suspension, since it knows its supported tasks. No weight update
-        comes between reading ``version`` and the list of requests that an update restarts.
+        vLLM registers the request before its first suspension, since it knows its supported tasks and images are
+        processed before. No weight update comes between reading ``version`` and the list of requests that an update
+        restarts.
+
+        Raises:
+            RequestFailedError: if the prompt's placeholders are not those of the images.
         """
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
-        prompt = tokens_input(tokens, cache_salt=f"version {self.version}")
+        prompt: Any = tokens_input(tokens)
+        if self._images is None and images:
+            raise RequestFailedError("it has images, but the model reads text alone")
+        if self._images is not None:
+            try:
+                collapsed = self._images.collapse(tokens, images)
+            except UserError as error:
+                raise RequestFailedError(str(error)) from error
+            if images:
+                shown = {"image": [decoded(image) for image in images]}
+                given: Any = {"prompt_token_ids": collapsed, "multi_modal_data": shown}
+                (prompt,) = await self.llm.renderer.render_cmpl_async([given])  # expands placeholders
+                if not self._in_flight.get(name, True):  # aborted meanwhile, when vLLM did not know it
+                    parameters.min_tokens, parameters.max_tokens = 0, 1
+        prompt["cache_salt"] = f"version {self.version}"
         try:
             async for output in self.llm.generate(prompt, parameters, name, lora_request=self._adapter):
                 yield output
@@ -395,6 +433,8 @@ class VLLMEngine(InferenceEngine):
                 self._give_up(f"the update to version {update.version} failed: {error}")
                 raise
             if is_whole(update):
+                if self._images is not None:  # it has features of images by the former weights
+                    await self.call(self.llm.reset_encoder_cache())
                 self.version = update.version
                 self._content.complete(update)
                 names = [state.external_req_id for state in self.states() if not state.weight_version_starts]

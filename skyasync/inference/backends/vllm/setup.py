@@ -144,12 +144,13 @@ def scoring_parameters() -> vllm.SamplingParams:
 
 
 def alike(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
-    """The requests in bundles of equal prompt and sampling; one with a seed of its own stands alone."""
+    """The requests in bundles of equal prompt, images and sampling; one with a seed of its own stands alone."""
     bundles: list[list[GenerationRequest]] = []
     open_ones: dict[bytes, list[list[GenerationRequest]]] = {}
     for request in requests:
         candidates = open_ones.setdefault(request.prompt_token_ids.tobytes(), [])
-        bundle = next((b for b in candidates if b[0].sampling == request.sampling), None)
+        same = (request.sampling, request.images)
+        bundle = next((b for b in candidates if (b[0].sampling, b[0].images) == same), None)
         if bundle is None or request.sampling.seed is not None:
             bundle = []
             bundles.append(bundle)

@@ -1,0 +1,1 @@
+"""Counting discs in images with a tiny vision-language model made on this machine."""

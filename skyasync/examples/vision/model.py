@@ -1,0 +1,125 @@
+"""A Qwen3-VL of 0.75 million parameters, made on this machine: nothing is downloaded.
+
+    python -m skyasync.examples.vision.model      # the folder, made in about 15 seconds of a core
+
+The supervised warm start stops early on purpose: about half of the sampled answers are right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
+
+from skyasync.examples import warm_start
+from skyasync.examples.cache import cache_folder, made_once
+from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
+
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = [f"user\n{QUESTION}\nassistant\n{number}\nsystem\n" for number in range(10)]
+
+
+def vision_tokenizer(special: tuple[str, ...] = SPECIAL, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+    """A byte-level BPE; each of ``special`` is one token."""
+    tokenizer = warm_start.byte_level_bpe(CORPUS * 20, vocab_size=400, rarest_merge=20, template=template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
+    """The model with random weights, and its processor. The caller's random state stays the same."""
+    tokenizer = vision_tokenizer()
+    start, end, image, video = (cast(int, tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL)
+    normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    area = {"shortest_edge": SIZE * SIZE, "longest_edge": 4 * SIZE * SIZE}
+    processor = Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches, size=area, **normal),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(**patches, size=area, **normal),
+        chat_template=TEMPLATE,
+    )
+    text = {
+        "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024,
+        "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True
+        },
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 14,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128, "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    config = Qwen3VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image, video_token_id=video,
+        vision_start_token_id=start, vision_end_token_id=end, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, processor
+
+
+def warm_started(steps: int, seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
+    """After supervised steps on 64 images each; the loss sees the answers alone."""
+    model, processor = qwen3_vl(seed)
+    parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    messages: Any = [{"role": "user", "content": parts}]
+    question = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    seeds = count(2 << 20)
+    assert MOST < 10  # an answer is one token
+    model.train()
+    for step in range(steps):
+        drawn = [disc_image(next(seeds)) for _ in range(64)]
+        texts = [f"{question}{discs}<|im_end|>" for _, discs in drawn]
+        batch = processor(text=texts, images=[image for image, _ in drawn], return_tensors="pt")
+        labels = batch["input_ids"].clone()
+        labels[:, :-2] = warm_start.IGNORED
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
+        model(**batch, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), processor
+
+
+def build(*, out: str | None = None, steps: int = 60, seed: int = 0) -> str:
+    """The folder of the model, made if it does not exist yet."""
+    sources = (Path(__file__), Path(__file__).with_name("discs.py"))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + f"{steps} {seed}".encode())
+
+    def make(folder: Path) -> None:
+        model, processor = warm_started(steps, seed)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+    folder = Path(out) if out else cache_folder() / f"vision-{digest.hexdigest()[:12]}"
+    return str(made_once(folder, make))
+
+
+if __name__ == "__main__":
+    print(build())

@@ -1,0 +1,153 @@
+"""Images as one opaque payload, from a dataset's row to the engine and to the trained model.
+
+Invariant: images of equal content are one object in a process, also after pickling, so a group, a checkpoint or a
+message between processes holds each of them once. Only ``skyasync.models.vision`` looks inside.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+from weakref import WeakValueDictionary
+
+from skyasync.config.model_files import config_file, read_json
+from skyasync.errors import UserError
+
+
+class VisionFamily(NamedTuple):
+    """A type of models that read images.
+
+    Args:
+        joined: the dimension along which the features of several images are joined.
+        tower, projector: beginnings of the names of their parameters; the tower is without its projector.
+    """
+
+    joined: int
+    tower: str
+    projector: tuple[str, ...]
+
+
+_QWEN = VisionFamily(0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"))
+_IDEFICS = VisionFamily(1, "model.vision_model", ("model.connector",))
+FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "idefics3": _IDEFICS, "smolvlm": _IDEFICS}
+
+
+@lru_cache
+def reads_images(model: str) -> bool:
+    """Whether the model of a folder or a hub name is of one of these types. It is on this machine."""
+    file = config_file(model) if model else None
+    settings = read_json(file, model) if file else {}
+    return bool(settings.get("vision_config")) and settings.get("model_type") in FAMILIES
+
+
+class Image:
+    """An encoded image (PNG, JPEG, ...). Images of equal content are identical."""
+
+    __slots__ = ("__weakref__", "data", "digest")
+    data: bytes
+    digest: str
+
+    def __new__(cls, data: bytes) -> Image:
+        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+        image = _KNOWN.get(digest)
+        if image is None:
+            image = super().__new__(cls)
+            image.data, image.digest = data, digest
+            image = _KNOWN.setdefault(digest, image)
+        return image
+
+    def __reduce__(self) -> tuple[type[Image], tuple[bytes]]:
+        return Image, (self.data,)
+
+    def __repr__(self) -> str:
+        return f"Image({self.digest})"
+
+
+_KNOWN: WeakValueDictionary[str, Image] = WeakValueDictionary()
+Images = tuple[Image, ...]
+"""Of one sequence, in the order of their placeholders."""
+
+
+def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
+    """An image from bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL image.
+
+    Args:
+        files: read files of this machine; else they are rejected.
+
+    Raises:
+        UserError: if it is none of these, or cannot be decoded.
+    """
+    if isinstance(value, Image):
+        return value
+    if isinstance(value, Mapping) and (value.keys() & {"bytes", "path"}):
+        value = value.get("bytes") or value.get("path")
+    if callable(save := getattr(value, "save", None)):  # a PIL image
+        buffer = io.BytesIO()
+        save(buffer, format="PNG")
+        value = buffer.getvalue()
+    if isinstance(value, str) and value.startswith("data:"):
+        kind, _, text = value.partition(",")
+        try:
+            value = base64.b64decode(text, validate=True) if kind.endswith(";base64") else None
+        except binascii.Error:
+            value = None
+        if value is None:
+            raise UserError(f"the image's URL is not data:image/...;base64,...; found {kind[:60]!r}")
+    if isinstance(value, str | Path) and not files:
+        raise UserError(f"an image here is a data:image/...;base64,... URL; found {str(value)[:100]!r}")
+    if isinstance(value, str | Path):
+        address = urlsplit(str(value))
+        if address.scheme in ("http", "https"):
+            raise UserError(f"images are not downloaded: store {str(value)[:100]!r} as a file, and name the file")
+        path = Path(unquote(address.path) if address.scheme == "file" else value)
+        try:
+            value = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"the image {str(path)[:200]!r} cannot be read: {error.strerror}") from error
+    if not isinstance(value, bytes | bytearray):
+        raise UserError(f"an image is bytes, a file, a data: URL or a PIL image; found {str(value)[:80]!r}")
+    image = Image(bytes(value))
+    decoded(image)
+    return image
+
+
+@lru_cache(64)
+def data_url(image: Image) -> str:
+    """The image as OpenAI's API takes it. One text for all that ask, so that a message holds it once."""
+    from PIL import Image as PIL
+
+    with PIL.open(io.BytesIO(image.data)) as opened:
+        kind = PIL.MIME.get(opened.format or "", "image/png")
+    return f"data:{kind};base64,{base64.b64encode(image.data).decode()}"
+
+
+def decoded(image: Image) -> Any:  # noqa: ANN401
+    """As a PIL image with three channels."""
+    try:
+        from PIL import Image as PIL
+        from PIL import UnidentifiedImageError
+    except ImportError as error:
+        raise UserError("images need Pillow and torchvision: pip install pillow torchvision") from error
+    try:
+        with PIL.open(io.BytesIO(image.data)) as opened:
+            return opened.convert("RGB")
+    except (OSError, ValueError, SyntaxError, PIL.DecompressionBombError) as error:
+        unknown = isinstance(error, UnidentifiedImageError)
+        why = f"it begins with {image.data[:12]!r}, which is no format of images" if unknown else error
+        raise UserError(f"an image of {len(image.data)} bytes cannot be decoded: {why}") from error
+
+
+def images_of(conversation: Any) -> Images:  # noqa: ANN401
+    """The images of a conversation whose parts have been read, in order."""
+    if isinstance(conversation, str):
+        return ()
+    contents = (message.get("content") for message in conversation)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return tuple(part["image"] for part in parts if isinstance(part, Mapping) and part.get("type") == "image")

@@ -1,0 +1,545 @@
+"""What one rank needs, measured: the role's own worker and backend compute on tensors without memory.
+
+    config.json ─▶ model of a few layers ─▶ worker in a group of the run's size ─▶ storages are counted ─▶ a line ─▶
+    all layers
+
+No formula follows what workers do. Tensors are torch's fake ones (shapes, no memory), and the process group sends
+nothing. Layers are alike, so two depths of the model give each number of the whole by a straight line.
+Invariant: no weights are read, nothing is sent, and the process has no process group afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from skyasync.algorithms.objective import Objective
+from skyasync.config.schema import Config
+from skyasync.config.schema.reward_models import reward_models
+from skyasync.errors import UserError
+from skyasync.models import MICRO_BATCH_TOKENS, VOCABULARY
+from skyasync.models.backend import LOGPROBS, TOP_K, VALUES, OutputRequest
+from skyasync.models.batch import B, UpdateBatch
+from skyasync.models.fsdp.backend import FSDPBackend
+from skyasync.models.fsdp.layers import decoder_layers
+from skyasync.models.fsdp.loading import WrapAndShard
+from skyasync.models.fsdp.sharding import Mesh, local
+from skyasync.models.heads import Head
+from skyasync.models.packing import Layout, MicroBatch
+from skyasync.models.parallel.context import Context
+from skyasync.models.token_model import TokenModel
+from skyasync.planning.memory import (
+    ACTIVATIONS,
+    ADAPTERS,
+    FLOAT32,
+    GATHERED,
+    GRADIENTS,
+    LINES,
+    LOGITS,
+    OPTIMIZER_STATE,
+    WEIGHTS,
+    Lengths,
+    Lines,
+    RankUse,
+    rows_of_a_rank,
+)
+from skyasync.planning.shape import config_of, read_shape, with_layers
+from skyasync.workers.model_worker import ModelWorker
+from skyasync.workers.roles import REWARD_ROLE, TEACHER_ROLE, Role
+
+_aten: Any = torch.ops.aten
+FLOPS = "flops"
+COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast"
+
+
+class Meter(TorchDispatchMode):
+    """Counts bytes of live storages, floating-point operations, and bytes of collectives.
+
+    Attributes:
+        live: bytes by line.
+        peak: of the fullest moment since ``restart``.
+        counts: operations, and bytes by collective.
+        vocabulary: sizes of the last dimension by which logits are known.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.vocabulary: set[int] = set()
+        self._storages: dict[int, tuple[weakref.ref[Any], list[Any]]] = {}
+        self._total = self._most = 0
+        self._resize = torch.UntypedStorage.resize_
+
+    def restart(self) -> None:
+        self.peak, self._most = self.live.copy(), self._total
+
+    def watch(self, tensor: Tensor | None, line: str, *, move: bool = True) -> None:
+        """Count the tensor's storage in this line; one that is counted already only if it may ``move``."""
+        if tensor is None:
+            return
+        storage = local(tensor).untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            entry = self._storages[key][1]
+            if move and entry[1] != line:
+                self.live[entry[1]] -= entry[0]
+                self.live[line] += entry[0]
+                entry[1] = line
+            return
+        entry = [0, line]
+        self._storages[key] = weakref.ref(storage, partial(self._freed, key)), entry
+        self._change(entry, storage.nbytes())
+
+    def _change(self, entry: list[Any], size: int) -> None:
+        self.live[entry[1]] += size - entry[0]
+        self._total += size - entry[0]
+        entry[0] = size
+        if self._total > self._most:
+            self.peak, self._most = self.live.copy(), self._total
+
+    def _freed(self, key: int, _: object) -> None:
+        self._change(self._storages.pop(key)[1], 0)
+
+    @contextmanager
+    def counting(self, mode: FakeTensorMode) -> Iterator[None]:
+        """FSDP frees and takes memory by resizing storages, which no dispatch sees."""
+
+        def resize(storage: torch.UntypedStorage, size: int) -> None:
+            self._resize(storage, size)
+            if known := self._storages.get(storage._cdata):
+                if not known[1][0]:
+                    known[1][1] = GATHERED
+                self._change(known[1], storage.nbytes())
+
+        with mode, self, mock.patch.object(torch.UntypedStorage, "resize_", resize):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        if DTensor in types:
+            return NotImplemented
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 0.0 if args[0].is_floating_point() else 0  # a number that is needed: there is none
+        if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:  # fake ones are of bfloat16 alone
+            result = _grouped_result(*args[:3])
+        else:
+            result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
+            self._collective(func.__name__, args, result)
+        elif formula := flop_registry.get(func._overloadpacket):
+            self.counts[FLOPS] += formula(*args, **(kwargs or {}), out_val=result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, FakeTensor):
+                logits = tensor.dim() > 1 and tensor.shape[-1] in self.vocabulary
+                self.watch(tensor, LOGITS if logits else ACTIVATIONS, move=False)
+        return result
+
+    def _collective(self, name: str, args: object, result: object) -> None:
+        tensors = [t for t in tree_leaves((args, result)) if isinstance(t, FakeTensor)]
+        kind = next((kind for kind in COLLECTIVES if kind.replace("-", "") in name.replace("_", "")), "")
+        if kind and "copy" not in name:
+            self.counts[kind] += max((t.nbytes for t in tensors), default=0)
+        for tensor in tensors:
+            known = self._storages.get(tensor.untyped_storage()._cdata)
+            if known is None or known[1][1] == ACTIVATIONS:
+                self.watch(tensor, GATHERED)
+
+
+def _grouped_result(first: Tensor, second: Tensor, offsets: Tensor) -> Tensor:
+    if second.dim() == 3:
+        return first.new_empty(len(first), second.shape[-1])
+    return first.new_empty(len(offsets), len(first), second.shape[-1])
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+        sdpa_backward_flop_count(grad, q, k, v)
+    ),
+    _aten._grouped_mm: lambda first, second, *_, **__: 2 * first[-2] * first[-1] * second[-1],
+}
+for _packet, _formula in FORMULAS.items():
+    if _packet not in flop_registry:
+        register_flop_formula(_packet)(_formula)
+
+
+class _MeasuredContext(Context):
+    def slice(self, layout: Layout) -> Layout:
+        with _disable_current_modes():  # how much it selects depends on the numbers
+            return super().slice(layout)
+
+
+class MeasuredBackend(FSDPBackend):
+    """The backend without files, other ranks and numbers.
+
+    Attributes:
+        meter: counts what it does.
+        rows: of the first micro-batch, which is the largest.
+        tokens: of a rank in it.
+        computed: micro-batches of a batch that are computed.
+    """
+
+    meter: Meter
+    rows, tokens, computed = 0, 0, 1
+
+    def _form_group(self, store: dist.Store) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=self.ranks.rank, world_size=self.ranks.world_size)
+
+    def _make_mesh(self) -> Mesh:
+        with _disable_current_modes():
+            return super()._make_mesh()
+
+    def _read(self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard) -> TokenModel:
+        with _disable_current_modes():
+            with torch.device("meta"):
+                empty = head.empty(self.spec.path, dtype)
+            empty.tie_weights()
+            wrapper = prepare(empty)
+        if self.adapters:
+            self.adapters.detach_adapters()  # they get their memory later, and are then attached again
+        wrapper.to_empty(device=device)
+        if self.mesh is None:
+            wrapper.model.tie_weights()
+            wrapper.to = lambda device: wrapper  # type: ignore[method-assign,assignment]  # fake ones stay
+        return wrapper
+
+    def _build(self) -> TokenModel:
+        wrapper = super()._build()
+        wrapper.vision = None  # what a tower computes is not counted, its weights are
+        if wrapper.context:
+            wrapper.context = _MeasuredContext(**vars(wrapper.context))
+        return wrapper
+
+    def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
+        fake = detect_fake_mode()
+        assert fake is not None
+        with _disable_current_modes():
+            micro_batches = list(super()._micro_batches(batch, max_rows))
+        self.rows = len(micro_batches[0].rows)
+        self.tokens = -(-micro_batches[0].layout.tokens.numel() // self.spec.mesh_shape.context)
+
+        def without_numbers(tensor: Tensor) -> Tensor:
+            made = fake.from_tensor(tensor)
+            self.meter.watch(made, ACTIVATIONS)
+            return made
+
+        for micro in micro_batches[: self.computed]:
+            layout = micro.layout if self.model.context else _each(micro.layout, without_numbers)
+            yield MicroBatch(micro.rows, micro.batch.each(without_numbers), layout)
+
+    def _examine(self, name: str, part: Any, scale: float) -> list[str]:  # noqa: ANN401
+        part.measure(scale, self.mesh)
+        self._metrics[name] = {}
+        return []
+
+
+def _each(layout: Layout, function: Callable[[Tensor], Tensor]) -> Layout:
+    tensors: dict[str, Any] = {n: function(v) for n, v in vars(layout).items() if isinstance(v, Tensor)}
+    return replace(layout, **tensors)
+
+
+WINDOWS = "forward and head", "upper layers", "lower layers", "optimizer step"
+"""Of an update: in each of them the fullest moment stays where it is when layers are added."""
+
+Sections = dict[str, dict[str, float]]
+
+
+class _Measurement:
+    """One worker at work under a meter."""
+
+    def __init__(self, worker: ModelWorker, role: Role) -> None:
+        self.worker, self.role = worker, role
+        self.mode, self.meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
+        self.sections: Sections = {}
+        self.backend: MeasuredBackend
+
+    def run(self, batch: UpdateBatch, rows: int) -> None:
+        """Every phase; ``batch`` stands for so many rows."""
+        with self.mode, self.meter:
+            self.worker.setup()
+        (backend,), meter = self.worker.backends, self.meter
+        assert isinstance(backend, MeasuredBackend)
+        self.backend, backend.meter = backend, meter
+        model, size = backend.model, backend.model.model.config.get_text_config().vocab_size
+        meter.vocabulary = {size, -(-size // backend.spec.mesh_shape.tensor)}
+        for tensor in (*model.parameters(), *model.buffers()):
+            meter.watch(tensor, ADAPTERS if backend.adapters and tensor.requires_grad else WEIGHTS)
+        if self.role.trains:
+            with meter.counting(self.mode):
+                self._make_optimizer_state()
+        with meter.counting(self.mode):
+            meter.restart()
+            self._end("resident")
+            backend.forward(batch, self._request())
+            self._end("score")
+            deque(backend.weights(), maxlen=0)  # each is freed before the next
+            self._end("weight sync")
+        synced = self.sections["weight sync"]
+        synced[GATHERED] = synced.get(GATHERED, 0) + synced.pop(ACTIVATIONS, 0)
+        self.micro_batches = math.ceil(rows / backend.rows)
+        if self.role.trains:
+            self._update(batch)
+        trained = [local(p) for p in model.parameters() if p.requires_grad and self.role.trains]
+        self.sections["sizes"] = {
+            "trained": sum(p.nbytes for p in trained),
+            "gradients": sum(p.numel() for p in trained) * FLOAT32,
+        }
+
+    def _request(self) -> OutputRequest:
+        top_k = self.worker.cfg.trainer.teacher.top_k if self.role.name == TEACHER_ROLE else 0
+        if top_k:
+            return OutputRequest.of(TOP_K, top_k=top_k)
+        return OutputRequest.of(LOGPROBS if self.role.head == VOCABULARY else VALUES)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for part in self.backend.trained.values():
+            for group in part.optimizer.param_groups:
+                yield from group["params"]
+
+    def _make_gradients(self) -> None:
+        for parameter in self._parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            self.meter.watch(parameter.grad, GRADIENTS)
+
+    def _make_optimizer_state(self) -> None:
+        """The first update is not the fullest: it begins without a state."""
+        self._make_gradients()
+        for part in self.backend.trained.values():
+            part.optimizer.step()
+            part.optimizer.zero_grad()
+            for state in part.optimizer.state.values():
+                for tensor in tree_leaves(dict(state)):
+                    if isinstance(tensor, Tensor):
+                        self.meter.watch(tensor, OPTIMIZER_STATE)
+
+    def _update(self, batch: UpdateBatch) -> None:
+        """Of the last micro-batch, which finds the gradients of those before it."""
+        backend, meter = self.backend, self.meter
+        once = backend.spec.reduce_gradients == "update"  # these gradients are whole: made by the one before
+        backend.computed = min(self.micro_batches, 2 if once else 1)
+        layers = decoder_layers(backend.model)
+        window_of = {len(layers) - 1: WINDOWS[0], (len(layers) - 1) // 2: WINDOWS[1]}
+        hooks = [layers[i].register_forward_hook(self._at_gradient(name)) for i, name in window_of.items()]
+        if backend.mesh is None:
+            hooks += [
+                parameter.register_post_accumulate_grad_hook(lambda p: meter.watch(p.grad, GRADIENTS))
+                for parameter in self._parameters()
+                if parameter.requires_grad
+            ]
+        with meter.counting(self.mode):
+            if self.micro_batches > 1 and not once:
+                self._make_gradients()
+            meter.counts.clear()
+            meter.restart()
+            self.worker.forward_backward(batch)
+            self._end(WINDOWS[2])
+            update = {kind: count / backend.computed for kind, count in meter.counts.items()}
+            meter.counts.clear()
+            for parameter in self._parameters():
+                meter.watch(parameter.grad, GRADIENTS)
+            meter.restart()
+            backend.optimizer_step(dict.fromkeys(backend.trained, 0.0))
+            self._end(WINDOWS[3])
+        for hook in hooks:
+            hook.remove()
+        self.sections["micro-batch"], self.sections["step"] = update, dict(meter.counts)
+
+    def _at_gradient(self, name: str) -> Callable[..., None]:
+        """A forward hook: the window ends when the gradient of the layer's output is there."""
+
+        def hook(module: nn.Module, inputs: object, output: Any) -> None:  # noqa: ANN401
+            tensor = output if isinstance(output, Tensor) else output[0]
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._end(name))
+
+        return hook
+
+    def _end(self, window: str) -> None:
+        """The fullest moment since the last call belongs to this window."""
+        if self.meter.peak.total() > sum(self.sections.get(window, {}).values()):
+            self.sections[window] = dict(self.meter.peak)
+        self.meter.restart()
+
+
+@contextmanager
+def _fake_ranks() -> Iterator[None]:
+    """No process group and no seed stay; DTensor finds shapes with whole tensors, which the meter must not count."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def aside(self: Any, schema: Any) -> Any:  # noqa: ANN401
+        with _disable_current_modes():
+            return propagate(self, schema)
+
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside), torch.random.fork_rng([]):
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
+    """What rank 0 of so many needs.
+
+    Raises:
+        UserError: as the worker does, for what cannot be divided, for instance, and where its code fails.
+    """
+    if role.name == REWARD_ROLE:  # its models lie side by side, and work one after the other
+        uses = [
+            _measure(_with_one(cfg, model), role, ranks, gpus=gpus)
+            for model in reward_models(cfg.trainer.reward).values()
+        ]
+        largest = max(uses, key=lambda use: sum(use.scoring.values()) - sum(use.resident.values()))
+        resident = Counter[str]()
+        for use in uses:
+            resident.update(use.resident)
+        return replace(largest, resident=dict(resident), scoring=largest.scoring | dict(resident))
+    return _measure(cfg, role, ranks, gpus=gpus)
+
+
+def _with_one(cfg: Config, model: Any) -> Config:  # noqa: ANN401
+    cfg = copy.deepcopy(cfg)
+    cfg.trainer.reward.models = {}
+    cfg.trainer.reward.model.path, cfg.trainer.reward.model.dtype = model.path, model.dtype
+    return cfg
+
+
+_MEASURED: dict[tuple[object, ...], RankUse] = {}
+
+
+def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
+    shape = read_shape(role.model(cfg).path, f"{role.section}.model.path", role.head, role.config_kwargs(cfg))
+    trainer, generator, mesh = cfg.trainer, cfg.generator, role.mesh_shape(cfg, ranks)
+    cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
+    key = (role.name, ranks, gpus, shape, repr(trainer), repr(generator.sampling_params), str(Lengths.of(cfg)))
+    if key in _MEASURED:
+        return _MEASURED[key]
+    # Of this rank's rows as many as fill two micro-batches, whatever they share.
+    lengths, rows = Lengths.of(cfg), rows_of_a_rank(cfg, mesh.data)
+    some = min(rows, math.ceil(3 * cap * mesh.context / lengths.response) + 2 * lengths.samples)
+    sections: list[tuple[int, Sections]] = []
+    for depth in shape.depths:
+        with TemporaryDirectory() as folder, _fake_ranks():
+            with_layers(config_of(shape.path, role.head, role.config_kwargs(cfg)), depth).save_pretrained(folder)
+            worker = role.worker_class()(_settings(cfg, role, folder, gpus=gpus), 0, ranks, "cpu", role=role.name)
+            worker._store = FakeStore()
+            measurement = _Measurement(worker, role)
+            batch = _longest(cfg, lengths, some, (depth, shape.experts_per_token))
+            try:
+                measurement.run(batch, rows)
+            except UserError:
+                raise
+            except Exception as error:  # of transformers' or the worker's code: a run would end with it, too
+                first = str(error).strip().partition("\n")[0]
+                raise UserError(
+                    f"{role.section}.model.path={shape.name}: the {role.name} worker fails with a model of this "
+                    f"config.json, without weights: {type(error).__name__}: {first}"
+                ) from error
+            sections.append((depth, measurement.sections))
+    whole = _line(sections[0], sections[-1], shape.layers) if len(sections) > 1 else sections[0][1]
+    offload = getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
+    _MEASURED[key] = use = _use(whole, measurement).offloaded(offload)
+    return use
+
+
+def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:
+    """The same on CPUs, with what depends on the kind of device as it is there."""
+    cfg = copy.deepcopy(cfg)
+    cfg.trainer.strategy = f"{MeasuredBackend.__module__}:{MeasuredBackend.__name__}"
+    cfg.trainer.micro_batch_tokens = cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
+    model, section = role.model(cfg), role.settings(cfg)
+    model.path = folder
+    if model.dtype == "auto":
+        model.dtype = "bfloat16" if gpus else "float32"
+    if getattr(section, "gradient_checkpointing", "") == "auto":
+        section.gradient_checkpointing = gpus
+    for name, value in (("cpu_offload", "none"), ("torch_compile", False)):  # moved away by arithmetic; not counted
+        if hasattr(section, name):
+            setattr(section, name, value)
+    return cfg
+
+
+def _longest(cfg: Config, lengths: Lengths, rows: int, experts: tuple[int, int]) -> UpdateBatch:
+    """Rows whose prompts and responses are as long as they may be.
+
+    Args:
+        experts: layers and experts per token, if they are replayed.
+    """
+    shape, teacher = (rows, lengths.total), cfg.trainer.teacher
+    numbers, loss_mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    loss_mask[:, lengths.prompt :] = True
+    names = "behaviour_logprobs", "rewards", "advantages", "values", "returns", "proximal_logprobs", "loss_weights"
+    of_tokens: dict[str, Any] = dict.fromkeys(names, numbers)
+    replayed = cfg.trainer.policy.router_replay != "none"
+    return UpdateBatch(
+        tokens=numbers.long(),
+        attention_mask=torch.ones_like(loss_mask),
+        loss_mask=loss_mask,
+        group_ids=torch.arange(rows) // lengths.samples,
+        routed_experts=torch.zeros(*shape, *experts, dtype=torch.uint8) if replayed else None,
+        versions=numbers.int(),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+        reference_logprobs=numbers if cfg.trainer.algorithm.use_kl_loss else None,
+        teacher_logprobs=numbers if teacher.model.path else None,
+        teacher_top_k=torch.zeros(*shape, 2 * teacher.top_k) if teacher.top_k and teacher.model.path else None,
+        selection=loss_mask if Objective(cfg.trainer.algorithm).prepares else None,
+        **of_tokens,
+    )
+
+
+def _line(first: tuple[int, Sections], second: tuple[int, Sections], layers: int) -> Sections:
+    (few, of_few), (more, of_more) = first, second
+    return {
+        section: {
+            name: max(0.0, value + (value - of_few.get(section, {}).get(name, 0)) * (layers - more) / (more - few))
+            for name, value in values.items()
+        }
+        for section, values in of_more.items()
+    }
+
+
+def _use(sections: Sections, measurement: _Measurement) -> RankUse:
+    def lines(section: str) -> Lines:
+        sizes = sections.get(section, {})
+        return {name: int(sizes[name]) for name in LINES if sizes.get(name, 0) >= 1}
+
+    backend, count = measurement.backend, measurement.micro_batches
+    resident, update = lines("resident"), max(map(lines, WINDOWS), key=lambda window: sum(window.values()))
+    each, step, sizes = sections.get("micro-batch", {}), sections.get("step", {}), sections["sizes"]
+    counts = {kind: int(count * each.get(kind, 0) + step.get(kind, 0)) for kind in each.keys() | step.keys()}
+    return RankUse(
+        resident=resident,
+        scoring=lines("score"),
+        updating=update,
+        stepping=lines(WINDOWS[-1]),
+        publishing=lines("weight sync"),
+        gradients=int(sizes["gradients"]),
+        learnt=int(sizes["trained"]) + resident.get(OPTIMIZER_STATE, 0),
+        tokens=backend.tokens,
+        micro_batches=count,
+        flops=counts.pop(FLOPS, 0),
+        sent=dict(sorted(counts.items())),
+        checkpointing=bool(measurement.role.trains and backend.recomputes()),
+    )

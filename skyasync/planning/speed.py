@@ -1,0 +1,82 @@
+"""How fast a run can be at most: a roofline by a card's published peak and bandwidths.
+
+No prediction: real runs reach a part of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from skyasync.config.schema import Config
+from skyasync.inference.settings import engine_config
+from skyasync.planning.memory import Lengths
+from skyasync.planning.plan import MemoryPlan
+from skyasync.run.placement import ENGINES
+
+
+@dataclass(frozen=True)
+class Card:
+    """By the maker's data sheet.
+
+    Args:
+        memory: GiB, as NVIDIA's tool says it.
+        flops: floating-point operations per second, of dense bfloat16.
+        bandwidth: bytes per second of its memory.
+        links: bytes per second that it sends to others of its host.
+    """
+
+    memory: float
+    flops: float
+    bandwidth: float
+    links: float
+
+
+CARDS = {
+    "A100": Card(80.0, 312e12, 2.04e12, 300e9),
+    "H100": Card(79.6, 989e12, 3.35e12, 450e9),
+    "H200": Card(140.4, 989e12, 4.8e12, 450e9),
+    "B200": Card(179.1, 2250e12, 8.0e12, 900e9),
+    "L40S": Card(45.0, 362e12, 0.864e12, 32e9),
+    "L4": Card(22.5, 121e12, 0.3e12, 32e9),
+}
+
+
+def card_of(name: str) -> Card | None:
+    """Of what NVIDIA's tool calls it, ``NVIDIA H100 80GB HBM3``; None if it is not known."""
+    return next((card for key, card in CARDS.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds at least, and tokens per second at most.
+
+    Args:
+        update: of an optimizer step's arithmetic.
+        collectives: of what it sends, if all of it goes over the links within a host.
+        tokens: per second and engine, with as many sequences as its cache holds.
+        generation: of a training batch whose responses are as long as they may be.
+    """
+
+    update: float
+    collectives: float
+    tokens: float
+    generation: float
+
+
+def roofline(cfg: Config, plan: MemoryPlan, card: Card) -> Speed:
+    engine, shape, lengths = plan.engine, plan.model, Lengths.of(cfg)
+    devices, count = cfg.generator.devices_per_engine, plan.processes[ENGINES]
+    settings = engine_config(cfg, gpus=True)
+    sequences = max(1, min(settings.max_num_seqs, engine.tokens // lengths.total))
+    cached = sequences * (lengths.prompt + lengths.response / 2) * engine.least_cache / settings.max_model_len
+    idle = max(0, shape.experts - shape.experts_per_token) * 3 * shape.hidden * shape.intermediate * shape.layers
+    operations = 2 * (shape.parameters - idle) * sequences / devices
+    tokens = sequences / max((engine.weights + cached) / card.bandwidth, operations / card.flops)
+    batch = cfg.trainer.train_batch_size * lengths.samples * lengths.response
+    return Speed(
+        update=plan.rank.flops / card.flops,
+        collectives=sum(plan.rank.sent.values()) / card.links,
+        tokens=tokens,
+        generation=batch / (tokens * count) if count else 0.0,
+    )
