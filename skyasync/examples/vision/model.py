@@ -22,8 +22,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from skyasync.examples import warm_start
 from skyasync.examples.cache import cache_folder, made_once
+from skyasync.examples.small_models import byte_level_bpe
 from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -39,7 +39,7 @@ CORPUS = [f"user\n{QUESTION}\nassistant\n{number}\nsystem\n" for number in range
 
 def vision_tokenizer(special: tuple[str, ...] = SPECIAL, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE; each of ``special`` is one token."""
-    tokenizer = warm_start.byte_level_bpe(CORPUS * 20, vocab_size=400, rarest_merge=20, template=template)
+    tokenizer = byte_level_bpe(CORPUS * 20, vocab_size=400, rarest_merge=20, template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     return tokenizer
 
@@ -97,7 +97,7 @@ def warm_started(steps: int, seed: int = 0) -> tuple[Qwen3VLForConditionalGenera
         texts = [f"{question}{discs}<|im_end|>" for _, discs in drawn]
         batch = processor(text=texts, images=[image for image, _ in drawn], return_tensors="pt")
         labels = batch["input_ids"].clone()
-        labels[:, :-2] = warm_start.IGNORED
+        labels[:, :-2] = -100  # which cross-entropy leaves out
         for group in optimizer.param_groups:
             group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
         model(**batch, labels=labels).loss.backward()
