@@ -58,6 +58,7 @@ _PLAN = ("--gpus", "--card", "--gpu-memory", "--host-memory", "--json")
 
 SUBCOMMANDS: dict[str, Subcommand] = {
     "train": Subcommand("skyasync.cli.commands:train", "train (the default)", (*_SETTINGS, "--dry-run")),
+    "sft": Subcommand("skyasync.cli.sft:sft", "train on given responses (supervised fine-tuning)", _SETTINGS),
     "plan": Subcommand(
         "skyasync.cli.commands:plan", "say what a run would need, and whether it fits", (*_SETTINGS, *_PLAN)
     ),

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from skyasync.config.schema import Config
 from skyasync.data.prompts import CountedPrompts
 from skyasync.errors import UserError
-from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.trajectory_files import read
-from skyasync.rollout.types import GeneratorInput, Prompt, Trajectory
-from skyasync.run.experiment import BasePPOExp
+from skyasync.rollout.types import Prompt
+from skyasync.run.engineless import EnginelessExperiment
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:
-    from skyasync.inference.client import InferenceClient
-    from skyasync.inference.interface import EngineStats
     from skyasync.observability.trackers import Tracker
     from skyasync.rollout.generator_api import Generator
     from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.trainer.context import Client
-    from skyasync.weight_sync.sync import Destination, Paused, Source, WeightSync
 
 
 class ReplayTrainer(RayPPOTrainer):
@@ -55,7 +50,7 @@ class ReplayTrainer(RayPPOTrainer):
                 await self.end_step(status)
 
 
-class ReplayExperiment(BasePPOExp):
+class ReplayExperiment(EnginelessExperiment):
     """``recorded``: the files of the steps, in order. ``independent``: they do not follow each other."""
 
     recorded: ClassVar[tuple[Path, ...]] = ()
@@ -65,11 +60,8 @@ class ReplayExperiment(BasePPOExp):
         super().__init__(cfg)
         # The controller's process does not have what is set on the class here.
         self.files, self.files_independent = self.recorded, self.independent
-        # Settings that only engines and prompts read.
-        trainer, generator = cfg.trainer, cfg.generator
-        generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
-        generator.backend = "transformers"  # which needs nothing installed
-        trainer.placement.colocate_all, trainer.allow_uncorrected = False, True
+        trainer = cfg.trainer
+        trainer.allow_uncorrected = True
         trainer.epochs, trainer.max_training_steps, trainer.eval_before_train = 1, 0, False
         cfg.environment.domains = {}  # rewards are recorded
         if trainer.ckpt_best_metric.startswith("eval/"):
@@ -82,20 +74,6 @@ class ReplayExperiment(BasePPOExp):
     def get_eval_dataset(self) -> None:
         return None
 
-    def get_inference_client(self) -> InferenceClient:
-        return cast("InferenceClient", NoEngines())
-
-    def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
-        return NoGenerator()
-
-    def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> None:
-        """None: their results are in the recorded rewards."""
-
-    def get_weight_sync(
-        self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
-    ) -> WeightSync:
-        return cast("WeightSync", NoSync())
-
     def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
                     eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
                     colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
@@ -104,31 +82,3 @@ class ReplayExperiment(BasePPOExp):
         )
         trainer.files, trainer.independent = self.files, self.files_independent
         return trainer
-
-
-class NoEngines:
-    """Replaces the inference client."""
-
-    engines: ClassVar[list[object]] = []
-
-    async def start(self) -> None: ...
-    async def cut(self) -> None: ...
-    async def pause(self, mode: str = "keep") -> None: ...
-    async def resume(self) -> None: ...
-    async def shutdown(self) -> None: ...
-    async def stats(self) -> list[EngineStats]:
-        return []
-
-
-class NoGenerator(TrajectoryGenerator):
-    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
-        raise AssertionError("a replay generates nothing")
-
-
-class NoSync:
-    """Replaces the weight sync."""
-
-    async def measure_floor(self) -> None: ...
-    async def sync(self, version: int, paused: Paused = nullcontext) -> None: ...
-    async def verify(self, version: int) -> dict[str, float]:
-        return {}

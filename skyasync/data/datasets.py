@@ -152,7 +152,7 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
             f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} alone; "
             f"drop the column if it has no part in the task"
         )
-    messages, conversation = _messages(index, row, cfg.data)
+    messages, conversation = messages_of(index, row, cfg.data)
     try:
         messages = read_messages(_placed(row, messages))
     except UserError as error:
@@ -188,19 +188,19 @@ def _placed(row: dict[str, Any], messages: Conversation) -> Conversation:
     )
 
 
-def _messages(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:
-    """The prompt, and whether the row has it as a conversation."""
+def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:
+    """The prompt, which is taken out of the row, and whether it is a conversation there."""
     prompt = _column(index, row, data.prompt_key, "data.prompt_key")
     row.pop(data.prompt_key, None)
     if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
         with suppress(ValueError):  # ROLL's data has conversations as JSON
             parsed = json.loads(prompt)
-            prompt = parsed if _is_conversation(parsed) else prompt
+            prompt = parsed if is_conversation(parsed) else prompt
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     elif not data.apply_chat_template:
         raise UserError(f"data row {index} holds a conversation, and data.apply_chat_template=false takes text")
-    elif not _is_conversation(prompt):
+    elif not is_conversation(prompt):
         raise UserError(
             f"data row {index}: {data.prompt_key!r} must be a string, or a list of messages with role and content; "
             f"found {str(prompt)[:80]!r}"
@@ -212,7 +212,7 @@ def _messages(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conver
     return messages, not isinstance(prompt, str)
 
 
-def _is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+def is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return (
         isinstance(value, Sequence)
         and len(value) > 0

@@ -13,6 +13,8 @@ Metrics = Mapping[str, float | None]
 #: metric -> how it reads; the order is that of the line.
 FORMATS: tuple[tuple[str, str], ...] = (
     ("reward/mean", "reward {:.2f}"),
+    ("sft/loss", "loss {:.3f}"),
+    ("eval/loss", "eval loss {:.3f}"),
     ("eval/score", "eval {:.2f}"),
     ("response/length_mean", "len {:.1f}"),
     ("throughput/tokens_per_s", "{:,.0f} tok/s"),

@@ -170,6 +170,8 @@ METRICS = (
     Metric("time/wait_<what>_s", "The trainer waits for that: data, generation, rollouts.", SECONDS),
     Metric("time/<phase>_s", "A phase of a plan of your own (self.timed).", SECONDS),
     Metric("checkpoint/write_s", "Writing a checkpoint during training (trainer.ckpt_async).", SECONDS),
+    Metric("sft/loss", "Cross-entropy per response token that skyasync sft learns, before the update.", "nats"),
+    Metric("eval/loss", "The same cross-entropy on the held-out rows of skyasync sft.", "nats"),
     Metric("eval/score", "Mean reward of the held-out prompts."),
     Metric("eval/score/<domain>", "The same of a domain's rows."),
     Metric("eval/version", "The policy version that was evaluated."),

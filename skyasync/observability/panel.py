@@ -20,7 +20,7 @@ BARS = "▁▂▃▄▅▆▇█"
 HOLDERS = ("controller", "workers", "engines", "environments")
 LABEL = 8  # columns of a row's name
 LEAST_WIDTH = 20  # below it names are left out
-FIRST_OUT = ("memory", "sample", "stale", "speed", "waits", "reward", "warning")  # of a small terminal
+FIRST_OUT = ("memory", "sample", "stale", "speed", "waits", "loss", "reward", "warning")  # of a small terminal
 _ENGINE = re.compile(r"throughput/engine_(\d+)_tokens_per_s")
 NEVER_FULL = 1  # a full last column makes some terminals wrap
 
@@ -128,7 +128,9 @@ def _rows(report: ProgressReport) -> dict[str, str]:
         prompt = prompt if cell_len(prompt) <= 40 else f"…{prompt[-39:]}"  # the question stands at the end
         sample = f"{report.sample.reward:.2f}: {prompt} → {response}"
     count = f"({report.warnings}) " if report.warnings > 1 else ""
+    losses = (("sft/loss", "{:.3f}"), ("eval/loss", "held-out {:.3f}"))
     return {
+        "loss": ", ".join(form.format(v) for name, form in losses if (v := metrics.get(name)) is not None),
         "speed": ", ".join(speed),
         "waits": "; ".join(part for part in waits if part),
         "stale": "; ".join(stale),

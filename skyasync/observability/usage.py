@@ -72,14 +72,16 @@ class UsageMeter:
                 busy_s += _since(old.busy_s if old else 0.0, new.busy_s)
                 tokens[number] = _since(old.generated_tokens if old else 0, new.generated_tokens)
         each = tokens if 1 < len(tokens) <= NAMED else {}
-        return {
+        metrics = {
             **{f"throughput/engine_{n}_tokens_per_s": count / wall_s for n, count in each.items()},
             "time/step_s": wall_s,
-            "idle/engines": _idle(busy_s / max(len(tokens), 1) / wall_s),
             "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / wall_s),
-            "throughput/tokens_per_s": sum(tokens.values()) / wall_s,
             "throughput/samples_per_s": samples / wall_s,
         }
+        if now.engines:  # else the run has none
+            metrics["idle/engines"] = _idle(busy_s / max(len(tokens), 1) / wall_s)
+            metrics["throughput/tokens_per_s"] = sum(tokens.values()) / wall_s
+        return metrics
 
 
 def _since(before: float, now: float) -> float:

@@ -65,6 +65,22 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Co
 
 
 def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, evaluated: bool) -> None:
+    first = [as_prompt(index, row, cfg) for index, row in enumerate(first_rows(source, cfg, known))]
+    for prompt in first:
+        if prompt.env_class != "agent":
+            check_environment(prompt.env_class)
+    check_rows(first, cfg, is_eval=evaluated)
+
+
+def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> list[Row]:
+    """A few rows of a source, none where only loading it would tell.
+
+    Args:
+        known: takes the rows if the source is a function.
+
+    Raises:
+        UserError: if there is no such source, or it has no rows.
+    """
     if source.startswith(TASK_SOURCE):
         from skyasync.rewards import reasoning
         from skyasync.rewards.registry import REWARDS
@@ -78,7 +94,7 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, 
         options = {k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS}
         if options:
             reasoning.make(task, options, seed=0, size=1)
-        return
+        return []
 
     place, colon, _ = source.rpartition(":")
     if source in known:  # the program's own rows
@@ -89,22 +105,23 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, 
             known = {source: list(islice(made, LOOKED_AT))}
         else:
             known[source] = made if isinstance(made, Sized) else list(made)
-    elif Path(source).suffix not in FILES:  # only loading it would tell
+    elif Path(source).suffix not in FILES:
         if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
             rows(source, cfg, is_eval=False)  # raises an error that says what it might be
-        return
-    first = list(islice(_prompts(source, cfg, known), LOOKED_AT))
+        return []
+    first = list(islice(_rows(source, known), LOOKED_AT))
     if not first:
         raise UserError(f"data source {source!r} has no rows")
-    for prompt in first:
-        if prompt.env_class != "agent":
-            check_environment(prompt.env_class)
-    check_rows(first, cfg, is_eval=evaluated)
+    return first
+
+
+def _rows(source: str, known: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
+    return known[source] if source in known else _lines(source)
 
 
 def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
     """Those of a function's rows, or of a file, which is read as they are asked for; none of other sources."""
-    for index, row in enumerate(known[source] if source in known else _lines(source)):
+    for index, row in enumerate(_rows(source, known)):
         yield as_prompt(index, row, cfg)
 
 

@@ -64,6 +64,26 @@ class ChatTokenizer:
             self._cache[key] = ints(self._frame(cast(Conversation, conversation), tools, generation=True))
         return self._cache[key]
 
+    def response(self, conversation: Conversation, message: dict[str, Any], tools: Tools = None) -> Ints:
+        """The tokens of a given message of the model, after those of ``prompt``; without a template it ends by eos.
+
+        Raises:
+            UserError: if the template shows the conversation differently once the message is there.
+        """
+        if not self._applies_template:
+            return ints([*self.tokenizer.encode(message["content"], add_special_tokens=False),
+                         self.tokenizer.eos_token_id])  # fmt: skip
+        read, whole = self.prompt(conversation, tools), ints(self._frame([*conversation, message], tools))
+        if whole[: len(read)].tolist() == read.tolist():
+            return whole[len(read) :]
+        before, after = (_decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, whole))
+        if not after.startswith(before):
+            raise UserError(
+                f"the chat template shows {before[-40:]!r} before the response, and with the response it does not: "
+                f"set data.chat_template"
+            )
+        return ints(self.tokenizer.encode(after[len(before) :], add_special_tokens=False))
+
     def observation(self, messages: Conversation | str, action: Ints) -> list[int]:
         """The tokens between the model's message and its next one.
 
@@ -126,7 +146,7 @@ class ChatTokenizer:
         before, after = (_decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, wrote))
         return TurnTokens(before, after, ints(read).tolist(), ints(wrote).tolist())
 
-    def _frame(self, conversation: Conversation, tools: Tools = None, *, generation: bool) -> list[int]:
+    def _frame(self, conversation: Conversation, tools: Tools = None, *, generation: bool = False) -> list[int]:
         messages = _plain_messages(conversation)
         if images_of(messages) and not self._applies_template:
             raise UserError("images need a chat template: set data.apply_chat_template=true")

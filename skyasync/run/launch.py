@@ -86,7 +86,8 @@ def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool
             return metrics
         finally:
             if any(row.get("time", 0.0) >= since for row in jsonl.read_rows(folder.metrics)):  # else nothing is new
-                plot_reward(folder.metrics, folder.reward_plot)
+                if any("reward/mean" in row for row in jsonl.read_rows(folder.metrics)):
+                    plot_reward(folder.metrics, folder.reward_plot)
                 print_summary(folder.metrics)
                 print(f"run folder: {shown(folder.path)}")
 

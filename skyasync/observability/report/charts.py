@@ -60,6 +60,12 @@ _REWARD = Chart(
     says="The mean reward of what was trained, and the score of the held-out prompts.",
     large=True,
 )
+_SUPERVISED = Chart(
+    "Loss of given responses",
+    (Line("sft/loss", "training loss"), Line("eval/loss", "held-out loss", markers=True)),
+    says="Cross-entropy per response token, in nats (skyasync sft).",
+    large=True,
+)
 _SIGNAL = Chart(
     "Groups that teach",
     (Line("reward/mixed_groups", "groups with different rewards", smooth=True),),
@@ -198,8 +204,9 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
         says="What the trainer does and waits for; the parts add up to the step.",
         kind="stack",
     )
+    aim = _SUPERVISED if "sft/loss" in names else _REWARD
     return [
-        Section("reward", "Reward and evaluation", (_REWARD, rewards, scores)),
+        Section("reward", "Reward and evaluation", (aim, rewards, scores)),
         Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
         Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, *control, _GAP)),
         Section("responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *environments)),

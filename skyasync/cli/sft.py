@@ -1,0 +1,130 @@
+"""``skyasync sft``: supervised fine-tuning on the workers of a run, without engines and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from skyasync.cli.commands import Arguments, take_options
+from skyasync.config.keys import Keys
+from skyasync.config.load import COMMAND_LINE, RECIPE, origins
+from skyasync.config.schema import AlgorithmConfig, Config
+from skyasync.data.demonstrations import load_demonstrations, read_demonstration
+from skyasync.errors import UserError
+from skyasync.observability.run_dir import default_run_name, shown
+from skyasync.preflight.data import first_rows
+from skyasync.preflight.prepare import settle_references
+from skyasync.run.engineless import EnginelessExperiment
+from skyasync.trainer.supervised import OBJECTIVE, SupervisedTrainer
+
+if TYPE_CHECKING:
+    from skyasync.observability.trackers import Tracker
+    from skyasync.rollout.generator_api import Generator
+    from skyasync.rollout.tokenizer import Tokenizer
+    from skyasync.rollout.types import Prompt
+    from skyasync.trainer import RayPPOTrainer
+    from skyasync.trainer.context import Client
+
+HELP = """\
+usage: skyasync sft [--config FILE.yaml] [key=value ...]
+
+Trains trainer.policy.model.path on given responses: rows of data.train_data with a prompt and a completion (or
+response), or with messages. The loss is the cross-entropy of the responses' tokens. Settings are those of training;
+one that has no effect here is an error. With data.val_data the loss on those rows is reported as eval/loss.
+
+The model is written to trainer.export_path, or to the folder model of the run's folder, where training starts from it:
+skyasync train trainer.policy.model.path=runs/NAME/model
+"""
+
+READ = (
+    "trainer.policy.", "trainer.parallel.", "trainer.placement.policy_", "trainer.placement.timeout_s",
+    "trainer.algorithm.loss_reduction", "trainer.algorithm.max_seq_len", "trainer.strategy", "trainer.epochs",
+    "trainer.max_training_steps", "trainer.train_batch_size", "trainer.policy_mini_batch_size",
+    "trainer.update_epochs_per_batch", "trainer.micro_", "trainer.max_prompt_length", "trainer.eval_batch_size",
+    "trainer.eval_interval", "trainer.eval_minutes", "trainer.eval_before_train", "trainer.ckpt_",
+    "trainer.resume_mode", "trainer.export_", "trainer.profile_steps", "trainer.run_name", "trainer.runs_dir",
+    "trainer.project_name", "trainer.logger", "trainer.terminal", "trainer.seed", "trainer.step_timeout_s",
+    "trainer.save_samples", "trainer.dump_trajectories", "trainer.report", "trainer.live_page",
+    "trainer.sigterm_grace_s", "trainer.max_restarts", "trainer.restart_from", "trainer.heartbeat_timeout_s",
+    "trainer.on_nonfinite", "trainer.on_spike", "trainer.spike_limits", "trainer.max_bad_steps",
+    "generator.sampling_params.max_generate_length", "data.train_data", "data.val_data", "data.prompt_key",
+    "data.apply_chat_template", "data.chat_template", "data.chat_template_kwargs", "data.system_prompt", "ray.",
+)  # fmt: skip
+"""Beginnings of the keys that have an effect."""
+NOT_READ = ("trainer.policy.router_replay", "trainer.policy.lora.sync", "trainer.ckpt_rollouts")
+
+
+def sft(argv: Arguments) -> None:
+    """Train."""
+    if list(argv) in (["--help"], ["-h"]):
+        print(HELP, end="")
+        return
+    from skyasync.cli.train import main
+
+    main(SupervisedExperiment, take_options(argv, {}, (), settings=True)[1])
+
+
+def check_settings(cfg: Config) -> None:
+    """Raises ``UserError`` for the first setting of the user's that has no effect."""
+    keys = Keys.of(type(cfg))
+    for path, origin in origins(cfg).items():
+        holder = keys.holder(path)
+        if origin == RECIPE or holder is None or (path.startswith(READ) and not path.startswith(NOT_READ)):
+            continue
+        if origin == COMMAND_LINE or attrgetter(holder.path)(cfg) != holder.default:
+            where = "" if origin == COMMAND_LINE else f"{origin}: "
+            raise UserError(f"{where}{path} has no effect with skyasync sft, which generates nothing: remove it")
+
+
+class SupervisedExperiment(EnginelessExperiment):
+    """A run that learns demonstrations.
+
+    Raises:
+        UserError: for a setting that has no effect.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        check_settings(cfg)
+        super().__init__(cfg)
+        trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+        retained = {"loss_reduction": algorithm.loss_reduction, "max_seq_len": algorithm.max_seq_len}
+        trainer.algorithm = AlgorithmConfig(**OBJECTIVE, **retained)  # type: ignore[arg-type]
+        trainer.run_name = trainer.run_name or default_run_name("sft")
+
+    def prepare(self) -> None:
+        settle_references(self.cfg)
+        data = self.cfg.data
+        if not data.train_data:
+            raise UserError("there are no demonstrations: name data.train_data")
+        for source in (*data.train_data, *data.val_data):
+            for index, row in enumerate(first_rows(source, self.cfg, self.data_rows)):
+                read_demonstration(index, row, data)
+        super().prepare()
+
+    def get_train_dataset(self) -> Sequence[Prompt]:
+        return load_demonstrations(self.cfg.data.train_data, self.cfg, self.tokenizer, known=self.data_rows)
+
+    def get_eval_dataset(self) -> Sequence[Prompt]:
+        return load_demonstrations(self.cfg.data.val_data, self.cfg, self.tokenizer, is_eval=True, known=self.data_rows)
+
+    def build(self) -> RayPPOTrainer:
+        """In the controller's process, whose copy of the configuration is not read-only yet."""
+        assert self.run_dir is not None
+        trainer = self.cfg.trainer
+        trainer.export_path = trainer.export_path or str(self.run_dir.path / "model")
+        return super().build()
+
+    def run(self) -> dict[str, float] | None:
+        metrics = super().run()
+        if metrics is not None and self.run_dir is not None:
+            model = self.cfg.trainer.export_path or shown(self.run_dir.path / "model")
+            print(f"model: {model}")
+        return metrics
+
+    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
+                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
+                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
+        return SupervisedTrainer(
+            cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
+        )

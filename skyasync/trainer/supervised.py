@@ -1,0 +1,90 @@
+"""Supervised fine-tuning: cross-entropy of given responses, by the workers that reinforcement learning has.
+
+Invariant: with ``trainer.algorithm.loss_reduction=token_mean`` the loss of an update is the mean of -log p over all
+response tokens of its mini-batch, however it is packed or divided among ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from skyasync.data.demonstrations import Demonstration
+from skyasync.data.prompts import PromptBatch
+from skyasync.rollout.types import Group, Prompt, Rollout, Segment, Trajectory, TrajectoryId
+from skyasync.trainer.context import Metrics
+from skyasync.trainer.extensions import notify
+from skyasync.trainer.trainer import RayPPOTrainer
+from skyasync.workers.roles import POLICY
+
+if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+    from skyasync.models.batch import ScoredBatch
+
+OBJECTIVE = {"policy_loss_type": "vanilla", "off_policy_correction": "none"}
+"""Of ``trainer.algorithm``: with advantages of 1 the loss of a token is -log p."""
+
+
+class SupervisedTrainer(RayPPOTrainer):
+    """Trains on demonstrations; nothing is generated, and no weights are sent.
+
+    | who waits | for what   | woken by    |
+    |-----------|------------|-------------|
+    | ``train`` | the update | the workers |
+    """
+
+    async def train(self) -> None:
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                status = await self.train_on(self.demonstrated(prompts))
+                if "policy/loss" in status:
+                    status["sft/loss"] = status["policy/loss"]
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+    def demonstrated(self, prompts: PromptBatch) -> Rollout:
+        """The batch of a step, as if the current policy had written it."""
+        return Rollout(groups_of(prompts.prompts, self.global_step), prompts.position, {}, prompts.trained_early)
+
+    def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
+        from skyasync.models.batch import TrainingBatch
+
+        return batch.to_stage(TrainingBatch, advantages=batch.rewards.new_ones(batch.rewards.shape))
+
+    async def evaluate(self) -> Metrics:
+        """The loss of the held-out demonstrations."""
+        from skyasync.rollout.collate import collate
+
+        metrics: Metrics = {}
+        if not self.eval_dataset:
+            return metrics
+        size, total, tokens = self.cfg.trainer.eval_batch_size, 0.0, 0
+        self.context.phases.name = "evaluating"
+        with self.timed("eval", metrics, "evaluation"):
+            for start in range(0, len(self.eval_dataset), size):
+                groups = groups_of(self.eval_dataset[start : start + size], self.global_step)
+                batch = await asyncio.to_thread(collate, groups)
+                async with self.context.phases.limited("evaluation"):
+                    logprobs = await self.dispatch.ask(POLICY, "logprobs", batch)
+                total -= float(logprobs[batch.loss_mask].double().sum())
+                tokens += int(batch.loss_mask.sum())
+        metrics |= {"eval/loss": total / tokens, "eval/version": float(self.policy_version)}
+        await notify(self, "on_evaluate", metrics)
+        return metrics
+
+
+def groups_of(demonstrations: Sequence[Prompt], version: int) -> list[Group]:
+    """A group of one trajectory each. No behaviour policy is known: its log-probabilities are NaN."""
+
+    def with_version(segment: Segment) -> Segment:
+        return replace(segment, versions=np.full_like(segment.versions, version))
+
+    groups = []
+    for demonstration in cast(Sequence[Demonstration], demonstrations):
+        *branches, segments = [[with_version(segment) for segment in s] for s in demonstration.sequences]
+        trajectory = Trajectory(TrajectoryId(demonstration.id, 0), segments, branches=branches)
+        groups.append(Group(replace(demonstration, messages=demonstration.messages[:-1]), [trajectory]))
+    return groups

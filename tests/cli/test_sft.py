@@ -1,0 +1,124 @@
+"""``skyasync sft``: real ranks, their losses, resuming, and reinforcement learning from what it has written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyasync.__main__ import command
+from skyasync.examples.tiny.model import build
+from tests.end_to_end.runs import Trained, arguments
+from tests.trainer.test_supervised import demonstrations, plain, settings
+
+BATCH, STEPS = 6, 4
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    small = {"hidden": 64, "head_dim": 32, "intermediate": 128, "batch_size": 8, "steps": 1, "corpus_size": 512}
+    return build(out=tmp_path_factory.mktemp("models") / "tied", progress=False, rarest_merge=20, **small)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in demonstrations()))
+    return file
+
+
+def learn(folder: Path, model: str, data: Path, name: str, *more: str) -> Trained:
+    given = [
+        f"trainer.policy.model.path={model}", f"data.train_data={data}", f"trainer.runs_dir={folder}",
+        f"trainer.run_name={name}", f"trainer.train_batch_size={BATCH}", f"trainer.max_training_steps={STEPS}",
+        "trainer.policy.optimizer_config.lr=3e-3", "trainer.policy.optimizer_config.scheduler=linear",
+        "trainer.policy.optimizer_config.weight_decay=0.01", "trainer.policy.threads=1", "trainer.terminal=lines",
+        "trainer.report=false", "trainer.eval_before_train=false",
+    ]  # fmt: skip
+    command(["sft", *given, *more])
+    return Trained(folder / name)
+
+
+@pytest.fixture(scope="module")
+def whole(ray_session: None, model: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """On two ranks."""
+    ranks = "trainer.placement.policy_num_gpus_per_node=2"
+    return learn(tmp_path_factory.mktemp("runs"), model, data, "whole", ranks, "trainer.ckpt_interval=2",
+                 "trainer.ckpt_keep=0")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_loss_of_a_plain_loop_at_every_step(whole: Trained, model: str) -> None:
+    from skyasync.data.prompts import PromptStream
+    from skyasync.rollout.types import Prompt, PromptId
+
+    rows, cfg = demonstrations(), settings(model)
+    stream = PromptStream([Prompt(PromptId(0, n), [], "") for n in range(len(rows))], BATCH, 42, BATCH * STEPS)
+    order = [stream.prompt(n).id.row for n in range(BATCH * STEPS)]
+    assert whole.series("sft/loss") == pytest.approx(plain(model, cfg, order, rows), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_makes_the_very_same_updates(whole: Trained, model: str, data: Path) -> None:
+    checkpoint = whole.folder / "checkpoints" / "step_000002"
+    again = learn(whole.folder.parent, model, data, "again", "trainer.placement.policy_num_gpus_per_node=2",
+                  f"trainer.resume_mode={checkpoint}")  # fmt: skip
+    assert [row["step"] for row in again.metrics] == [3, 4]
+    for name in ("sft/loss", "policy/grad_norm"):
+        assert again.series(name) == whole.series(name)[2:], name
+    first, second = ((run.folder / "model" / "model.safetensors").read_bytes() for run in (whole, again))
+    assert first == second
+
+
+@pytest.mark.slow
+def test_reinforcement_learning_starts_from_the_written_model(whole: Trained) -> None:
+    folder = whole.folder.parent
+    command(["train", *arguments("trainer.max_training_steps=2", "trainer.run_name=rl", runs=folder,
+                                 model=str(whole.folder / "model"))])  # fmt: skip
+    assert [row["step"] for row in Trained(folder / "rl").metrics] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"prompt": "q", "answer": "a"}, "data row 0 has no response: it needs the column completion (or response) "
+                                         "next to 'prompt', or messages; it has: prompt, answer"),
+        ({"completion": "a"}, "data row 0 has no column 'prompt' (data.prompt_key)"),
+        ({"prompt": "q", "completion": "a", "image": "x.png"}, "data row 0 has images, and demonstrations are text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]},
+                       {"role": "assistant", "content": "a"}]}, "data row 0 has images"),
+        ({"prompt": "q", "completion": 3}, "data row 0: 'completion' must be a string"),
+        ({"messages": [{"role": "user", "content": "q"}]}, "must have a message of the role 'assistant', after"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "must have a message of the role 'assistant', after"),
+    ],
+)  # fmt: skip
+def test_a_wrong_row_is_one_line(row: dict[str, Any], line: str, model: str, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    with pytest.raises(SystemExit) as ended:
+        learn(tmp_path, model, file, "run")
+    assert ended.value.code == 2
+    (error,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("error:")]
+    assert line in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("generator.n_samples_per_prompt=8", "generator.n_samples_per_prompt has no effect with skyasync sft"),
+        ("environment.reward_funcs=[exact_match]", "environment.reward_funcs has no effect with skyasync sft"),
+        ("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.use_kl_loss has no effect with skyasync sft"),
+        ("trainer.max_staleness=1", "trainer.max_staleness"),
+        ("--dry-run", "unknown option --dry-run"),
+    ],
+)
+def test_a_setting_without_effect_is_one_line(
+    setting: str, line: str, model: str, data: Path, tmp_path: Path, capsys: Any
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        learn(tmp_path, model, data, "run", setting)
+    assert ended.value.code == 2
+    assert line in capsys.readouterr().err
