@@ -104,6 +104,7 @@ assert "7" in text and after > before, (text, before, after)
 ]
 
 
+@pytest.mark.recipe
 def test_a_script_without_a_guard_trains_and_its_reward_rises(tmp_path: Path, models: dict[str, str]) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(model=models["tied"], settings=SMALL))
     rewards, last, model, episodes = json.loads(_output(tmp_path, "script.py"))
@@ -113,6 +114,7 @@ def test_a_script_without_a_guard_trains_and_its_reward_rises(tmp_path: Path, mo
     assert len(episodes) == 8 and all(reward == text[:7].count("7") / 7 for text, reward in episodes)
 
 
+@pytest.mark.recipe
 def test_the_readmes_lines_train(tmp_path: Path, models: dict[str, str]) -> None:
     of_page = {b.page.name: b.text for b in blocks() if b.language == "python" and "import train\n\nrows = " in b.text}
     assert of_page.keys() >= {"README.md", "python_api.md"}
@@ -133,6 +135,7 @@ def _output(folder: Path, program: str) -> str:
     return ended.stdout.splitlines()[-1]
 
 
+@pytest.mark.recipe
 def test_a_notebook_stops_a_cell_and_trains_again(
     tmp_path: Path, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.matrix
 def test_it_trains_resumes_and_simulates(environment: dict[str, str], models: dict[str, str], tmp_path: Path) -> None:
     settings = arguments("trainer.ckpt_interval=1", "trainer.resume_mode=latest", runs=tmp_path, model=models["tied"])
     out = tmp_path / "out.json"

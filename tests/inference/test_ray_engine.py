@@ -50,6 +50,7 @@ async def test_every_call_of_an_engine_that_was_ended_is_that_of_a_dead_one(ray_
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "start": engine.start,
         "generate": generate,
+        "heartbeat": engine.heartbeat,
         "progress": engine.progress,
         "score": lambda: engine.score([[1, 2]]),
         "pause": engine.pause,

@@ -15,6 +15,10 @@ pytestmark = pytest.mark.slow
 
 FILES = Path(__file__).parent / "files"
 LABEL = "data.label_key=answer"
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFc"
+    "SJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 
 def agent(name: str, *overrides: str, rows=ROWS):
@@ -98,10 +102,10 @@ def test_the_first_form_keeps_its_globals_apart() -> None:
 def test_pictures_are_refused_in_words() -> None:
     with pytest.raises(Exception, match="images are not read here"):
         agent("agent_pictures.py")
-    with pytest.raises(UserError, match=r"the row has images: images are not read here"):
-        agent("agent_guess.py", rows=[{**row, "images": ["a.png"]} for row in ROWS])
-    with pytest.raises(Exception, match=r"the row has images: images are not read here"):
-        agent("agent_single_turn.py", rows=[{**row, "images": ["a.png"]} for row in ROWS])
+    with pytest.raises(UserError, match=r"data row 0: .* reads text alone: images need a vision-language model"):
+        agent("agent_guess.py", rows=[{**row, "images": [PIXEL]} for row in ROWS])
+    with pytest.raises(Exception, match=r"data row 0: .* reads text alone: images need a vision-language model"):
+        agent("agent_single_turn.py", rows=[{**row, "images": [PIXEL]} for row in ROWS])
 
 
 def test_tokens_that_the_engine_did_not_write_are_refused() -> None:

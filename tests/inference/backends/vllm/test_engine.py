@@ -231,9 +231,9 @@ async def asked_of_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, *reques
     counts: list[int] = []
     outputs = engine.outputs
 
-    def counting(name, tokens, parameters):
+    def counting(name, tokens, parameters, images):
         counts.append(parameters.n)
-        return outputs(name, tokens, parameters)
+        return outputs(name, tokens, parameters, images)
 
     monkeypatch.setattr(engine, "outputs", counting)
     return await engine.answer(*requests), counts
