@@ -92,6 +92,6 @@ def test_a_prompt_may_fill_the_models_positions(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=20, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     model = EmbeddedModel(EngineConfig(model_path=str(tmp_path), max_model_len=20))
     with torch.inference_mode():
-        logits, _ = model.prefill([[1] * 19])
+        logits, *_ = model.prefill([[1] * 19])
     assert logits.shape == (1, 32)
     assert len(model.score([[1] * 20])[0]) == 19
