@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.models.fsdp import backend as fsdp
-from skyasync.models.fsdp import sharding as offload
+from skyasync.models.fsdp.sharding import OffloadBuffers
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.models.parallel.test_parallel import begun
@@ -127,8 +127,11 @@ def step(rank: Rank, way: Way) -> Any:
     worker, batch = rank.worker, ragged()
     begun(rank)
     if way.away:
-        with patch.object(offload, "moved", lambda tensor, device: tensor.to(device).clone()):
+        with patch.object(
+            OffloadBuffers, "moved", lambda buffers, tensor, device, place: buffers.on_host(tensor, place)
+        ):
             worker.offload()
+        with patch.object(OffloadBuffers, "moved", lambda buffers, tensor, device, place: tensor.clone()):
             worker.onload()
     axes = worker.backend.spec.mesh_shape
     rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
