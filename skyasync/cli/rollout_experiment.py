@@ -10,14 +10,12 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from traceback import format_exception
 from types import MappingProxyType
 from typing import Any
 from uuid import uuid4
 
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import eval_sources
-from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
 from skyasync.observability.run_dir import RunDirectory
 from skyasync.preflight.data import check_data
@@ -27,7 +25,6 @@ from skyasync.rollout.evaluation import eval_requests
 from skyasync.rollout.generator_api import eval_prompts, rollout_requests, run_generator
 from skyasync.rollout.types import Group, Prompt, RolloutRequest
 from skyasync.run.experiment import BasePPOExp
-from skyasync.utils.task_group import run_in_own_loop
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 
@@ -65,25 +62,15 @@ class RolloutExperiment(BasePPOExp):
 
     def play(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Start the engines, play, and end them; groups in the order of the prompts."""
-        from skyasync.run.logs import ProcessLogs, last_words
-        from skyasync.run.placement import release
-        from skyasync.run.ray_cluster import cluster
+        from skyasync.run.launch import run_without_controller
 
         folder = RunDirectory(tempfile.gettempdir(), f"skyasync-{uuid4().hex[:8]}")
-        folder.secrets = Secrets.of(self.cfg)
-        logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
         try:
-            with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
-                self.gpus = gpus
-                try:
-                    groups = run_in_own_loop(self._play(prompts))
-                finally:
-                    release(self.placement_name)
+            groups = run_without_controller(self, folder, lambda: self._play(prompts))
         except (UserError, KeyboardInterrupt):
             folder.discard()
             raise
-        except Exception as error:
-            folder.save_error("".join(format_exception(error)) + last_words(logs, error))
+        except Exception:
             self.run_dir = folder
             raise
         folder.discard()

@@ -10,21 +10,25 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from traceback import format_exception
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyasync.config.secrets import Secrets
 from skyasync.errors import Terminated
 from skyasync.inference.elastic import FILE as ENGINES_FILE
 from skyasync.inference.settings import chosen_backend
 from skyasync.observability.run_dir import RunDirectory, shown, unlock_run
 from skyasync.run.controller import run_in_controller
 from skyasync.run.recovery import Recovery
+from skyasync.utils.task_group import run_in_own_loop
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
+
+T = TypeVar("T")
 
 
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
@@ -90,6 +94,31 @@ def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool
                     plot_reward(folder.metrics, folder.reward_plot)
                 print_summary(folder.metrics)
                 print(f"run folder: {shown(folder.path)}")
+
+
+def run_without_controller(
+    experiment: BasePPOExp, folder: RunDirectory, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
+    """What ``work`` returns, in this process on the run's cluster.
+
+    ``folder`` gets the logs of the cluster's processes, and the traceback of an error with their last words.
+    """
+    from skyasync.run.logs import ProcessLogs, last_words
+    from skyasync.run.placement import release
+    from skyasync.run.ray_cluster import cluster
+
+    folder.secrets = Secrets.of(experiment.cfg)
+    logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
+    try:
+        with cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
+            experiment.gpus = gpus
+            try:
+                return run_in_own_loop(work())
+            finally:
+                release(experiment.placement_name)
+    except Exception as error:
+        folder.save_error("".join(format_exception(error)) + last_words(logs, error))
+        raise
 
 
 @contextlib.contextmanager

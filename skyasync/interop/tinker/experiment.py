@@ -16,12 +16,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from traceback import format_exception
 from uuid import uuid4
 
 from skyasync.agents.server import LOOPBACK
 from skyasync.config.schema import Config
-from skyasync.config.secrets import Secrets
 from skyasync.errors import MissingExtraError, UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.origin_check import is_loopback
@@ -31,7 +29,6 @@ from skyasync.preflight.parts import check_parts
 from skyasync.preflight.prepare import check_writable, settle_models, settle_references
 from skyasync.run.experiment import BasePPOExp
 from skyasync.run.recovery import Restarts
-from skyasync.utils.task_group import run_in_own_loop
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY, ROLES, Role, register_role
@@ -155,25 +152,13 @@ class TinkerExperiment(BasePPOExp):
 
     def run(self) -> None:
         """Serve until the process is ended."""
-        from skyasync.run.logs import ProcessLogs, last_words
-        from skyasync.run.placement import release
-        from skyasync.run.ray_cluster import cluster
+        from skyasync.run.launch import run_without_controller
 
         self._folder.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         lock_run(self._folder)
         self.run_dir = run_dir = RunDirectory(self._folder, f"processes-{uuid4().hex[:8]}")
-        run_dir.secrets = Secrets.of(self.cfg)
-        logs = ProcessLogs(run_dir.logs, hide=run_dir.secrets.hide_all)
         try:
-            with cluster(self.cfg, roles=self.roles(), logs=logs) as gpus:
-                self.gpus = gpus
-                try:
-                    run_in_own_loop(self._serve())
-                finally:
-                    release(self.placement_name)
-        except Exception as error:
-            run_dir.save_error("".join(format_exception(error)) + last_words(logs, error))
-            raise
+            run_without_controller(self, run_dir, self._serve)
         finally:
             if not run_dir.error.exists():
                 run_dir.discard()
