@@ -113,7 +113,7 @@ def smaller(cfg: Config) -> dict[str, Any]:
         "ray.address": "",
     }
     if generator.engines:
-        changed["generator.backend"] = "auto"
+        changed |= {"generator.backend": "auto", "generator.weight_sync_dir": ""}
     elif backend(cfg) == "vllm" and not find_spec("vllm"):
         changed["generator.backend"] = "transformers"
     if generator.weight_sync_backend in BETWEEN_GPUS:

@@ -57,6 +57,17 @@ def test_a_cluster_becomes_two_of_each() -> None:
     assert check_config(cfg) == []
 
 
+def test_two_local_engines_stand_in_for_servers() -> None:
+    servers = [
+        "generator.engines=[http://a:8000]",
+        "generator.weight_sync_dir=/shared",
+        "generator.backend=sglang_server",
+    ]
+    cfg = changed(load_config([*servers, "trainer.policy.model.path=x", "data.train_data=[x]"]))
+    assert (cfg.generator.engines, cfg.generator.weight_sync_dir, cfg.generator.backend) == ([], "", "auto")
+    assert check_config(cfg) == []
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: f"{file.parent.name}{file.suffix}")
 def test_what_is_left_of_another_frameworks_recipe_is_still_in_order(recipe: Path, tmp_path: Path) -> None:
     source, file = read_recipe([str(recipe)]), tmp_path / "ours.yaml"
