@@ -62,6 +62,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "plan": Subcommand(
         "skyasync.cli.commands:plan", "say what a run would need, and whether it fits", (*_SETTINGS, *_PLAN)
     ),
+    "rehearse": Subcommand(
+        "skyasync.cli.commands:rehearse", "run three steps of a recipe with a small model", (*_SETTINGS, *_PLAN)
+    ),
     "simulate": Subcommand(
         "skyasync.simulate.__main__:main", "simulate the plans without GPUs, with your costs", _SETTINGS
     ),
@@ -171,6 +174,13 @@ def plan(argv: Arguments) -> None:
     from skyasync.cli.train import DRY_RUN, main
 
     main(argv=[DRY_RUN, *argv])
+
+
+def rehearse(argv: Arguments) -> None:
+    """A run made small; see ``skyasync.planning.rehearsal``."""
+    from skyasync.cli.train import REHEARSE, main
+
+    main(argv=[REHEARSE, *argv])
 
 
 def translate(argv: Arguments) -> None:

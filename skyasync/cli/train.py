@@ -23,7 +23,7 @@ TINY_CONFIG = Path(__file__).parents[1] / "examples" / "tiny" / "config.yaml"
 C = TypeVar("C", bound=Config)
 T = TypeVar("T")
 
-DRY_RUN = "--dry-run"
+DRY_RUN, REHEARSE = "--dry-run", "--rehearse"
 
 
 def main(
@@ -39,7 +39,8 @@ def main(
     Args:
         experiment_class: ``BasePPOExp`` by default.
         argv: ``key=value`` arguments; those of the process by default. With ``--dry-run`` nothing starts: what the
-            run would need is printed, and the program ends with status 0 if that fits the machine, 1 if not.
+            run would need is printed, and the program ends with status 0 if that fits the machine, 1 if not. With
+            ``--rehearse`` the run is made small (``skyasync.planning.rehearsal``).
         schema: the configuration's dataclass, if it has keys of its own.
         plan: the plan that the experiment fixes, if it does.
         callbacks: accompany the run (``skyasync.callbacks``), in addition to those of the experiment.
@@ -54,18 +55,34 @@ def main(
                 print(HELP, end="")
                 raise SystemExit(0)
             raise SystemExit(0 if show_plan(configuration(rest, schema, fixed), options) else 1)
+        rehearsal = REHEARSE in arguments
+        if rehearsal:
+            from skyasync.planning.command import split_options
+            from skyasync.planning.rehearsal import HELP as REHEARSE_HELP
+
+            options, arguments = split_options([argument for argument in arguments if argument != REHEARSE])
+            if arguments in (["--help"], ["-h"]):
+                print(REHEARSE_HELP, end="")
+                raise SystemExit(0)
         cfg = configuration(arguments, schema, fixed)
         if experiment_class is None:
             from skyasync.run.experiment import BasePPOExp
 
             experiment_class = BasePPOExp
-        experiment = experiment_class(cfg)
-        if callbacks:
-            from skyasync.preflight.parts import check_callbacks
 
-            check_callbacks([type(callback) for callback in callbacks])
-            experiment.callbacks = list(callbacks)
-        return run_or_exit(experiment, experiment.run)
+        def run(experiment: BasePPOExp) -> dict[str, float] | None:
+            if callbacks:
+                from skyasync.preflight.parts import check_callbacks
+
+                check_callbacks([type(callback) for callback in callbacks])
+                experiment.callbacks = list(callbacks)
+            return run_or_exit(experiment, experiment.run)
+
+        if rehearsal:
+            from skyasync.planning.rehearsal import rehearse
+
+            raise SystemExit(0 if rehearse(cfg, experiment_class, options, run) else 1)
+        return run(experiment_class(cfg))
     except UserError as error:
         exit_with(error)
     except Terminated as end:

@@ -13,8 +13,9 @@ from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.planning.advice import advise
-from skyasync.planning.plan import Machine, MemoryPlan, make_plan
+from skyasync.planning.plan import MemoryPlan, make_plan
 from skyasync.planning.shape import read_shape
+from skyasync.utils.machine import Machine
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.planning import estimate
 from skyasync.planning.memory import GIB
-from skyasync.planning.plan import Machine, MemoryPlan, MemoryUse, parse_size, this_machine
+from skyasync.planning.plan import MemoryPlan, MemoryUse, parse_size
 from skyasync.planning.speed import CARDS, Speed, card_of, roofline
+from skyasync.utils.machine import Machine, this_machine
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 EXAMPLES = {"--gpus": "8", "--card": "H100"} | dict.fromkeys(SIZES, "80GiB")

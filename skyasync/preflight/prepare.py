@@ -46,6 +46,7 @@ from skyasync.observability.jsonl import replace_text
 from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run
 from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
+from skyasync.preflight.memory import check_memory
 from skyasync.preflight.model import check_model, check_one_label, check_parallel, check_routers, check_same_tokens
 from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.registry import absolute_reference
@@ -56,6 +57,7 @@ from skyasync.run.placement import plan_slots
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, choose, refuse_other
 from skyasync.trainer.checkpoint.settings_check import check_recorded
 from skyasync.trainer.plans import PLANS
+from skyasync.utils.machine import this_machine
 from skyasync.workers.roles import POLICY, ROLES, SCORE, TEACHER_ROLE, VOCABULARY, Role
 
 PROCESSES_PER_CORE = 8  # ranks and engines; far more than that are meant for GPUs
@@ -103,7 +105,8 @@ def prepare(experiment: Unprepared) -> RunDirectory:
             check_writable(f"trainer.{key}", folder)
 
     ray = sys.modules.get("ray")
-    if not cfg.ray.address and not (ray is not None and ray.is_initialized()):  # it starts its own cluster here
+    own_cluster = not cfg.ray.address and not (ray is not None and ray.is_initialized())
+    if own_cluster:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         if hidden or not any(next(Path("/dev").glob(device), None) for device in _DEVICES):
             engine_config(cfg, gpus=False)
@@ -116,6 +119,8 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     train, evaluate = is_ours("get_train_dataset"), is_ours("get_eval_dataset")
     prompts = check_data(cfg, experiment.data_rows, train=train, evaluate=evaluate)
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
+    if own_cluster:
+        check_memory(cfg, this_machine())
     path = trainer.policy.model.path
     if not own_tokenizer and Path(path, "tokenizer.json").is_file():
         tokenizer = with_template(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from skyasync.config.schema import Config
-from skyasync.planning.plan import Machine, MemoryUse, make_plan
+from skyasync.planning.plan import MemoryUse, make_plan
+from skyasync.utils.machine import Machine
 from tests.planning.test_plan import QWEN_7B, reckoned
 
 GIB = 1 << 30

@@ -11,8 +11,9 @@ from skyasync.config.schema import Config
 from skyasync.planning import memory
 from skyasync.planning.advice import advise
 from skyasync.planning.memory import RankUse
-from skyasync.planning.plan import PART_BYTES, PROCESS, Machine, Measure, MemoryPlan, MemoryUse, make_plan, parse_size
+from skyasync.planning.plan import PART_BYTES, PROCESS, Measure, MemoryPlan, MemoryUse, make_plan, parse_size
 from skyasync.planning.shape import ModelShape
+from skyasync.utils.machine import Machine
 from skyasync.workers.roles import ROLES, VALUE, Role, always, never
 
 GIB = 1 << 30

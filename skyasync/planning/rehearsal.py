@@ -1,0 +1,187 @@
+"""``skyasync rehearse``: three real steps of a recipe, with a small model and few ranks, before a cluster runs it.
+
+Invariant: data, prompts, template, environments, rewards, agents, plan, objective and precision are the recipe's. Only
+the models and the settings of ``smaller`` change, and each change is printed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyasync.config.model_files import model_path
+from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import backend
+from skyasync.config.schema.weight_sync import BETWEEN_GPUS
+from skyasync.config.values import written
+from skyasync.models import SCORE
+from skyasync.planning.command import Options, show_plan
+from skyasync.planning.small_models import make_small_model
+from skyasync.workers.roles import POLICY, ROLES
+
+if TYPE_CHECKING:
+    from skyasync.rollout.types import Prompt
+    from skyasync.run.experiment import BasePPOExp
+
+HELP = """\
+usage: skyasync rehearse [--gpus N --card NAME] [--config FILE.yaml] [key=value ...]
+
+Runs three real steps of a recipe on this machine, with a small model of the same family (random weights), at most two
+ranks and engines of a kind, short responses and few prompts. Data, template, environments, rewards, agent, plan and
+objective are the recipe's, so what would fail in them fails here. A weight sync is verified, a checkpoint saved, the
+held-out prompts evaluated, the model exported. With --gpus and --card, as of skyasync plan, the full size is planned
+first. A program with a trainer of its own takes --rehearse. Ends with status 0 if all of it works.
+"""
+STEPS, SAMPLES, RESPONSE, EVALUATED, SEQUENCES = 3, 4, 32, 8, 64
+OWN_DEVICES = ("critic", "ref", "reward", "teacher")  # roles that may have some
+
+
+def rehearse(
+    cfg: Config, experiment_class: type[BasePPOExp], options: Options, run: Callable[[BasePPOExp], object]
+) -> bool:
+    """Plan the full size if a machine is described, then run ``cfg`` small; whether both work.
+
+    Args:
+        cfg: is changed.
+        run: runs an experiment, and ends the program with one line on an error.
+    """
+    fits = True
+    if options.gpus is not None:
+        print("full size:")
+        fits = show_plan(cfg, options)
+        print()
+    folder = Path(tempfile.mkdtemp(prefix="skyasync-rehearsal-"))
+    print(f"rehearsal: {STEPS} steps with random weights, in {folder}; changed for it:")
+    for key, value in (smaller(cfg) | output_settings(folder)).items():
+        holder, _, name = key.rpartition(".")
+        owner = attrgetter(holder)(cfg)
+        if key not in output_settings(folder):
+            print(f"  {key}: {written(vars(owner)[name])} -> {written(value)}")
+        setattr(owner, name, value)
+    for line in _with_small_models(cfg, folder):
+        print(f"  {line}")
+    sys.stdout.flush()
+    began = time.monotonic()
+    metrics = run(_few_prompts(experiment_class)(cfg))
+    if metrics is None:
+        return False
+    print(f"rehearsed in {time.monotonic() - began:.0f} s: {STEPS} steps, weight syncs, checkpoint, evaluation, export")
+    if options.gpus is None:
+        print("the full size was not looked at: add --gpus N --card NAME")
+    shutil.rmtree(folder)
+    return fits
+
+
+def smaller(cfg: Config) -> dict[str, Any]:
+    """The sizes that a rehearsal changes: key -> value."""
+    trainer, generator = cfg.trainer, cfg.generator
+    placement, parallel = trainer.placement, trainer.parallel
+    context, tensor = min(parallel.context, 2), min(parallel.tensor, 2)
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    data = min(ranks // (parallel.context * parallel.tensor) or 1, 2)
+    updates = -(-trainer.train_batch_size // (trainer.policy_mini_batch_size or trainer.train_batch_size))
+    mini_batch = min(trainer.policy_mini_batch_size or trainer.train_batch_size, max(data, 2))
+    batch = mini_batch * min(updates, 2)
+    changed: dict[str, Any] = {
+        "trainer.placement.policy_num_nodes": 1,
+        "trainer.placement.policy_num_gpus_per_node": data * context * tensor,
+        "trainer.parallel.context": context,
+        "trainer.parallel.tensor": tensor,
+        "trainer.train_batch_size": batch,
+        "trainer.policy_mini_batch_size": trainer.policy_mini_batch_size and mini_batch,
+        "trainer.stream_groups": min(trainer.stream_groups, batch),
+        "trainer.max_training_steps": min(trainer.max_training_steps or STEPS, STEPS),
+        "generator.num_inference_engines": min(generator.num_inference_engines, 2),
+        "generator.engines": [],
+        "generator.inference_engine_tensor_parallel_size": 1,
+        "generator.n_samples_per_prompt": min(generator.n_samples_per_prompt, SAMPLES),
+        "generator.oversample_per_prompt": min(generator.oversample_per_prompt, 1),
+        "generator.eval_n_samples_per_prompt": min(generator.eval_n_samples_per_prompt, 2),
+        "generator.generate_batch_size": 0,
+        "generator.max_num_seqs": min(generator.max_num_seqs, SEQUENCES),
+        "generator.sampling_params.max_generate_length": min(generator.sampling_params.max_generate_length, RESPONSE),
+        "generator.sampling_params.min_tokens": min(generator.sampling_params.min_tokens, RESPONSE),
+        "generator.eval_sampling_params.max_generate_length": None,  # as in sampling_params
+        "generator.eval_sampling_params.min_tokens": None,
+        "ray.address": "",
+    }
+    if generator.engines:
+        changed |= {"generator.backend": "auto", "generator.weight_sync_dir": ""}
+    elif backend(cfg) == "vllm" and not find_spec("vllm"):
+        changed["generator.backend"] = "transformers"
+    if generator.weight_sync_backend in BETWEEN_GPUS:
+        changed["generator.weight_sync_backend"] = "auto"
+    for role in OWN_DEVICES:
+        changed[f"trainer.placement.{role}_num_nodes"] = 1
+        changed[f"trainer.placement.{role}_num_gpus_per_node"] = 1
+    for role in ("policy", "critic", "ref"):
+        size = attrgetter(f"trainer.{role}.fsdp_size")(cfg)
+        changed[f"trainer.{role}.fsdp_size"] = 1 if 0 < size < ranks else 0
+    return {key: value for key, value in changed.items() if attrgetter(key)(cfg) != value}
+
+
+def output_settings(folder: Path) -> dict[str, Any]:
+    """Settings by which a rehearsal writes into ``folder`` alone, and makes a checkpoint, an evaluation, an export."""
+    return {
+        "trainer.ckpt_interval": 2,
+        "trainer.ckpt_minutes": 0.0,
+        "trainer.ckpt_path": "",
+        "trainer.eval_before_train": False,
+        "trainer.eval_interval": 0,
+        "trainer.eval_minutes": 0.0,
+        "trainer.export_path": str(folder / "export"),
+        "trainer.export_interval": 0,
+        "trainer.resume_mode": "none",
+        "trainer.run_name": "rehearsal",
+        "trainer.runs_dir": str(folder),
+        "trainer.logger": ["jsonl"],
+        "trainer.report": False,
+        "trainer.live_page": False,
+        "trainer.profile_steps": [],
+    }
+
+
+def _with_small_models(cfg: Config, folder: Path) -> list[str]:
+    """Give every model that is named a small one's folder; a line for each."""
+    lines, tensor, seed = [], cfg.trainer.parallel.tensor, cfg.trainer.seed
+    made: dict[tuple[str, str], str] = {}
+
+    def small(path: str, head: str, kwargs: dict[str, Any], key: str) -> str:
+        named = model_path(path, key)
+        if (named, head) not in made:
+            target = folder / f"model-{len(made)}"
+            count = make_small_model(named, target, head, kwargs, tensor, seed)
+            made[named, head] = str(target)
+            lines.append(f"{key}: {path} -> {count / 1e6:.1f}M parameters of the same family")
+        return made[named, head]
+
+    for role in ROLES.values():
+        own = role.own_model(cfg)
+        if own is not None and own.path:
+            kwargs = dict(own.config_kwargs) if role.name != POLICY else role.config_kwargs(cfg)
+            own.path = small(own.path, role.head, kwargs, f"{role.section}.model.path")
+    for name, entry in cfg.trainer.reward.models.items():
+        entry["path"] = small(entry["path"], SCORE, {}, f"trainer.reward.models.{name}.path")
+    return lines
+
+
+def _few_prompts(experiment_class: type[BasePPOExp]) -> type[BasePPOExp]:
+    """The experiment, which evaluates on its first held-out prompts alone."""
+    from skyasync.run.experiment import BasePPOExp as Base
+
+    class Rehearsed(experiment_class):  # type: ignore[misc, valid-type]
+        def get_eval_dataset(self) -> Sequence[Prompt] | None:
+            prompts = super().get_eval_dataset()
+            return prompts and prompts[:EVALUATED]
+
+        def is_ours(self, factory: str) -> bool:
+            return next(base for base in experiment_class.__mro__ if factory in vars(base)) is Base
+
+    return Rehearsed

@@ -1,0 +1,62 @@
+"""The lower bound of a run's memory: what cannot fit is refused before a start, what may fit never is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from skyasync.config import Config, load_config
+from skyasync.errors import UserError
+from skyasync.preflight.memory import check_memory
+from skyasync.utils.machine import Machine
+
+GIB = 1 << 30
+LAPTOP = Machine(0, 0, 32 * GIB)
+GPUS = Machine(8, 80 * GIB, 1 << 40)
+
+
+def run_of(folder: Path, billions: float, *settings: str, dtype: str = "bfloat16") -> Config:
+    """A model of so many parameters; its file has a size and takes no room."""
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype}))
+    file = folder / "model.safetensors"
+    file.touch()
+    os.truncate(file, int(billions * 1e9) * (2 if dtype == "bfloat16" else 4))
+    return load_config([f"trainer.policy.model.path={folder}", "data.train_data=[x]", *settings])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_that_cannot_fit_is_one_line(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        check_memory(run_of(tmp_path, 7, dtype=dtype), LAPTOP)
+    assert "7B parameters take at least 104 GiB, and this machine has 32 GiB" in str(refused.value)
+    assert "trainer.policy.lora.rank" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["trainer.policy.lora.rank=8"],
+        ["trainer.policy.freeze=[model.embed_tokens]"],
+        ["trainer.policy.optimizer_config.bf16_stochastic_round=true", "trainer.policy.model.dtype=bfloat16",
+         "trainer.policy.optimizer_config.name=adamw_8bit"],
+    ],
+)  # fmt: skip
+def test_what_may_fit_is_not_refused(settings: list[str], tmp_path: Path) -> None:
+    check_memory(run_of(tmp_path, 5, *settings), LAPTOP)
+
+
+def test_ranks_share_it_on_gpus(tmp_path: Path) -> None:
+    ranks = "trainer.placement.policy_num_gpus_per_node="
+    with pytest.raises(UserError, match=r"each GPU has 80 GiB: use more ranks than 1"):
+        check_memory(run_of(tmp_path, 8, f"{ranks}1"), GPUS)
+    with pytest.raises(UserError, match=r"at least 119 GiB"):
+        check_memory(run_of(tmp_path, 32, f"{ranks}8", "trainer.policy.fsdp_size=4"), GPUS)
+    check_memory(run_of(tmp_path, 32, f"{ranks}8"), GPUS)
+    check_memory(run_of(tmp_path, 8, f"{ranks}1", "trainer.policy.cpu_offload=parameters"), GPUS)
+
+
+def test_a_model_of_the_hub_is_not_looked_at() -> None:
+    check_memory(load_config(["trainer.policy.model.path=acme/large", "data.train_data=[x]"]), LAPTOP)
