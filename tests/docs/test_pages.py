@@ -56,6 +56,15 @@ def test_what_people_search_for_is_one_link_from_the_first_page(page: str) -> No
     assert f"({page}.md)" in (DOCS / "index.md").read_text()
 
 
+def test_the_lines_to_a_first_training_are_counted() -> None:
+    """Those of the smallest program, and of the same one for TRL."""
+    page = DOCS / "python_api.md"
+    programs = [block.text for block in blocks() if block.page == page and "\nrows = " in block.text]
+    ours, theirs = (sum(bool(line.strip()) for line in text.splitlines()) for text in programs)
+    text = " ".join(page.read_text().split())
+    assert f"the program above has {ours - 1} lines of code" in text and f"`GRPOTrainer`, in {theirs} lines" in text
+
+
 def test_the_command_has_one_spelling() -> None:
     assert [
         block.name for block in blocks() if block.language == "bash" and re.search(r"-m skyasync\b(?!\.)", block.text)
