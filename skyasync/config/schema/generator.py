@@ -56,12 +56,13 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     """Seconds an episode may take, pauses of the engines included; 0 has no such limit for environments, whose steps
     have one, and is 0.9 of trainer.step_timeout_s for agent programs."""
     max_model_len: int = key(0, low=0)
-    """Most tokens per sequence in the engine, at which an episode ends; 0 is room for max_turns responses (4 where it
-    is 0) with prompts in front of and between them, or the model's context where that is shorter."""
+    """Maximum number of tokens of a sequence in the engine, at which an episode ends. 0 is room for max_turns responses
+    (4 if it is 0) with their prompts, at most the model's context."""
     max_num_seqs: int = key(1024, low=1, when="not generator.engines")
-    """Most sequences an engine computes at once."""
+    """Maximum number of sequences that an engine computes at once."""
     max_num_batched_tokens: int = key(0, low=0, when="not generator.engines")
-    """Most tokens an engine computes per step, prompts included (vllm); 0 is max_num_seqs, at least 8192."""
+    """Maximum number of tokens that an engine computes per step, with prompts (vllm); 0 is max_num_seqs, at least
+    8192."""
     gpu_memory_utilization: float = key(0.8, above=0.0, high=1.0, when="not generator.engines")
     """Share of a GPU's memory that engines may take; those on one GPU divide it."""
     kv_cache_gb: float = key(1.0, above=0.0, when="not generator.engines")

@@ -81,7 +81,7 @@ class OptimizerConfig:
     num_warmup_steps: int = key(0, low=0)
     """Optimizer steps of linear warm-up."""
     warmup_ratio: float = key(0.0, low=0.0, below=1.0)
-    """The same as a share of all optimizer steps."""
+    """Linear warm-up as a share of all optimizer steps."""
     scheduler: str = key("constant", choices=tuple(SCHEDULES), refused=BY_A_METRIC)
     """Learning rate after the warm-up, by transformers' names."""
     scheduler_kwargs: dict[str, Any] = key({})

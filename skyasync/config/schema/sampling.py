@@ -34,9 +34,9 @@ class SamplingConfig:
     programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
 
     max_generate_length: int = key(256, low=1, high=INT32)
-    """Most tokens per response."""
+    """Maximum number of tokens of a response."""
     min_tokens: int = key(0, low=0, high=INT32)
-    """Fewest tokens per response."""
+    """Minimum number of tokens of a response."""
     temperature: float = key(1.0, low=0.01, high=100.0, also=(0.0,))
     """Sampling temperature; 0 is greedy."""
     top_p: float = key(1.0, above=0.0, high=1.0)

@@ -39,20 +39,22 @@ class TrainerConfig(FaultToleranceConfig):
     """Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives bitwise
     identical losses. 0 trains whatever has been generated, which waits least."""
     max_staleness: int = key(1, low=0)
-    """Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous."""
+    """Maximum staleness in the fully_async plan: policy versions from a prompt's submission to its training. 0 is
+    synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
     """auto lowers the policy's learning rate while stale samples are far from the trained policy: no more than keeps
     their KL divergence at 0.02 nats per token. It is never above the schedule's."""
     sync_interval: int = key(1, low=1)
-    """Steps from one weight sync to the next; samples age by up to one less."""
+    """Training steps from one weight sync to the next. A value of n adds up to n - 1 to the staleness."""
     staleness_bound: str = key("hard", choices=("hard", "mean"))
-    """max_staleness bounds every prompt's age, or (AReaL's formula) the mean."""
+    """hard: max_staleness bounds the staleness of every prompt. mean: it bounds the mean (AReaL's formula)."""
     async_generation_ratio: float = key(0.0, low=0.0)
     """Batches generated ahead, with fractions, in the fully_async plan; 0 is max_staleness."""
     partial_rollout: str = key("keep", choices=("keep", "recompute", "wait"))
-    """At a weight sync requests in flight continue with their cache, start over from their tokens, or finish first."""
+    """What requests in flight do at a weight sync. keep: continue with the old KV cache. recompute: continue from their
+    tokens with the new weights. wait: finish before it."""
     eval_mode: str = key("overlap", choices=("overlap", "pause"))
-    """Evaluate while training generates, or pause it: requests in flight finish, nothing new starts."""
+    """overlap: evaluate during generation for training. pause: let requests in flight finish, then evaluate alone."""
     allow_uncorrected: bool = key(False)
     """Let an asynchronous plan run without an off-policy correction."""
     epochs: int = key(0, low=0, when="not data.streaming")
@@ -68,10 +70,10 @@ class TrainerConfig(FaultToleranceConfig):
     micro_train_batch_size_per_gpu: int = key(0, low=0)
     """Most sequences per forward-backward pass, within micro_batch_tokens; 0 sets no such limit."""
     micro_forward_batch_size_per_gpu: int = key(0, low=0)
-    """Most sequences per forward-only pass, within micro_batch_tokens; 0 sets no such limit."""
+    """Maximum number of sequences of a forward-only pass, within micro_batch_tokens; 0 sets no such limit."""
     micro_batch_tokens: int = key(0, low=0)
-    """Most tokens per pass, padding included; a longer sequence is a pass by itself. 0 is 4096 on a CPU, 16384 on a
-    GPU."""
+    """Maximum number of tokens of a forward and backward pass, with padding. A longer sequence is a pass by itself. 0
+    is 4096 on a CPU, 16384 on a GPU."""
     max_prompt_length: int = key(512, low=1)
     """Prompts with more tokens are left out, and counted."""
     eval_batch_size: int = key(1024, low=1)
