@@ -120,8 +120,8 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
     ):  # which the checks reject, but not if a tool separates them
         return chosen
     by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
-    way = "cuda_ipc" if together else "nccl"
-    return way if gpus and not by_file and way in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
+    way, ways = "cuda_ipc" if together else "nccl", ENGINES.about(backend(cfg)).can["weight_sync"]
+    return way if gpus and not by_file and way in ways else str(ways[0])
 
 
 def loads_as_files(cfg: Config) -> bool:
