@@ -57,9 +57,6 @@ NOT_READ = ("trainer.policy.router_replay", "trainer.policy.lora.sync", "trainer
 
 def sft(argv: Arguments) -> None:
     """Train."""
-    if list(argv) in (["--help"], ["-h"]):
-        print(HELP, end="")
-        return
     from skyasync.cli.train import main
 
     main(SupervisedExperiment, take_options(argv, {}, (), settings=True)[1])

@@ -56,7 +56,7 @@ def load_prompts(
     prompts = [as_prompt(index, row, cfg) for index, row in enumerate(row for part in given for row in part)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit, lengths = cfg.trainer.max_prompt_length, [_length(prompt, chat) for prompt in prompts]
-    short = short_enough(prompts, lengths, limit, "trainer.max_prompt_length", "prompt")
+    short = short_enough(prompts, lengths, limit, f"trainer.max_prompt_length={limit}", "prompt")
     if short and not is_eval:
         _check_domains(short, cfg)
         _check_env_classes(short, cfg)
@@ -64,20 +64,21 @@ def load_prompts(
     return short
 
 
-def short_enough(examples: Sequence[P], lengths: Sequence[int], limit: int, keys: str, name: str) -> list[P]:
-    """The examples of at most ``limit`` tokens, which is what ``keys`` say; a warning counts the others.
+def short_enough(examples: Sequence[P], lengths: Sequence[int], most: int, bound: str, name: str) -> list[P]:
+    """The examples of at most ``most`` tokens; a warning counts the others.
+
+    Args:
+        bound: where ``most`` is set, for messages ("trainer.max_prompt_length=512").
+        name: of one example, for messages.
 
     Raises:
         UserError: if all are too long.
     """
-    short = [example for example, length in zip(examples, lengths, strict=True) if length <= limit]
+    short = [example for example, length in zip(examples, lengths, strict=True) if length <= most]
     if examples and not short:
-        raise UserError(
-            f"no {name} has at most {keys}={limit} tokens: raise it to at least {min(lengths)}, the shortest of "
-            f"{len(examples)}"
-        )
+        raise UserError(f"no {name} has at most {bound} tokens: the shortest of {len(examples)} has {min(lengths)}")
     if left := len(examples) - len(short):
-        log.warning("%d of %d %ss have more than %s=%d tokens and are left out", left, len(examples), name, keys, limit)
+        log.warning("%d of %d %ss have more than %s tokens and are left out", left, len(examples), name, bound)
     return short
 
 

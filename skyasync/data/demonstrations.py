@@ -66,7 +66,7 @@ def load_demonstrations(
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
     lengths = [max(sum(len(segment.tokens) for segment in s) for s in each.sequences) for each in every]
     keys = "trainer.max_prompt_length + generator.sampling_params.max_generate_length"
-    return short_enough(every, lengths, limit, keys, "row")
+    return short_enough(every, lengths, limit, f"{keys} = {limit}", "row")
 
 
 def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conversation, int]:
