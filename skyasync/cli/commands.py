@@ -21,7 +21,7 @@ class Subcommand:
     """One subcommand.
 
     Args:
-        home: ``module:function``, called with the arguments after the subcommand; it returns the exit status.
+        home: ``module:function``, called with the arguments after the subcommand.
         does: one line of the help.
         options: its options, for completion.
         settings: it takes ``key=value``.
@@ -43,18 +43,18 @@ class Subcommand:
     needs: bool = False
     passes_on: bool = False
 
-    def carry_out(self, argv: Arguments) -> int | None:
-        """Import the subcommand's module and do it; the exit status, None for 0."""
+    def carry_out(self, argv: Arguments) -> int:
+        """Import the subcommand's module and do it; the exit status."""
         home, _, name = self.home.partition(":")
         module = vars(import_module(home))
         if "HELP" in module and asks_for_help(argv, alone=self.settings or self.passes_on):
             print(module["HELP"], end="")
-            return None
-        if self.needs and not argv:
+        elif self.needs and not argv:
             print(module["HELP"], end="", file=sys.stderr)
             return 2
-        status = module[name](argv)
-        return status if isinstance(status, int) else None
+        else:
+            module[name](argv)
+        return 0
 
 
 _HELP = ("--help",)

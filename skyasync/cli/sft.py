@@ -46,7 +46,7 @@ READ = (
     "trainer.resume_mode", "trainer.export_", "trainer.profile_steps", "trainer.run_name", "trainer.runs_dir",
     "trainer.project_name", "trainer.logger", "trainer.terminal", "trainer.seed", "trainer.step_timeout_s",
     "trainer.save_samples", "trainer.dump_trajectories", "trainer.report", "trainer.live_page",
-    "trainer.sigterm_grace_s", "trainer.max_restarts", "trainer.restart_from", "trainer.heartbeat_timeout_s",
+    "trainer.sigterm_grace_s", "trainer.max_restarts", "trainer.heartbeat_timeout_s",
     "trainer.on_nonfinite", "trainer.on_spike", "trainer.spike_limits", "trainer.max_bad_steps",
     "generator.sampling_params.max_generate_length", "data.train_data", "data.val_data", "data.prompt_key",
     "data.apply_chat_template", "data.chat_template", "data.chat_template_kwargs", "data.system_prompt", "ray.",
