@@ -150,8 +150,9 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     """A line that names what ``auto`` has become, and why; empty if the configuration names a backend."""
     if cfg.generator.weight_sync_backend != "auto":
         return ""
-    if (way := weight_sync_backend(cfg, gpus=gpus)) in BETWEEN_GPUS:
-        return f"generator.weight_sync_backend=auto is {way}: {_BETWEEN_GPUS[way]}"
+    if (way := weight_sync_backend(cfg, gpus=gpus)) != "shared_memory":
+        why = _BETWEEN_GPUS.get(way, f"the {backend(cfg)} engine's own way")
+        return f"generator.weight_sync_backend=auto is {way}: {why}"
     delta, adapters = cfg.generator.weight_sync_mode == "delta", adapter_rank(cfg)
     if maps_weights(cfg):
         dtype = cfg.generator.dtype

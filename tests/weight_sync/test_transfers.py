@@ -1,4 +1,4 @@
-"""A weight transfer of the user's, named in ``TRANSFERS``."""
+"""The table of weight transfers, and a transfer of the user's in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyasync.config import load_config
 from skyasync.inference.interface import ENGINES, InferenceEngine
-from skyasync.inference.settings import weight_sync_backend
+from skyasync.inference.settings import chosen_backend, weight_sync_backend
 from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.transfers.endpoints import WeightSender
@@ -66,6 +66,7 @@ async def test_its_sender_is_made_on_the_ranks_and_the_engine_chooses_it() -> No
 
     cfg: Any = load_config(["generator.backend=by_hand_engine"])
     assert weight_sync_backend(cfg, gpus=False) == "by_hand"
+    assert chosen_backend(cfg, gpus=False).startswith("generator.weight_sync_backend=auto is by_hand: ")
     transfer = TRANSFERS.find("by_hand").of_run(Rank(), cfg, list, gpus=False)
     update = await transfer.publish(3)
     assert torch.equal(update.info["w"], weights["w"])
@@ -75,3 +76,15 @@ async def test_its_sender_is_made_on_the_ranks_and_the_engine_chooses_it() -> No
 def test_an_engine_that_does_not_name_it_is_refused() -> None:
     with pytest.raises(Exception, match=r"generator\.weight_sync_backend=by_hand needs "):
         load_config(["generator.backend=transformers", "generator.weight_sync_backend=by_hand"])
+
+
+def test_the_ways_between_gpus_are_made_for_the_runs_ranks_and_engines() -> None:
+    class Ranks:
+        ranks = 3
+
+    cfg: Any = load_config(["generator.backend=vllm", "generator.heartbeat_timeout_s=7"])
+    broadcast = vars(TRANSFERS.find("nccl").of_run(Ranks(), cfg, lambda: [1, 2], gpus=True))
+    assert (broadcast["_workers"], broadcast["_timeout_s"], broadcast["_recovers"]) == (1, 7, False)
+    assert vars(TRANSFERS.find("nccl").of_run(Ranks(), cfg, list, gpus=False))["_recovers"]
+    parts = vars(TRANSFERS.find("cuda_ipc").of_run(Ranks(), cfg, lambda: [1, 2], gpus=True))
+    assert (parts["_count"], parts["_engines"]()) == (3, [1, 2])
