@@ -47,7 +47,7 @@ class Subcommand:
         """Import the subcommand's module and do it; the exit status."""
         home, _, name = self.home.partition(":")
         module = vars(import_module(home))
-        if "HELP" in module and asks_for_help(argv, alone=self.settings or self.passes_on):
+        if "HELP" in module and wants_help(argv, alone=self.settings or self.passes_on):
             print(module["HELP"], end="")
         elif self.needs and not argv:
             print(module["HELP"], end="", file=sys.stderr)
@@ -191,7 +191,7 @@ def translate(argv: Arguments) -> None:
     other_frameworks().translate(argv)
 
 
-def asks_for_help(argv: Arguments, *, alone: bool) -> bool:
+def wants_help(argv: Arguments, *, alone: bool) -> bool:
     """Args: alone: only where ``--help`` or ``-h`` is all of ``argv``."""
     return list(argv) in (["--help"], ["-h"]) or (not alone and bool({"--help", "-h"}.intersection(argv)))
 
