@@ -42,6 +42,7 @@ REGISTRIES = (
     "skyasync.observability:TRACKERS",
     "skyasync.trainer.plans:PLANS",
     "skyasync.rewards:REWARDS",
+    "skyasync.weight_sync.transfers:TRANSFERS",
     "skyasync.workers.roles:ROLES",
 )
 UserParts = dict[str, dict[str, Any]]

@@ -176,7 +176,8 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
         count = len(chains)
         within = np.flatnonzero(lengths[:count] <= len(call.prompt))
         equal = within[prefixes[lengths[within]] == sums[within]].tolist()
-        extended = [index for index in equal if _begins(call.images, chains[index][-1].images)]
+        shown = [chains[index][-1].images for index in equal]
+        extended = [index for index, images in zip(equal, shown, strict=True) if call.images[: len(images)] == images]
         chain = min(extended, key=lambda index: (-lengths[index], ended[index]), default=count)
         if chain == count:
             chains.append([])
@@ -184,10 +185,6 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
         chains[chain].append(call)
         ended[chain], lengths[chain], sums[chain] = number, len(call.tokens), prefixes[-1]
     return [_segments(chains[index]) for index in sorted(range(len(chains)), key=ended.__getitem__)]
-
-
-def _begins(images: Images, first: Images) -> bool:
-    return images[: len(first)] == first
 
 
 def _segments(chain: list[RecordedCall]) -> list[Segment]:

@@ -7,8 +7,7 @@ module is imported when it runs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -22,13 +21,17 @@ class Subcommand:
     """One subcommand.
 
     Args:
-        home: ``module:function``, called with the arguments after the subcommand; it returns the exit status.
+        home: ``module:function``, called with the arguments after the subcommand.
         does: one line of the help.
         options: its options, for completion.
         settings: it takes ``key=value``.
         runs: it takes folders of runs, or files.
         listed: the help lists it.
         needs: it needs arguments; without any, its help is an error.
+        passes_on: it passes its arguments on to another program.
+
+    A module's ``HELP`` is printed for ``--help``. Where the settings' loader or another program has a help too, that
+    must be the only argument.
     """
 
     home: str
@@ -38,17 +41,20 @@ class Subcommand:
     runs: bool = False
     listed: bool = True
     needs: bool = False
+    passes_on: bool = False
 
-    def carry_out(self, argv: Arguments) -> int | None:
-        """Import the subcommand's module and do it; the exit status, None for 0."""
-        module, _, name = self.home.partition(":")
-        function: Callable[[Arguments], object] = getattr(import_module(module), name)
-        if self.needs and not argv:
-            with redirect_stdout(sys.stderr):
-                function(["--help"])
+    def carry_out(self, argv: Arguments) -> int:
+        """Import the subcommand's module and do it; the exit status."""
+        home, _, name = self.home.partition(":")
+        module = vars(import_module(home))
+        if "HELP" in module and wants_help(argv, alone=self.settings or self.passes_on):
+            print(module["HELP"], end="")
+        elif self.needs and not argv:
+            print(module["HELP"], end="", file=sys.stderr)
             return 2
-        status = function(argv)
-        return status if isinstance(status, int) else None
+        else:
+            module[name](argv)
+        return 0
 
 
 _HELP = ("--help",)
@@ -125,7 +131,12 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         needs=True,
     ),
     "serve": Subcommand(
-        "skyasync.cli.serve:serve", "start a vLLM server for generator.engines", _HELP, settings=False, needs=True
+        "skyasync.cli.serve:serve",
+        "start a vLLM server for generator.engines",
+        _HELP,
+        settings=False,
+        needs=True,
+        passes_on=True,
     ),
     "tinker": Subcommand(
         "skyasync.cli.tinker:tinker",
@@ -188,6 +199,11 @@ def translate(argv: Arguments) -> None:
     from skyasync.other_frameworks import other_frameworks
 
     other_frameworks().translate(argv)
+
+
+def wants_help(argv: Arguments, *, alone: bool) -> bool:
+    """Args: alone: only where ``--help`` or ``-h`` is all of ``argv``."""
+    return list(argv) in (["--help"], ["-h"]) or (not alone and bool({"--help", "-h"}.intersection(argv)))
 
 
 def take_options(

@@ -55,15 +55,14 @@ Prints shell code that completes subcommands, options, settings (trainer.al<Tab>
 """
 
 
-def completion(argv: Arguments) -> int | None:
+def completion(argv: Arguments) -> None:
     """Print a shell's script."""
-    if not argv or argv[0] in ("--help", "-h"):
+    if not argv:
         print(HELP, end="")
-        return None
+        return
     if argv[0] not in SCRIPTS or len(argv) > 1:
         raise UserError(unknown("shell", " ".join(argv), SCRIPTS))
     print(SCRIPTS[argv[0]], end="")
-    return None
 
 
 def complete(argv: Arguments) -> None:

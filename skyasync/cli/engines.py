@@ -22,11 +22,8 @@ else the number of an engine, which the run starts or ends. The same can be had 
 """
 
 
-def engines(argv: Arguments) -> int | None:
+def engines(argv: Arguments) -> None:
     """Raises ``UserError`` for a run that does not go on, and for names that do not fit."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP, end="")
-        return None
     file, what, names = Path(argv[0]).expanduser() / FILE, [*argv[1:], "list"][0], list(argv[2:])
     if not file.is_file():
         why = "it has ended, or its engines cannot change (docs/elastic_engines.md)"
@@ -39,7 +36,6 @@ def engines(argv: Arguments) -> int | None:
         there = _changed(there, what, [name.rstrip("/") for name in names])
         write_engine_list(file, there)
     print("\n".join(there))
-    return None
 
 
 def _changed(there: list[str], what: str, names: list[str]) -> list[str]:

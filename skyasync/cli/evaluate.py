@@ -35,11 +35,8 @@ default for 1, 2, 4, ... as far as the samples go, and with trainer.eval_passing
 """
 
 
-def evaluate(argv: Arguments) -> int | None:
+def evaluate(argv: Arguments) -> None:
     """Play all held-out prompts, and print the scores."""
-    if list(argv) in (["--help"], ["-h"]):
-        print(HELP, end="")
-        return None
     values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
     options, rest = take_options(argv, values, ("--json", "--best"), settings=True)
     ks = [whole_number(part, "--k") for part in options["--k"].split(",")] if options.get("--k") else []
@@ -68,7 +65,7 @@ def evaluate(argv: Arguments) -> int | None:
         metrics = run_or_exit(experiment, lambda: measure(experiment, most))
     if "--json" in options:
         print(json.dumps(metrics, indent=1))
-        return None
+        return
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -77,7 +74,6 @@ def evaluate(argv: Arguments) -> int | None:
         error = "" if standard_error is None else f" ± {standard_error:.4f}"
         if not name.endswith("/score_error"):
             console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")
-    return None
 
 
 def measure(experiment: RolloutExperiment, most: int = 0) -> dict[str, float]:

@@ -30,11 +30,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 _PREFIX = "model."  # of the weights among a checkpoint's tensors
 
 
-def export(argv: Arguments) -> int | None:
+def export(argv: Arguments) -> None:
     """Write the folder, and say where it is."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP, end="")
-        return None
     examples = {"--out": "FOLDER", "--dtype": "bfloat16", "--model": "PATH"}
     options, names = take_options(argv, examples, ["--best"])
     if len(names) != 1:
@@ -43,7 +40,6 @@ def export(argv: Arguments) -> int | None:
     out = Path(options.get("--out") or checkpoint / "hf")
     write(checkpoint, out, dtype=options.get("--dtype", "auto"), model=options.get("--model", ""))
     print(out)
-    return None
 
 
 def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") -> None:

@@ -30,11 +30,8 @@ trajectories it shows samples.jsonl.
 """
 
 
-def replay(argv: Arguments) -> int | None:
+def replay(argv: Arguments) -> None:
     """Train, or show."""
-    if list(argv) in (["--help"], ["-h"]):
-        print(HELP, end="")
-        return None
     options, rest = take_options(
         argv, {"--step": "3", "--episode": "e0-i17"}, ("--show", "--tokens", "--nonfinite"), settings=True
     )
@@ -54,7 +51,6 @@ def replay(argv: Arguments) -> int | None:
         raise UserError(f"{given[0]} is read with --show")
     else:
         _train(run, rest[1:], nonfinite=nonfinite)
-    return None
 
 
 def _train(run: Path, settings: Sequence[str], *, nonfinite: bool = False) -> None:

@@ -22,11 +22,8 @@ free port of 127.0.0.1, or with a token where --host lets other machines ask; /m
 COMPARISON = "comparison.html"
 
 
-def report(argv: Sequence[str]) -> int | None:
+def report(argv: Sequence[str]) -> None:
     """Write the page, and print its path."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP, end="")
-        return None
     options, names = take_options(argv, {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"},
                                  ("--live",))  # fmt: skip
     every_s = 0.0
@@ -49,7 +46,7 @@ def report(argv: Sequence[str]) -> int | None:
         if other := options.keys() & {"--out", "--every"}:
             raise UserError(f"{min(other)} has no effect with --live: the page is served, not written")
         _serve(folders, options.get("--host", ""), options.get("--port", "0"))
-        return None
+        return
     if other := options.keys() & {"--host", "--port"}:
         raise UserError(f"{min(other)} needs --live")
     from skyasync.observability.jsonl import replace_text
@@ -65,7 +62,7 @@ def report(argv: Sequence[str]) -> int | None:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
         print(path, flush=True)
         if over or not every_s:
-            return None
+            return
         time.sleep(every_s)
 
 

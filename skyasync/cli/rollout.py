@@ -24,9 +24,6 @@ PROMPTS = 4
 
 def rollout(argv: Arguments) -> None:
     """Play, and print; or only print the prompts."""
-    if list(argv) in (["--help"], ["-h"]):
-        print(HELP, end="")
-        return
     flags = ("--held-out", "--show-prompts", "--json")
     options, rest = take_options(argv, {"--prompts": "4", "--samples": "8"}, flags, settings=True)
     from skyasync.cli.rollout_experiment import RolloutExperiment

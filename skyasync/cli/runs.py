@@ -58,9 +58,6 @@ class Listed:
 
 def runs(argv: Arguments) -> None:
     """Print the table, or the list as JSON."""
-    if "--help" in argv or "-h" in argv:
-        print(HELP, end="")
-        return
     options, folders = take_options(argv, {"--sort": "reward/mean"}, ("--best", "--json"))
     if len(folders) > 1:
         raise UserError(f"skyasync runs lists one folder; {len(folders)} are named")

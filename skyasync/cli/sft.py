@@ -46,7 +46,7 @@ READ = (
     "trainer.resume_mode", "trainer.export_", "trainer.profile_steps", "trainer.run_name", "trainer.runs_dir",
     "trainer.project_name", "trainer.logger", "trainer.terminal", "trainer.seed", "trainer.step_timeout_s",
     "trainer.save_samples", "trainer.dump_trajectories", "trainer.report", "trainer.live_page",
-    "trainer.sigterm_grace_s", "trainer.max_restarts", "trainer.restart_from", "trainer.heartbeat_timeout_s",
+    "trainer.sigterm_grace_s", "trainer.max_restarts", "trainer.heartbeat_timeout_s",
     "trainer.on_nonfinite", "trainer.on_spike", "trainer.spike_limits", "trainer.max_bad_steps",
     "generator.sampling_params.max_generate_length", "data.train_data", "data.val_data", "data.prompt_key",
     "data.apply_chat_template", "data.chat_template", "data.chat_template_kwargs", "data.system_prompt", "ray.",
@@ -57,9 +57,6 @@ NOT_READ = ("trainer.policy.router_replay", "trainer.policy.lora.sync", "trainer
 
 def sft(argv: Arguments) -> None:
     """Train."""
-    if list(argv) in (["--help"], ["-h"]):
-        print(HELP, end="")
-        return
     from skyasync.cli.train import main
 
     main(SupervisedExperiment, take_options(argv, {}, (), settings=True)[1])

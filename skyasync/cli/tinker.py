@@ -20,9 +20,6 @@ LARGEST_PORT = 65535
 
 def tinker(argv: Arguments) -> None:
     """Serve until the process is ended."""
-    if list(argv) in (["--help"], ["-h"]):
-        print(HELP, end="")
-        return
     options, rest = take_options(
         argv, {"--host": "192.0.2.1", "--port": "8333", "--folder": "FOLDER"}, (), settings=True
     )

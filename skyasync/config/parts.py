@@ -71,7 +71,8 @@ def engines_with(capability: str, among: str = "") -> str:
     from skyasync.inference.interface import ENGINES
 
     has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
-    return supported([name for name, value in has.items() if (among in value if among else value)])
+    able = [name for name, value in has.items() if (among in value if among else value)]
+    return supported(able) if able else f"an engine of your own that declares it ({capability})"
 
 
 def supported(backends: Sequence[str]) -> str:

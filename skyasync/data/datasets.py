@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config, DataConfig
@@ -31,6 +31,8 @@ from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt, PromptId
 
 log = logging.getLogger(__name__)
+
+P = TypeVar("P", bound=Prompt)
 
 
 def load_prompts(
@@ -54,21 +56,29 @@ def load_prompts(
     prompts = [as_prompt(index, row, cfg) for index, row in enumerate(row for part in given for row in part)]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit, lengths = cfg.trainer.max_prompt_length, [_length(prompt, chat) for prompt in prompts]
-    short = [prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= limit]
-    if len(short) < len(prompts):
-        log.warning(
-            "%d of %d prompts have more than trainer.max_prompt_length=%d tokens and are left out",
-            len(prompts) - len(short), len(prompts), limit,
-        )  # fmt: skip
-    if prompts and not short:
-        raise UserError(
-            f"no prompt has at most trainer.max_prompt_length={limit} tokens: raise it to at least {min(lengths)}, the "
-            f"shortest of {len(prompts)}"
-        )
+    short = short_enough(prompts, lengths, limit, f"trainer.max_prompt_length={limit}", "prompt")
     if short and not is_eval:
         _check_domains(short, cfg)
         _check_env_classes(short, cfg)
     check_rows(short, cfg, is_eval=is_eval)
+    return short
+
+
+def short_enough(examples: Sequence[P], lengths: Sequence[int], most: int, bound: str, name: str) -> list[P]:
+    """The examples of at most ``most`` tokens; a warning counts the others.
+
+    Args:
+        bound: where ``most`` is set, for messages ("trainer.max_prompt_length=512").
+        name: of one example, for messages.
+
+    Raises:
+        UserError: if all are too long.
+    """
+    short = [example for example, length in zip(examples, lengths, strict=True) if length <= most]
+    if examples and not short:
+        raise UserError(f"no {name} has at most {bound} tokens: the shortest of {len(examples)} has {min(lengths)}")
+    if left := len(examples) - len(short):
+        log.warning("%d of %d %ss have more than %s tokens and are left out", left, len(examples), name, bound)
     return short
 
 

@@ -7,7 +7,6 @@ and write, so that reinforcement learning goes on where this has ended.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -16,7 +15,7 @@ import numpy as np
 
 from skyasync.arrays import NO_INTS, joined
 from skyasync.config.schema import Config, DataConfig
-from skyasync.data.datasets import is_conversation, messages_of
+from skyasync.data.datasets import is_conversation, messages_of, short_enough
 from skyasync.data.sources import Row, rows
 from skyasync.envs.base import Conversation
 from skyasync.envs.images import image_column, image_part
@@ -24,8 +23,6 @@ from skyasync.errors import UserError
 from skyasync.rollout.chat import ChatTokenizer, Tools
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt, PromptId, Segment
-
-log = logging.getLogger(__name__)
 
 MESSAGES = "messages"
 RESPONSES = ("completion", "response")
@@ -68,14 +65,8 @@ def load_demonstrations(
             every.append(Demonstration(PromptId(0, index), messages, "", sequences=sequences))
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
     lengths = [max(sum(len(segment.tokens) for segment in s) for s in each.sequences) for each in every]
-    short = [each for each, length in zip(every, lengths, strict=True) if length <= limit]
     keys = "trainer.max_prompt_length + generator.sampling_params.max_generate_length"
-    if every and not short:
-        raise UserError(f"no row has at most {keys} = {limit} tokens: the shortest of {len(every)} has {min(lengths)}")
-    if len(short) < len(every):
-        left = len(every) - len(short)
-        log.warning("%d of %d rows have more than %s = %d tokens and are left out", left, len(every), keys, limit)
-    return short
+    return short_enough(every, lengths, limit, f"{keys} = {limit}", "row")
 
 
 def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conversation, int]:

@@ -251,7 +251,7 @@ class InferenceClient:
         for inflight in [self._inflight[name] for name in ended]:
             if inflight.engine is None and not inflight.future.done():
                 inflight.future.set_result(inflight.so_far)
-        await self.pool.all("abort", request_ids)
+        await self.pool.all(lambda engine: engine.abort(request_ids))
 
     async def progress(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
         """What the healthy engines have of these unanswered requests (of all: None), by their ids."""
@@ -283,11 +283,11 @@ class InferenceClient:
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Per healthy engine, the log-probability of each token after the first."""
-        return list((await self.pool.all("score", sequences)).values())
+        return list((await self.pool.all(lambda engine: engine.score(sequences))).values())
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         self._paused = True
-        await self.pool.all("pause", mode)
+        await self.pool.all(lambda engine: engine.pause(mode))
 
     async def cut(self) -> None:
         """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
@@ -297,7 +297,7 @@ class InferenceClient:
 
     async def resume(self) -> None:
         self._paused = self._cutting = False
-        await self.pool.all("resume")
+        await self.pool.all(lambda engine: engine.resume())
 
     async def update_weights(self, update: WeightUpdate) -> list[str]:
         """As ``InferenceEngine.update_weights``, of all engines."""
@@ -305,22 +305,24 @@ class InferenceClient:
         self.updating = True
         try:
             if "members" in update.info:  # sender and receivers meet in a group
-                await self.pool.all_or_none(update.info["members"], "update_weights", update)
+                await self.pool.all_or_none(
+                    update.info["members"], lambda engine: engine.update_weights(update), "update_weights"
+                )
                 return []
-            answers = await self.pool.all("update_weights", update)
+            answers = await self.pool.all(lambda engine: engine.update_weights(update))
         finally:
             self.updating = False
         return sorted({name for unproven in answers.values() for name in unproven or ()})
 
     async def sleep(self) -> None:
-        await self.pool.all("sleep")
+        await self.pool.all(lambda engine: engine.sleep())
 
     async def wake(self, part: WakePart) -> None:
-        await self.pool.all("wake", part)
+        await self.pool.all(lambda engine: engine.wake(part))
 
     async def stats(self) -> list[EngineStats]:
         """Per engine, by its place; nothing but zeros for one that has failed."""
-        stats = await self.pool.all("stats")
+        stats = await self.pool.all(lambda engine: engine.stats())
         return [stats.get(i, EngineStats(gone=bool(left))) for i, left in enumerate(self.pool.router.left)]
 
     async def shutdown(self) -> None:

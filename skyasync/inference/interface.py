@@ -370,15 +370,18 @@ class EngineConfig:
 #: What an engine can do, as configuration asks it: name -> default. Engines of users set class attributes.
 CAPABILITIES: dict[str, Any] = {
     "tensor_parallel": False,  # one engine may take several GPUs
-    "weight_sync": ("shared_memory",),  # how weights may reach it
+    "weight_sync": ("shared_memory",),  # how weights may reach it (TRANSFERS); the first without GPUs
     "computes_on_mapped_weights": False,  # it maps weights in the machine's shared memory and computes on them
     "reads_mapped_weights": False,  # it copies weights out of the machine's shared memory
     "loads_as_files": False,  # it wants weights by the names of the model's files, not of transformers' parameters
     "takes_changes": False,  # it accepts a delta of weights
     "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
     "forgets_asleep": False,  # ``sleep`` drops its weights
+    "reads_images": False,  # requests may have images
     "returns_experts": False,  # it reports the experts that a mixture's routers chose
     "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
+    "fills_memory": False,  # its cache takes all memory that it may have
+    "processes": 1,  # of one engine
     "sampling": (),  # settings of generator.sampling_params that not every engine has
     "lacks": (),  # settings of generator.sampling_params that other engines have
     "elsewhere": False,  # a server of generator.engines, which the run does not start
@@ -395,6 +398,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "computes_on_mapped_weights": True,
             "takes_changes": True,
             "takes_adapters": ("layers", "head"),
+            "reads_images": True,
             "returns_experts": True,
             "sleeps_on": ("cpu", "gpu"),
         },
@@ -409,8 +413,11 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "takes_changes": True,
             "takes_adapters": ("layers",),
             "forgets_asleep": True,
+            "reads_images": True,
             "returns_experts": True,
             "sleeps_on": ("gpu",),
+            "fills_memory": True,
+            "processes": 2,  # an actor, and the core's process
             "sampling": ("structured_outputs", "repetition_detection"),
             "options": "skyasync.inference.backends.vllm.options:reserved_options",
             "cpu_limits": "skyasync.inference.backends.vllm.options:cpu_limits",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from skyasync.inference.interface import EngineFailedError, InferenceEngine
 from skyasync.inference.router import Router
 
+R = TypeVar("R")
 Calls = set[asyncio.Future[Any]]  # tasks that wait for an engine's answer
 
 
@@ -48,16 +49,21 @@ class EnginePool:
     def healthy(self) -> list[int]:
         return [index for index, healthy in enumerate(self.router.healthy) if healthy]
 
-    async def all(self, method: str, *args: object) -> dict[int, Any]:
+    async def all(self, call: Callable[[InferenceEngine], Coroutine[Any, Any, R]]) -> dict[int, R]:
         """The answers of the healthy engines, by their numbers, without those that fail meanwhile."""
         if self.end is not None:
             raise self.end
         healthy = self.healthy
-        answers = await asyncio.gather(*(self.ask(i, getattr(self.engines[i], method)(*args)) for i in healthy))
+        answers = await asyncio.gather(*(self.ask(index, call(self.engines[index])) for index in healthy))
         return {index: answer[0] for index, answer in zip(healthy, answers, strict=True) if answer}
 
-    async def all_or_none(self, members: Sequence[int], method: str, *args: object) -> None:
+    async def all_or_none(
+        self, members: Sequence[int], call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], name: str
+    ) -> None:
         """Call these engines, which wait for each other in the call: if one fails, all of them have failed.
+
+        Args:
+            name: of the call, for the error.
 
         Raises:
             EngineFailedError: if one did.
@@ -67,19 +73,18 @@ class EnginePool:
         failed = [index for index in members if not self.router.healthy[index]]
         calls: dict[int, asyncio.Future[tuple[Any] | None]] = {}
         if not failed:
-            answers = {i: self.ask(i, getattr(self.engines[i], method)(*args)) for i in members}
-            calls = {i: asyncio.ensure_future(answer) for i, answer in answers.items()}
+            calls = {i: asyncio.ensure_future(self.ask(i, call(self.engines[i]))) for i in members}
         waiting = set(calls.values())
         while waiting and not failed:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            failed = [index for index, call in calls.items() if call.done() and call.result() is None]
+            failed = [index for index, answer in calls.items() if answer.done() and answer.result() is None]
         if failed:
-            error = EngineFailedError(f"engine {failed[0]} has failed in a call in which the others wait: {method}")
-            for index in [index for index, call in calls.items() if not call.done()]:
+            error = EngineFailedError(f"engine {failed[0]} has failed in a call in which the others wait: {name}")
+            for index in [index for index, answer in calls.items() if not answer.done()]:
                 self.fail(index, error)
             raise error
 
-    def ask(self, index: int, request: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, tuple[Any] | None]:
+    def ask(self, index: int, request: Coroutine[Any, Any, R]) -> Coroutine[Any, Any, tuple[R] | None]:
         """An engine's answer to a call of it; None if it fails before.
 
         The call is on its way when this returns: requests that are made after it must not overtake it.
@@ -88,7 +93,7 @@ class EnginePool:
         calls = self.calls[index]
         calls.add(call)
 
-        async def answer() -> tuple[Any] | None:
+        async def answer() -> tuple[R] | None:
             try:
                 await asyncio.wait({call})
                 if call.cancelled() and call not in calls:

@@ -120,8 +120,8 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
     ):  # which the checks reject, but not if a tool separates them
         return chosen
     by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
-    way = "cuda_ipc" if together else "nccl"
-    return way if gpus and not by_file and way in ENGINES.about(backend(cfg)).can["weight_sync"] else "shared_memory"
+    way, ways = "cuda_ipc" if together else "nccl", ENGINES.about(backend(cfg)).can["weight_sync"]
+    return way if gpus and not by_file and way in ways else str(ways[0])
 
 
 def loads_as_files(cfg: Config) -> bool:
@@ -150,8 +150,9 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     """A line that names what ``auto`` has become, and why; empty if the configuration names a backend."""
     if cfg.generator.weight_sync_backend != "auto":
         return ""
-    if (way := weight_sync_backend(cfg, gpus=gpus)) in BETWEEN_GPUS:
-        return f"generator.weight_sync_backend=auto is {way}: {_BETWEEN_GPUS[way]}"
+    if (way := weight_sync_backend(cfg, gpus=gpus)) != "shared_memory":
+        why = _BETWEEN_GPUS.get(way, f"the {backend(cfg)} engine's own way")
+        return f"generator.weight_sync_backend=auto is {way}: {why}"
     delta, adapters = cfg.generator.weight_sync_mode == "delta", adapter_rank(cfg)
     if maps_weights(cfg):
         dtype = cfg.generator.dtype

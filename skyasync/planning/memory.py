@@ -164,23 +164,24 @@ class EngineMemory:
 
 
 def engine_memory(
-    cfg: Config, config: EngineConfig, shape: ModelShape, *, backend: str, b: int, share: int
+    cfg: Config, config: EngineConfig, shape: ModelShape, *, fills: bool, b: int, share: int
 ) -> EngineMemory:
     """Of one device.
 
     Args:
+        fills: its cache takes all memory that it may have.
         b: bytes of a number.
         share: bytes of a GPU that the engine may take; 0 where there is none.
     """
     parallel = cfg.generator.devices_per_engine
     weights = shape.parameters * b // parallel
-    batched = max(MIN_BATCHED_TOKENS, config.max_model_len) if backend == "vllm" else FORWARD_TOKENS
-    batched = getattr(cfg.generator, "max_num_batched_tokens", 0) or batched
+    batched = max(MIN_BATCHED_TOKENS, config.max_model_len) if fills else FORWARD_TOKENS
+    batched = cfg.generator.max_num_batched_tokens or batched
     workspace = _workspace(shape, batched, min(config.max_num_seqs, batched), b, parallel) + (GRAPHS if share else 0)
     per_token = cache_bytes_per_token(shape, b, parallel)
     needed = config.max_num_seqs * config.max_model_len * per_token
     space = share - weights - workspace if share else int(cfg.generator.kv_cache_gb * GIB)
-    cache = min(space, needed) if backend != "vllm" else space
+    cache = min(space, needed) if not fills else space
     return EngineMemory(weights, workspace, cache, config.max_model_len * per_token, max(0, cache) // per_token)
 
 

@@ -16,6 +16,7 @@ from skyasync.config.schema.sampling import backend
 from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
 from skyasync.heap import RETAINED
+from skyasync.inference.interface import ENGINES as BACKENDS
 from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
 from skyasync.planning.memory import (
     GIB,
@@ -191,9 +192,8 @@ def make_plan(cfg: Config, shape: ModelShape, machine: Machine, measure: Measure
     )
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
     settings = engine_config(cfg, gpus=gpus)
-    engine = engine_memory(
-        cfg, settings, shape, backend=backend(cfg), b=bytes_of(settings.dtype, gpus=gpus), share=share
-    )
+    fills = bool(BACKENDS.about(backend(cfg)).can["fills_memory"])
+    engine = engine_memory(cfg, settings, shape, fills=fills, b=bytes_of(settings.dtype, gpus=gpus), share=share)
     rank = measure(cfg, ROLES[POLICY], roles[POLICY])
     parts = _Planner(cfg, shape, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
@@ -379,8 +379,8 @@ class _Planner:
         return {"processes": each + self._engine_processes(engines) + PROCESS[False] * self.cfg.environment.num_workers}
 
     def _engine_processes(self, engines: int) -> int:
-        vllm = 2 if backend(self.cfg) == "vllm" else 1  # an actor, and the core's process
-        return PROCESS[self.machine.gpus > 0] * vllm * engines
+        each: int = BACKENDS.about(backend(self.cfg)).can["processes"]
+        return PROCESS[self.machine.gpus > 0] * each * engines
 
     def _weight_sync(self) -> Lines:
         if self._way in BETWEEN_GPUS:

@@ -15,6 +15,7 @@ from skyasync.config.schema import Config, ParallelConfig
 from skyasync.config.schema.algorithm import CRITIC
 from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.errors import UserError
+from skyasync.inference.interface import ENGINES
 from skyasync.models.images import FAMILIES
 
 ANSWER_S = 2.0
@@ -23,8 +24,6 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 #: What only the configurations of models for pictures, films or sounds have.
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
-VISION_BACKENDS = ("transformers", "vllm")
-"""Engines that are sent images."""
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENDING = {"full_attention", "sliding_attention"}
@@ -111,7 +110,7 @@ def _check_vision(path: str, cfg: Config, key: str) -> None:
         f"{key}, since only the policy and its reference read images": not key.startswith(
             ("trainer.policy.", "trainer.ref.")
         ),
-        f"generator.backend={backend(cfg)}": backend(cfg) not in VISION_BACKENDS,
+        f"generator.backend={backend(cfg)}": not ENGINES.about(backend(cfg)).can["reads_images"],
         "generator.engines": bool(generator.engines),
         "generator.agent_func_path": bool(generator.agent_func_path),
         "trainer.dump_trajectories": trainer.dump_trajectories,

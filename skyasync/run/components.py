@@ -166,5 +166,5 @@ class Components:
 
         policy, engine = share_threads(self._experiment.cfg, os.cpu_count() or 1, overlap=overlap)
         for part, threads in [(self.dispatch, policy), *((part, engine) for part in self.engines)]:
-            if hasattr(part, "set_threads"):  # servers have none
+            if hasattr(part, "set_threads"):  # a dispatch of the user's may have none
                 part.set_threads(threads)

@@ -126,7 +126,7 @@ def main(mark: str, folder: str, parent: int, grace_s: float) -> None:
 
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        namespace = os.readlink("/proc/self/ns/pid").removeprefix("pid:[").removesuffix("]")
         for name in os.listdir("/dev/shm"):  # shared weights of processes that have ended, in this namespace
             writer, _, rest = name.removeprefix(WEIGHTS).partition("-")
             ours = name.startswith(WEIGHTS) and rest.startswith(f"{namespace}-")

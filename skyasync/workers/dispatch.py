@@ -27,9 +27,8 @@ from skyasync.models.backend import SaveResult
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.utils.manifest import Sums
 from skyasync.utils.task_group import within
+from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import WeightTransfer
-from skyasync.weight_sync.transfers.broadcast import BroadcastTransfer
-from skyasync.weight_sync.transfers.cuda_ipc import CudaIPCTransfer
 from skyasync.weight_sync.transfers.file import FileTransfer
 from skyasync.weight_sync.transfers.remote import RemoteEngines
 from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
@@ -253,8 +252,8 @@ class RayWorkerDispatch(Dispatch):
 
     Args:
         placements: where the ranks of each role go, by its name; roles without an entry are not started.
-        weight_sync_backend: how the engines expect the weights, ``shared_memory``, ``nccl`` or ``cuda_ipc``.
-        healthy: the indices of the healthy engines, which the last two need; by default all of them.
+        weight_sync_backend: how the engines expect the weights, a name in ``TRANSFERS``.
+        healthy: the indices of the healthy engines, if they matter to the way; by default all of them.
         nodes: Ray's names of the nodes of healthy engines, by index; by default all are on the node of the policy's
             rank 0.
     """
@@ -268,21 +267,13 @@ class RayWorkerDispatch(Dispatch):
         nodes: Callable[[], Mapping[int, str]] | None = None,
     ) -> None:
         groups = {role: RankGroup(ROLES[role], placement) for role, placement in placements.items()}
-        self._policy, generator = groups[POLICY], cfg.generator
-        healthy = healthy or (lambda: range(generator.own_engines))
-        transfer: WeightTransfer
-        if weight_sync_backend == "nccl":
-            transfer = BroadcastTransfer(
-                self._policy,
-                generator.devices_per_engine,
-                healthy,
-                timeout_s=generator.heartbeat_timeout_s,
-                recovers=not placements[POLICY].num_gpus,
-            )
-        elif weight_sync_backend == "cuda_ipc":
-            transfer = CudaIPCTransfer(self._policy, self._policy.ranks, healthy)
-        else:
+        self._policy = groups[POLICY]
+        if weight_sync_backend == "shared_memory":
             transfer = memory_transfer(cfg, groups, nodes)
+        else:
+            healthy = healthy or (lambda: range(cfg.generator.own_engines))
+            gpus = placements[POLICY].num_gpus > 0
+            transfer = TRANSFERS.find(weight_sync_backend).of_run(self._policy, cfg, healthy, gpus=gpus)
         super().__init__(cfg, groups, transfer)
 
 

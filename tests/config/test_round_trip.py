@@ -100,7 +100,7 @@ def consistent(config: Config) -> Config:
     trainer.allow_uncorrected, trainer.spike_limits = True, {}
     trainer.algorithm.extra = generator.engine_kwargs = {}
     trainer.policy.optimizer_config = plain.trainer.policy.optimizer_config
-    trainer.sync_interval, trainer.restart_from = 1, "checkpoint"
+    trainer.sync_interval = 1
     generator.weight_sync_mode, generator.weight_sync_backend = "full", "auto"
     if generator.backend.endswith("_server") and not generator.engines:
         generator.backend = "auto"

@@ -53,7 +53,7 @@ WRONG = [
     ("trainer.resume_mode=null", "trainer.resume_mode: expected str, found null (allowed: auto, none, latest)"),
     ("trainer.placement=1", "trainer.placement is a group, not a key: set one of its keys, see --help tr"),
     # values out of bounds or not among the choices
-    ("trainer.restart_from=engines", "removed; workers restart from the newest checkpoint: lower trainer.ckpt_int"),
+    ("trainer.restart_from=engines", "workers restart from the newest checkpoint (trainer.ckpt_interval): remove it"),
     ("trainer.train_batch_size=0", "trainer.train_batch_size=0: must be at least 1"),
     (f"{LR}=-1", f"{LR}=-1.0: must be at least 0"),
     (f"{LR}=nan", f"{LR}=nan: must be at least 0"),

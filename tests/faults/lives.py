@@ -31,7 +31,6 @@ SETTINGS = (
     "trainer.ckpt_interval=1",
     "trainer.ckpt_keep=2",
     "trainer.max_restarts=99",
-    "trainer.stream_groups=2",  # so that the clock has no part in the sum of ``streamed``
     "environment.num_workers=1",
     "generator.sampling_params.seed=3",
 )
@@ -47,6 +46,11 @@ class Mine(DeathsExperiment):
 if __name__ == "__main__":
     main(Mine)
 """
+
+
+def of_plan(plan: str) -> list[str]:
+    """The clock has no part in the sum of ``streamed``."""
+    return [f"trainer.plan={plan}", *SETTINGS, *(["trainer.stream_groups=2"] if plan == "streamed" else [])]
 
 
 class Lives:
@@ -105,7 +109,7 @@ def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str)
     """
     run, points, program = Trained(folder / "run"), drawn(plan), folder / "program.py"
     steps = sum(point.after + 1 for point in points) + 2
-    settings = [f"trainer.plan={plan}", f"trainer.max_training_steps={steps}", *SETTINGS]
+    settings = [*of_plan(plan), f"trainer.max_training_steps={steps}"]
     program.write_text(PROGRAM.replace("POINTS", repr(list(map(tuple, points)))))
     joining = [f"ray.address={address}"] if address else []
     given = arguments(*settings, *joining, runs=folder, model=model)

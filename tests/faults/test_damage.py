@@ -12,14 +12,14 @@ import pytest
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained
 from tests.faults.heard import Heard
-from tests.faults.lives import SETTINGS, as_if_nothing_had_been, check
+from tests.faults.lives import as_if_nothing_had_been, check, of_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_temporary_files")]
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
 def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, train: Train, tmp_path: Path) -> None:
-    settings = [f"trainer.plan={plan}", *SETTINGS, "trainer.ckpt_keep=3"]
+    settings = [*of_plan(plan), "trainer.ckpt_keep=3"]
 
     def goes_on(until: int, damaged: Path | None = None, words: str = "") -> Trained:
         heard = tmp_path / f"heard-{until}"

@@ -28,13 +28,6 @@ class FaultToleranceConfig:
     max_restarts: int = key(3, low=0)
     """Failures of workers or of the controller in an hour after which they are started again from the newest
     checkpoint; at the next failure, or with 0 at the first, the run ends, as it does if it saves no checkpoints."""
-    restart_from: str = key(
-        "checkpoint",
-        choices=("checkpoint",),
-        refused=(("engines", "removed; workers restart from the newest checkpoint: lower trainer.ckpt_interval"),),
-        when="trainer.max_restarts",
-    )
-    """What workers that are started again resume from: the newest checkpoint."""
     heartbeat_timeout_s: float = key(120.0, above=0.0)
     """Seconds without a heartbeat after which a process of a model, while it works on a request, or the controller
     counts as failed; if checkpoints are saved and trainer.max_restarts is above 0."""

@@ -42,7 +42,7 @@ class ParallelConfig:
 
 @dataclass
 class PlacementConfig:
-    colocate_all: bool = key(False)
+    colocate_all: bool = key(False, when="not generator.engines")
     """Engines and workers share devices, taking turns (synchronous plan only)."""
     colocate_policy_ref: bool = key(True, when=KL)
     """The reference model shares the policy's devices."""

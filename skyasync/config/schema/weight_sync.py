@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 BETWEEN_GPUS = ("nccl", "cuda_ipc")
 """Values of ``weight_sync_backend`` by which weights never lie in host memory."""
 
+_TRANSFERS = "skyasync.weight_sync.transfers:TRANSFERS"
+
 
 @dataclass
 class WeightSyncConfig:
     """The part of ``GeneratorConfig`` that is about new weights."""
 
-    weight_sync_backend: str = key("auto", choices=("auto", "shared_memory", "nccl", "cuda_ipc"))
+    weight_sync_backend: str = key("auto", choices=("auto",), registry=_TRANSFERS)
     """How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with the
     policy (trainer.placement.colocate_all), else shared_memory; engines on other nodes of a cluster then receive a
     broadcast over TCP."""

@@ -102,6 +102,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     """
 
     streams = True
+    reads = ("trainer.stream_groups",)
 
     async def train(self) -> None:
         async with self.running():

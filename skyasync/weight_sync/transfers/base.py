@@ -5,18 +5,22 @@ controller   publish ──▶ (send  ∥  engines load each of ``parts``) ─�
              for_late_engine ──▶ one engine loads ──▶ release                           between two syncs
 ```
 
-Every way is one file with three parts: the object of the controller (a ``WeightTransfer``), the sender on each policy
-rank, made by ``WeightSender``, and the reader of an engine.
+Every way is one file with three parts: the object of the controller (a ``WeightTransfer`` in ``TRANSFERS``), the sender
+on each policy rank, made by ``WeightSender``, and the reader of an engine.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from skyasync.weight_sync.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from skyasync.config.schema import Config
+    from skyasync.weight_sync.full_tensors import FullTensors
 
 
 class PolicyRanks(Protocol):
@@ -40,6 +44,26 @@ class WeightTransfer(ABC):
 
     def __init__(self, policy: PolicyRanks) -> None:
         self._policy = policy
+
+    @classmethod
+    def of_run(cls, policy: Any, cfg: Config, engines: Callable[[], Sequence[int]], *, gpus: bool) -> Self:  # noqa: ANN401
+        """The transfer of a run.
+
+        Args:
+            policy: the ``RankGroup``.
+            engines: those that take part in the next sync, by their indices.
+            gpus: the policy is on GPUs.
+        """
+        del cfg, engines, gpus
+        return cls(policy)
+
+    @classmethod
+    def new_sender(cls, weights: Callable[[], FullTensors], rank: int) -> object:
+        """The sender on a rank of the policy, made at its first call, if ``WeightSender`` has none.
+
+        ``sender`` is then the name in ``TRANSFERS``.
+        """
+        raise NotImplementedError(f"{cls.__name__} has no sender")
 
     @abstractmethod
     async def publish(self, version: int) -> WeightUpdate:

@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -46,11 +46,13 @@ from skyasync.weight_sync.tensors import (
     to_message,
     unpack,
 )
+from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.update import PART_BYTES, TransferInterruptedError, WeightsMovedError, WeightUpdate
 from skyasync.weight_sync.verify.digests import refuse
 
 if TYPE_CHECKING:
+    from skyasync.config.schema import Config
     from skyasync.weight_sync.full_tensors import FullTensors
 
 BACKEND = "nccl"  # the setting's name of this way
@@ -278,6 +280,7 @@ class Ranks(PolicyRanks, Protocol):
     def give_up(self, reason: str, cause: BaseException | None = None) -> None: ...
 
 
+@TRANSFERS.register("nccl")
 class BroadcastTransfer(WeightTransfer):
     """Sends from all ranks' shards to all engines.
 
@@ -307,6 +310,12 @@ class BroadcastTransfer(WeightTransfer):
         self._moved = False  # the weights are not those that were sent last
         self._resting = asyncio.Lock()  # while nothing may change them
         self._alone: asyncio.Task[Any] | None = None  # sends to a late engine
+
+    @classmethod
+    def of_run(cls, policy: Ranks, cfg: Config, engines: Callable[[], Sequence[int]], *, gpus: bool) -> Self:
+        generator = cfg.generator
+        timeout_s = generator.heartbeat_timeout_s
+        return cls(policy, generator.devices_per_engine, engines, timeout_s=timeout_s, recovers=not gpus)
 
     async def publish(self, version: int) -> WeightUpdate:
         """Nothing is sent yet."""

@@ -51,7 +51,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -59,16 +59,19 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, sum_of, unpack
+from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.update import CUDA_IPC, PART_BYTES, WeightUpdate
 
 if TYPE_CHECKING:
+    from skyasync.config.schema import Config
     from skyasync.weight_sync.full_tensors import FullTensors
 
 Handle = dict[str, Any]
 """What torch's ``_share_cuda_`` returns for a buffer, as text and numbers, and the GPU's UUID."""
 
 
+@TRANSFERS.register("cuda_ipc")
 class CudaIPCTransfer(WeightTransfer):
     """Args:
     ranks: how many the policy has.
@@ -80,6 +83,11 @@ class CudaIPCTransfer(WeightTransfer):
     def __init__(self, policy: PolicyRanks, ranks: int, engines: Callable[[], Sequence[int]]) -> None:
         super().__init__(policy)
         self._count, self._engines = ranks, engines
+
+    @classmethod
+    def of_run(cls, policy: Any, cfg: Config, engines: Callable[[], Sequence[int]], *, gpus: bool) -> Self:  # noqa: ANN401
+        del cfg, gpus
+        return cls(policy, policy.ranks, engines)
 
     async def publish(self, version: int) -> WeightUpdate:
         """Nothing is packed yet."""

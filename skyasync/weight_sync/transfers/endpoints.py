@@ -14,6 +14,7 @@ import torch
 from skyasync.weight_sync.adapters import Adapter
 from skyasync.weight_sync.delta import ReceivedWeights, WeightsHeader
 from skyasync.weight_sync.full_tensors import FullTensors
+from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender
 from skyasync.weight_sync.transfers.cuda_ipc import CudaIPCSender
 from skyasync.weight_sync.transfers.file import FileSender, read_file
@@ -44,8 +45,12 @@ class WeightSender:
         self.remote = RemoteSender(weights, rank, torch.device("cpu"))
         self.cuda_ipc = CudaIPCSender(weights, rank, device)
 
+        self._new_sender = lambda name: TRANSFERS.find(name).new_sender(weights, rank)
+
     def call(self, sender: str, method: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
-        return getattr(getattr(self, sender), method)(*args)
+        if sender not in vars(self):
+            vars(self)[sender] = self._new_sender(sender)
+        return getattr(vars(self)[sender], method)(*args)
 
 
 class WeightReader:

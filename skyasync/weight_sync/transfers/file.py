@@ -290,7 +290,7 @@ def _namespace(folder: str = "") -> str:
     """Where a process's number is unique: in this machine's namespace; a folder may have writers of other machines."""
     namespace = ""  # of a system that has only one
     with contextlib.suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid").strip("pid:[]")
+        namespace = os.readlink("/proc/self/ns/pid").removeprefix("pid:[").removesuffix("]")
     return f"{namespace}@{socket.gethostname().replace('-', '_')}" if folder else namespace
 
 

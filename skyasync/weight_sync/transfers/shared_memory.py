@@ -33,6 +33,7 @@ import xxhash
 from torch import Tensor
 
 from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, bytes_of, from_message
+from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.transfers.file import not_here
 from skyasync.weight_sync.update import WeightUpdate
@@ -48,6 +49,7 @@ CONVERTED = 1 << 15  # elements at a time that are converted, for which the libr
 THREADS = 4  # at most: memory is no faster for more
 
 
+@TRANSFERS.register("shared_memory")
 class SharedMemoryTransfer(WeightTransfer):
     """Args:
     computed_on: engines compute on the memory. Then it is proven before they are paused, else while they copy it.
