@@ -215,18 +215,24 @@ ROWS = "update, rows packed one by one, 4k"
 
 
 def tree_variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
-    """Each is first updated once; prints what that has computed, and how far the weights differ."""
+    """Each worker is first updated once: what that has computed, and how far the weights differ, is printed."""
     trees, rows = worker(path, 4096), worker(path, 4096)
-    functions = {OWN: partial(trees.update_policy, batch), ROWS: partial(unshared, partial(rows.update_policy, batch))}
-    before, results = worker(path, 4096), {}
+    weights = {"before": all_weights(worker(path, 4096))}
     for name, policy in ((OWN, trees), (ROWS, rows)):
         with patch.object(fsdp, "can_share_prefixes", lambda config, shares=name == OWN: shares):
             print(f"{name:42} {policy.update_policy(batch)['computed_tokens']:,.0f} tokens computed")
-        results[name] = torch.cat([weight.detach().flatten() for weight in policy.backend.model.parameters()])
-    change = results[OWN] - torch.cat([weight.detach().flatten() for weight in before.backend.model.parameters()])
-    print(f"weights differ by {float((results[OWN] - results[ROWS]).norm() / change.norm()):.1e} of the update")
-    padded = LlamaForCausalLM.from_pretrained(path)
-    return functions | {"forward and backward by the textbook": partial(textbook, padded, batch)}
+        weights[name] = all_weights(policy)
+    change = (weights[OWN] - weights["before"]).norm()
+    print(f"weights differ by {float((weights[OWN] - weights[ROWS]).norm() / change):.1e} of the update")
+    return {
+        OWN: partial(trees.update_policy, batch),
+        ROWS: partial(unshared, partial(rows.update_policy, batch)),
+        "forward and backward by the textbook": partial(textbook, LlamaForCausalLM.from_pretrained(path), batch),
+    }
+
+
+def all_weights(policy: PolicyWorker) -> torch.Tensor:
+    return torch.cat([weight.flatten() for _, weight in policy.backend.weights()]).double()
 
 
 def main() -> None:

@@ -78,20 +78,20 @@ class PackedBlock:
         return (index[:length] <= self.prefixes[:, None, None] + index[:width, None])[:, None]
 
 
-def blocks_of(lengths: Tensor, prefixes: Tensor, places: Tensor) -> tuple[PackedBlock, ...]:
+def blocks_of(lengths: Tensor, prefixes: Tensor, indices: Tensor) -> tuple[PackedBlock, ...]:
     """The blocks of rows that are a packed sequence.
 
     Args:
         lengths: tokens of each row, int64 ``[rows]``.
         prefixes: how many of them are another row's own.
-        places: int64 ``[rows, length]``: where the tokens are in the sequence.
+        indices: int64 ``[rows, length]``: where the tokens are in the sequence.
     """
     own = lengths - prefixes
 
     def rectangle(rows: Tensor, first: Tensor, counts: Tensor) -> Tensor:
-        """The places of so many tokens of each row from the ``first`` on."""
+        """The indices of so many tokens of each row from the ``first`` on."""
         index = torch.minimum(torch.arange(int(counts.max())), counts[:, None] - 1)
-        return places[rows[:, None], first[:, None] + index]
+        return indices[rows[:, None], first[:, None] + index]
 
     blocks: list[PackedBlock] = []
     for shares in (False, True):
@@ -119,10 +119,10 @@ def _similar(rows: Tensor, sizes: Tensor) -> list[Tensor]:
     return groups
 
 
-def tree_mask(ends: Tensor) -> Tensor:
+def tree_mask(visible_until: Tensor) -> Tensor:
     """Bool ``[rows, 1, width, width]``: which tokens each token sees; padding sees padding only."""
-    index = torch.arange(ends.shape[1], device=ends.device)
-    return (index[:, None] < ends[:, None, :]).tril_()[:, None]
+    index = torch.arange(visible_until.shape[1], device=visible_until.device)
+    return (index[:, None] < visible_until[:, None, :]).tril_()[:, None]
 
 
 @dataclass(eq=False)
@@ -145,7 +145,7 @@ class AttentionPlan:
 
 
 def attention_inputs(
-    ends: Tensor | None,
+    visible_until: Tensor | None,
     blocks: tuple[PackedBlock, ...],
     device: torch.device,
     *,
@@ -158,18 +158,18 @@ def attention_inputs(
     which tokens each token sees. Its size is the width's square, so it is made here, on the device that uses it.
 
     Args:
-        ends: as in ``Layout``.
+        visible_until: as in ``Layout``.
         blocks: of packed sequences.
         flexible: FlexAttention attends.
     """
     plan = AttentionPlan(flexible=flexible, context=context)
-    if ends is not None and flexible:
-        plan.spec = MaskSpec(ends)
+    if visible_until is not None and flexible:
+        plan.spec = MaskSpec(visible_until)
     elif blocks:
         plan.blocks = blocks
         plan.masks = tuple(block.mask() for block in blocks)
     else:
-        mask = None if ends is None else tree_mask(ends)
+        mask = None if visible_until is None else tree_mask(visible_until)
         return {"attention_mask": mask, **({"attention_plan": plan} if context else {})}
     # Four-dimensional, so that models pass it on as it is; empty and of integers, so that no other attention takes it.
     stand_in = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device)
@@ -227,7 +227,8 @@ class _SplitIntoBlocks(torch.autograd.Function):
     def forward(ctx: _SplitContext, values: Tensor, rectangles: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.rectangles, ctx.tokens = rectangles, len(values)
         return tuple(
-            values.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2) for places in rectangles
+            values.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2)
+            for indices in rectangles
         )
 
     @staticmethod
@@ -236,8 +237,8 @@ class _SplitIntoBlocks(torch.autograd.Function):
         first = gradients[0]
         exact = torch.promote_types(first.dtype, torch.float32)
         whole = first.new_zeros(ctx.tokens, first.shape[1], first.shape[3], dtype=exact)
-        for places, gradient in zip(ctx.rectangles, gradients, strict=True):
-            whole.index_add_(0, places.flatten(), gradient.transpose(1, 2).flatten(0, 1).to(exact))
+        for indices, gradient in zip(ctx.rectangles, gradients, strict=True):
+            whole.index_add_(0, indices.flatten(), gradient.transpose(1, 2).flatten(0, 1).to(exact))
         return whole.to(first.dtype), None
 
 
@@ -290,36 +291,36 @@ def allow_recompilations() -> None:
 
 
 class MaskSpec:
-    """Which tokens each token sees, by their ``ends``, int32 ``[batch, length]``, as in ``Layout``."""
+    """Which tokens each token sees, by their ``visible_until``, int32 ``[batch, length]``, as in ``Layout``."""
 
-    def __init__(self, ends: Tensor) -> None:
-        self.ends = ends
+    def __init__(self, visible_until: Tensor) -> None:
+        self.visible_until = visible_until
         self._masks: dict[int, BlockMask] = {}
 
     def mask(self, window: int = 0) -> BlockMask:
         """Over the last ``window`` tokens (0: over all); made once, for all layers."""
         if window not in self._masks:
-            self._masks[window] = _mask(self.ends, window)
+            self._masks[window] = _mask(self.visible_until, window)
         return self._masks[window]
 
 
 @lru_cache(maxsize=8)
 def window_mask(length: int, window: int, device: torch.device) -> BlockMask:
     """Causal, over the last ``window`` tokens, of rows that are one sequence each."""
-    ends = torch.full((1, length), NO_END, dtype=torch.int32, device=device)
-    return _mask(ends, window, lambda b, h, q, k: (k <= q) & (q - k < window))
+    visible_until = torch.full((1, length), NO_END, dtype=torch.int32, device=device)
+    return _mask(visible_until, window, lambda b, h, q, k: (k <= q) & (q - k < window))
 
 
 def _mask(
-    ends: Tensor, window: int, sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    visible_until: Tensor, window: int, sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 ) -> BlockMask:
-    length = ends.shape[1]
+    length = visible_until.shape[1]
     last = window or length
 
     def sees_own(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q - k < last) & (q < ends[b, k])
+        return (k <= q) & (q - k < last) & (q < visible_until[b, k])
 
-    some, every = (squares[:, None] for squares in block_coverage(ends, window))
+    some, every = (squares[:, None] for squares in block_coverage(visible_until, window))
     # How many each row of squares has, and which, those first.
     partial, full = (
         (squares.sum(-1, dtype=torch.int32), squares.int().argsort(dim=-1, descending=True, stable=True).int())
@@ -329,15 +330,17 @@ def _mask(
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=SQUARE, mask_mod=mask_mod, seq_lengths=(length, length))
 
 
-def block_coverage(ends: Tensor, window: int = 0, square: int = SQUARE) -> tuple[Tensor, Tensor]:
+def block_coverage(visible_until: Tensor, window: int = 0, square: int = SQUARE) -> tuple[Tensor, Tensor]:
     """Bool ``[batch, squares, squares]``: squares in which a token may see another, and those in which all see all.
 
     By the least and the greatest end among a square's tokens.
     """
-    length = ends.shape[1]
-    padded = torch.cat([ends, ends[:, -1:].expand(-1, -length % square)], 1).unflatten(1, (-1, square))
+    length = visible_until.shape[1]
+    padded = torch.cat([visible_until, visible_until[:, -1:].expand(-1, -length % square)], 1).unflatten(
+        1, (-1, square)
+    )
     least, most = padded.amin(-1)[:, None, :], padded.amax(-1)[:, None, :]
-    start = torch.arange(padded.shape[1], device=ends.device) * square
+    start = torch.arange(padded.shape[1], device=visible_until.device) * square
     distance = start[:, None] - start[None, :]  # of the first tokens
     nearest, farthest = distance - square + 1, distance + square - 1
     some = (most > start[:, None]) & (distance >= 0) & (nearest < (window or length))

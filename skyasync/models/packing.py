@@ -35,9 +35,9 @@ from skyasync.models.prefix_tree import Bundles, cheapest_bundles, sorted_rows
 class Layout:
     """The model's inputs, and which result they belong to.
 
-    ``tokens``, ``positions`` (int64) and ``ends`` (int32) are ``[packed rows, width]``. The latter two are None
-    if every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
-    last. A token is seen by itself and by the tokens after it that come before its end, ``NO_END`` for padding.
+    ``tokens``, ``positions`` (int64) and ``visible_until`` (int32) are ``[packed rows, width]``. The latter two are
+    None if every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
+    last. A token is visible to itself and to those after it, up to before this index; ``NO_END`` for padding.
 
     With ``blocks`` the packed rows are one packed sequence, ``[1, tokens]``.
 
@@ -52,7 +52,7 @@ class Layout:
 
     tokens: Tensor
     positions: Tensor | None
-    ends: Tensor | None
+    visible_until: Tensor | None
     predictors: Tensor
     targets: Tensor
     cells: Tensor
@@ -141,9 +141,9 @@ class MicroBatches(Generic[B]):
             chosen = self._order[start:end]
             widths, counts = bundles.widths[chosen], bundles.counts[chosen]
             before = counts.cumsum(0) - counts
-            places = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts[chosen] - before, counts)
-            selected = self._batch.select(rows := bundles.rows[places]).trim()
-            yield MicroBatch(rows, selected, self._layout(selected, widths, counts, bundles.prefixes[places]))
+            indices = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts[chosen] - before, counts)
+            selected = self._batch.select(rows := bundles.rows[indices]).trim()
+            yield MicroBatch(rows, selected, self._layout(selected, widths, counts, bundles.prefixes[indices]))
 
     def _layout(self, batch: B, widths: Tensor, counts: Tensor, prefixes: Tensor) -> Layout:
         """Of rows in the order of their bundles, which have these widths and counts of rows."""
@@ -210,27 +210,27 @@ def _packed(batch: TokenBatch, prefixes: Tensor) -> Layout:
     lengths, index, numbers = batch.attention_mask.sum(1), torch.arange(length), torch.arange(rows)[:, None]
     own = lengths - prefixes
     starts = own.cumsum(0) - own
-    begun = index >= prefixes[:, None]
+    after_prefix = index >= prefixes[:, None]
     # Of each token, the row whose own it is, and its place in the packed sequence.
-    owner = numbers.where(begun, 0).cummax(0).values
-    places = (starts - prefixes)[owner] + index
+    owner = numbers.where(after_prefix, 0).cummax(0).values
+    indices = (starts - prefixes)[owner] + index
     # Rows see a token until one of them has another in its place.
-    following = numbers.where(begun, rows).flip(0).cummin(0).values.flip(0)
+    following = numbers.where(after_prefix, rows).flip(0).cummin(0).values.flip(0)
     following = torch.cat([following[1:], torch.full((1, length), rows)])
-    is_own = begun & (index < lengths[:, None])
+    is_own = after_prefix & (index < lengths[:, None])
 
-    loss, copies = torch.unique(places.flatten()[plain.cells], return_inverse=True)
-    predictors = torch.empty_like(loss).scatter_(0, copies, places.flatten()[plain.cells - 1])
+    loss, copies = torch.unique(indices.flatten()[plain.cells], return_inverse=True)
+    predictors = torch.empty_like(loss).scatter_(0, copies, indices.flatten()[plain.cells - 1])
     tokens = batch.tokens[is_own]
     return replace(
         plain,
         tokens=tokens[None],
         positions=index.expand(rows, length)[is_own][None],
-        ends=torch.cat([starts, own.sum()[None]])[following][is_own].int()[None],
+        visible_until=torch.cat([starts, own.sum()[None]])[following][is_own].int()[None],
         predictors=predictors,
         targets=tokens[loss],
         copies=copies,
-        blocks=blocks_of(lengths, prefixes, places),
+        blocks=blocks_of(lengths, prefixes, indices),
         experts=None if batch.routed_experts is None else batch.routed_experts[is_own][None],
     )
 
@@ -240,7 +240,7 @@ def _padded(packed: Layout, widths: Tensor) -> Layout:
     width = int(widths.max())
     is_token = torch.arange(width) < widths[:, None]
     place = is_token.flatten().nonzero().squeeze(1)
-    assert packed.positions is not None and packed.ends is not None
+    assert packed.positions is not None and packed.visible_until is not None
 
     def padded(values: Tensor, padding: int = 0) -> Tensor:
         whole = values.new_full((*is_token.shape, *values.shape[2:]), padding)
@@ -252,7 +252,7 @@ def _padded(packed: Layout, widths: Tensor) -> Layout:
         packed,
         tokens=padded(packed.tokens),
         positions=padded(packed.positions),
-        ends=padded(packed.ends - starts.int(), NO_END),
+        visible_until=padded(packed.visible_until - starts.int(), NO_END),
         predictors=place[packed.predictors],
         blocks=(),
         experts=None if packed.experts is None else padded(packed.experts),

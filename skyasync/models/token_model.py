@@ -141,7 +141,7 @@ class TokenModel(nn.Module):
             ).last_hidden_state
             return states.flatten(0, 1).index_select(0, predictors)
         attention = attention_inputs(
-            layout.ends, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
+            layout.visible_until, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
         )
         hidden = self.model.base_model(
             input_ids=layout.tokens, position_ids=layout.positions, use_cache=False, **attention

@@ -97,7 +97,7 @@ def test_shared_prompts_of_similar_rows_take_no_dense_mask(untied_model: str, by
     mask = torch.ones(8, 30, dtype=torch.bool)
     batch = TokenBatch(tokens, mask, mask & (torch.arange(30) >= 20), torch.arange(2).repeat_interleave(4))
     (micro,) = MicroBatches(batch, max_tokens=1000, share_prefixes=True, hidden_size=64, packs=False)
-    assert micro.layout.ends is not None and not micro.layout.blocks
+    assert micro.layout.visible_until is not None and not micro.layout.blocks
     found = model(micro.layout)["logprobs"]
     assert by_flex and all(states.shape[0] == 2 for states in by_flex)
     with pytest.MonkeyPatch.context() as patch:

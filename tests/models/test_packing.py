@@ -54,7 +54,7 @@ def test_a_group_shares_its_prompt_and_computes_fewer_tokens() -> None:
     batch = make_batch(groups=2, samples=8, longest_response=5)
     shared, plain = pack(batch), pack(batch, share=False)
     assert sum(m.layout.tokens.numel() for m in shared) < 0.6 * sum(m.layout.tokens.numel() for m in plain)
-    assert all(m.layout.ends is None and m.layout.positions is None for m in plain)
+    assert all(m.layout.visible_until is None and m.layout.positions is None for m in plain)
 
 
 def test_many_rows_per_pass_stay_within_the_tokens_of_a_pass() -> None:
@@ -77,7 +77,7 @@ def test_a_batch_of_384k_tokens_is_cut_in_little_time_and_without_its_masks() ->
     pieces = MicroBatches(batch, max_tokens=16_384, share_prefixes=True, hidden_size=4_096)
     first = next(iter(pieces))
     assert time.process_time() - began < 2
-    assert first.layout.ends is not None
+    assert first.layout.visible_until is not None
     largest = max(value.nbytes for value in vars(first.layout).values() if isinstance(value, torch.Tensor))
     assert largest <= 8 * 16_384
 
@@ -86,7 +86,7 @@ def test_unequal_prompts_under_one_group_id_are_not_shared() -> None:
     batch = make_batch(groups=4, samples=1)
     batch.group_ids.zero_()
     batch.tokens[:, 0] = torch.arange(4) + 1
-    assert all(m.layout.ends is None for m in pack(batch))
+    assert all(m.layout.visible_until is None for m in pack(batch))
 
 
 def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
@@ -97,7 +97,7 @@ def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
     loss_mask = mask.clone()
     loss_mask[:, :2] = False
     batch = TokenBatch(tokens, mask, loss_mask, group_ids=torch.zeros(8, dtype=torch.int64))
-    assert all(m.layout.ends is None for m in pack(batch))
+    assert all(m.layout.visible_until is None for m in pack(batch))
 
 
 @pytest.mark.parametrize("max_tokens", [24, 100, 4096])
@@ -120,7 +120,7 @@ def test_shared_prompts_and_rows_end_to_end_change_neither_logprobs_nor_gradient
 
     packed = pack(batch, max_tokens, ends=ends)
     if max_tokens > 24:
-        assert any(m.layout.ends is not None or m.layout.blocks for m in packed)
+        assert any(m.layout.visible_until is not None or m.layout.blocks for m in packed)
     assert any(m.layout.blocks for m in packed) == ends
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     expected = run([(torch.arange(len(batch)), plain)])

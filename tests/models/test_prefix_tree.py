@@ -17,6 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from skyasync.models import packing
 from skyasync.models.backend import LOGPROBS, TOKEN_LOGPROBS, OutputRequest
 from skyasync.models.batch import UpdateBatch
+from skyasync.models.fsdp.backend import FSDPBackend
+from skyasync.models.images import Image
 from skyasync.models.packing import MicroBatches, plain_layout
 from skyasync.models.prefix_tree import cheapest_bundles, sorted_rows
 from skyasync.models.token_model import TokenModel
@@ -123,7 +125,7 @@ def test_a_trees_gradient_is_that_of_its_rows_one_by_one(
 def test_each_token_of_a_tree_is_computed_once(batch: UpdateBatch, packs: bool) -> None:
     """For a model so wide that attention costs nothing, which a padded batch's trees depend on."""
     micros = list(whole_trees(batch, packs=packs, hidden_size=10**6))
-    assert sum(int(micro.layout.ends.ne(packing.NO_END).sum() if micro.layout.ends is not None
+    assert sum(int(micro.layout.visible_until.ne(packing.NO_END).sum() if micro.layout.visible_until is not None
                    else micro.batch.attention_mask.sum()) for micro in micros) == tree_size(batch)  # fmt: skip
     for micro in micros if packs else []:
         queries = torch.cat([block.tokens for block in micro.layout.blocks]) if micro.layout.blocks else None
@@ -173,6 +175,7 @@ def settings_of(path: str, *, rows: int = 0, **sizes: int) -> Any:
 
 
 def gradient(worker: PolicyWorker) -> Tensor:
+    assert isinstance(worker.backend, FSDPBackend)
     found = [p.grad for p in worker.backend.model.parameters() if p.grad is not None]
     return torch.cat([(g.full_tensor() if isinstance(g, DTensor) else g).flatten() for g in found])
 
@@ -270,13 +273,14 @@ def test_rows_share_a_token_only_with_the_same_experts() -> None:
     assert micro.layout.tokens.numel() > tree_size(batch)
     layout, place = micro.layout, int((micro.rows == last).nonzero())
     own = layout.cells // layout.shape[1] == place
+    assert layout.copies is not None and layout.experts is not None
     assert (layout.experts[0, layout.predictors[layout.copies[own]], 1, 0] == 1).all()
 
 
 def test_rows_with_images_share_nothing() -> None:
     """Their placeholders are the same tokens, whatever they show."""
     batch = episodes(count=1)
-    batch.images = tuple(((),) * (len(batch) - 2) + ((object(),), (object(),)))  # type: ignore[arg-type]
+    batch.images = (*[()] * (len(batch) - 2), (Image(b"one"),), (Image(b"another"),))
     found = sorted_rows(batch)
     prefixes = torch.zeros_like(found.rows).scatter_(0, found.rows, found.prefixes)
     assert prefixes[-2:].tolist() == [0, 0] and prefixes[:-2].any()

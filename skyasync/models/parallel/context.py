@@ -64,8 +64,8 @@ class Context:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), ring=kind == RING)
 
     def slice(self, layout: Layout) -> Layout:
-        """This rank's part of the sequence dimension, and the loss tokens that it predicts; ``ends`` stay those of
-        whole rows.
+        """This rank's part of the sequence dimension, and the loss tokens that it predicts; ``visible_until`` stays
+        that of whole rows.
 
         Rows are padded to a multiple of the slices; padding comes last, where no token sees it.
         """
@@ -92,7 +92,9 @@ class Context:
             layout,
             tokens=own(layout.tokens),
             positions=own(positions),
-            ends=None if layout.ends is None else F.pad(layout.ends, (0, missing), value=NO_END),
+            visible_until=None
+            if layout.visible_until is None
+            else F.pad(layout.visible_until, (0, missing), value=NO_END),
             experts=None if layout.experts is None else own(layout.experts),
             predictors=((row * len(slices) + number) * share + index % share)[here],
             targets=layout.targets[here],
