@@ -246,6 +246,8 @@ def main() -> None:
     batch = ragged_batch() if arguments.ragged else grouped_batch(prompts=64, samples=16)
     if arguments.trees:
         batch = tree_batch()
+    tokens, trained = int(batch.attention_mask.sum()), int(batch.loss_mask.sum())
+    print(f"{len(batch)} sequences, {tokens} tokens, {trained} of them trained")
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_llama(folder)
         if arguments.profile:
@@ -258,8 +260,6 @@ def main() -> None:
         made = tree_variants if arguments.trees else ragged_variants if arguments.ragged else variants
         functions = made(path, batch)
         took = list(rounds(functions, arguments.rounds))
-    tokens, trained = int(batch.attention_mask.sum()), int(batch.loss_mask.sum())
-    print(f"{len(batch)} sequences, {tokens} tokens, {trained} of them trained")
     for name, function in functions.items():
         seconds = statistics.median(each[name] for each in took if name in each)
         times = statistics.median(each[name] / each[OWN] for each in took if name in each)

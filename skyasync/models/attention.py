@@ -43,7 +43,6 @@ SIMILAR = 16
 SHORT = 16
 """Or this many tokens: a call costs more than so little attention."""
 
-
 NO_END = torch.iinfo(torch.int32).max
 """The end of padding: only padding sees it."""
 
@@ -131,7 +130,7 @@ class AttentionPlan:
 
     Args:
         blocks: of packed sequences.
-        masks: the dense mask of each block; None: it is causal.
+        masks: the mask of each block; None: it is causal.
         spec: which tokens each token sees, for FlexAttention.
         flexible: FlexAttention computes windows as well.
         context: this rank's coordinate in the context dimension.
