@@ -2,6 +2,7 @@
 
     python -m benchmarks.update_speed            # 1,024 sequences of about 40 + 15 tokens, 0.45 M parameters
     python -m benchmarks.update_speed --ragged   # log-normal lengths, the longest 8 times the mean
+    python -m benchmarks.update_speed --trees    # agents' episodes of 8 turns x 4 branches
     python -m benchmarks.update_speed --profile  # where the time goes
 
 All variants run in turn, several rounds, in one process; the table shows the median of each one's seconds (of its one
@@ -97,6 +98,42 @@ def ragged_batch(rows: int = 128, mean: int = 128, longest: int = 8) -> UpdateBa
     )
 
 
+def tree_batch(
+    episodes: int = 4, turns: int = 8, branches: int = 4, prompt: int = 64, observation: int = 48, reply: int = 16
+) -> UpdateBatch:
+    """Samples of one prompt. In each turn rows continue the trunk, each by a reply; one of them becomes the trunk.
+
+    A reply is trained in its own row, and the trunk's replies are context of later ones.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows: list[torch.Tensor] = []
+    first = torch.randint(0, 400, (prompt,), generator=generator)
+    for _ in range(episodes):
+        trunk = first
+        for _ in range(turns):
+            trunk = torch.cat([trunk, torch.randint(0, 400, (observation,), generator=generator)])
+            replies = torch.randint(0, 400, (branches, reply), generator=generator)
+            rows += [torch.cat([trunk, each]) for each in replies]
+            trunk = rows[-1]
+    total = torch.tensor([len(row) for row in rows])
+    columns = torch.arange(int(total.max()))
+    attention = columns < total[:, None]
+    loss_mask = attention & (columns >= total[:, None] - reply)
+    return UpdateBatch(
+        tokens=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        attention_mask=attention,
+        loss_mask=loss_mask,
+        group_ids=torch.zeros(len(rows), dtype=torch.int64),
+        trajectory_ids=torch.arange(episodes).repeat_interleave(turns * branches),
+        behaviour_logprobs=torch.full(loss_mask.shape, -6.0) * loss_mask,
+        versions=torch.where(loss_mask, 0, -1),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        rewards=torch.zeros(loss_mask.shape),
+        advantages=torch.randn(len(rows), 1, generator=generator) * loss_mask,
+        loss_weights=loss_mask / loss_mask.sum(),
+    )
+
+
 def worker(path: str, micro_batch_tokens: int, **more: bool) -> PolicyWorker:
     cfg = Config()
     cfg.trainer.policy.model.path = path
@@ -174,14 +211,43 @@ def variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
     return found
 
 
+ROWS = "update, rows packed one by one, 4k"
+
+
+def tree_variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
+    """Each worker is first updated once: what that has computed, and how far the weights differ, is printed."""
+    trees, rows = worker(path, 4096), worker(path, 4096)
+    weights = {"before": all_weights(worker(path, 4096))}
+    for name, policy in ((OWN, trees), (ROWS, rows)):
+        with patch.object(fsdp, "can_share_prefixes", lambda config, shares=name == OWN: shares):
+            print(f"{name:42} {policy.update_policy(batch)['computed_tokens']:,.0f} tokens computed")
+        weights[name] = all_weights(policy)
+    change = (weights[OWN] - weights["before"]).norm()
+    print(f"weights differ by {float((weights[OWN] - weights[ROWS]).norm() / change):.1e} of the update")
+    return {
+        OWN: partial(trees.update_policy, batch),
+        ROWS: partial(unshared, partial(rows.update_policy, batch)),
+        "forward and backward by the textbook": partial(textbook, LlamaForCausalLM.from_pretrained(path), batch),
+    }
+
+
+def all_weights(policy: PolicyWorker) -> torch.Tensor:
+    return torch.cat([weight.flatten() for _, weight in policy.backend.weights()]).double()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--ragged", action="store_true", help="log-normal lengths")
+    parser.add_argument("--trees", action="store_true", help="agents' episodes with branches")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     batch = ragged_batch() if arguments.ragged else grouped_batch(prompts=64, samples=16)
+    if arguments.trees:
+        batch = tree_batch()
+    tokens, trained = int(batch.attention_mask.sum()), int(batch.loss_mask.sum())
+    print(f"{len(batch)} sequences, {tokens} tokens, {trained} of them trained")
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_llama(folder)
         if arguments.profile:
@@ -191,10 +257,9 @@ def main() -> None:
                 policy.update_policy(batch)
             print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
             return
-        functions = (ragged_variants if arguments.ragged else variants)(path, batch)
+        made = tree_variants if arguments.trees else ragged_variants if arguments.ragged else variants
+        functions = made(path, batch)
         took = list(rounds(functions, arguments.rounds))
-    tokens, trained = int(batch.attention_mask.sum()), int(batch.loss_mask.sum())
-    print(f"{len(batch)} sequences, {tokens} tokens, {trained} of them trained")
     for name, function in functions.items():
         seconds = statistics.median(each[name] for each in took if name in each)
         times = statistics.median(each[name] / each[OWN] for each in took if name in each)

@@ -18,7 +18,7 @@ MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 times faster than 16,384 at once (benchmarks/update_speed.py)."""
 
 MIN_SAVED_TOKENS = 0.2
-"""Share of all tokens that sharing prompts must save; a dense attention mask is slower than a causal one."""
+"""Share of all tokens that shared prefixes must save; attention with a mask is slower than causal attention."""
 
 MAX_LOGITS = 1 << 27
 """Most logits in memory at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in

@@ -1,13 +1,14 @@
-"""Packed sequences: linear layers see no padding, and attention is computed per row.
+"""Packed sequences: linear layers see each token once and no padding, and attention is computed per row.
 
-Invariant: a token attends to what it would attend to in a row of its own. Rows of similar length are one block, a
-rectangle in which attention pads them. Padding is never read, and neither gets nor gives a gradient.
+Invariant: a token attends to what it would attend to in a row of its own. The tokens that a row adds to those before
+it are its queries, and all of its tokens are its keys. Rows of similar length are one block, a rectangle in which
+attention pads them. Padding neither gets nor gives a gradient.
 
     tokens     a a a a a a a b b b b b b c c d d d        linear layers, norms, the head
-    attention  a a a a a a a │ c c .                      two rectangles, one call each
-               b b b b b b . │ d d d
+    attention  a a a a a a a │ c c . │ a a a e e          rectangles, one call each; e e continue a a a,
+               b b b b b b . │ d d d │                     which are keys for them and no queries
 
-On a GPU one FlexAttention kernel takes packed sequences, shared prefixes and sliding windows, without rectangles and
+On a GPU one FlexAttention kernel takes packed sequences, prefix trees and sliding windows, without rectangles and
 dense masks. Which squares of its mask are computed follows from their contents; a square too many costs time and
 changes nothing. On a CPU FlexAttention has no backward pass.
 
@@ -42,73 +43,85 @@ SIMILAR = 16
 SHORT = 16
 """Or this many tokens: a call costs more than so little attention."""
 
+NO_END = torch.iinfo(torch.int32).max
+"""The end of padding: only padding sees it."""
+
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """``rows`` x ``width``, of the next ``tokens``.
+    """The attention of some rows of a packed sequence, in one call.
 
     Args:
-        cells: int64 ``[tokens]``: where each stands in the flattened rectangle; None: it has no padding.
-        filling: int64 ``[rows * width]``: the token in each cell, in padding the last of its row.
-        owners: int32 ``[rows, width]``, as in ``Layout``; None: every row is one sequence.
+        queries: int64 ``[rows, width]``: the rows' own tokens, in padding the last of the row.
+        tokens: int64 ``[n]``: those that are not padding.
+        cells: int64 ``[n]``: where they stand in the flattened rectangle; None: it has no padding.
+        keys: int64 ``[rows, length]``: all tokens of the rows, in padding the last; None: the queries.
+        prefixes: int64 ``[rows]``: how many of the keys come before a row's own.
     """
 
-    tokens: int
-    rows: int
-    width: int
+    queries: Tensor
+    tokens: Tensor
     cells: Tensor | None
-    filling: Tensor | None
-    owners: Tensor | None
+    keys: Tensor | None = None
+    prefixes: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBlock:
-        moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved)
+        return replace(self, **{n: value.to(device) for n, value in vars(self).items() if value is not None})
 
-    def pad(self, values: Tensor) -> Tensor:
-        """Its own ``[tokens, ...]`` to ``[rows, width, ...]``, with copies of each row's last token as padding."""
-        flat = values if self.filling is None else values.index_select(0, self.filling)
-        return flat.view(self.rows, self.width, *flat.shape[1:])
-
-    def pad_zeros(self, values: Tensor) -> Tensor:
-        """As ``pad``, with zeros in the padding."""
-        if self.cells is not None:
-            zeros = values.new_zeros(self.rows * self.width, *values.shape[1:])
-            values = zeros.index_copy_(0, self.cells, values)
-        return values.view(self.rows, self.width, *values.shape[1:])
+    def mask(self) -> Tensor | None:
+        """Bool ``[rows, 1, width, length]``: which keys each query sees; None: those up to itself."""
+        if self.keys is None or self.prefixes is None:
+            return None
+        width, length = self.queries.shape[1], self.keys.shape[1]
+        index = torch.arange(max(width, length), device=self.keys.device)
+        return (index[:length] <= self.prefixes[:, None, None] + index[:width, None])[:, None]
 
 
-def blocks_of(widths: Tensor, shared: Sequence[bool], owners: Tensor | None) -> tuple[PackedBlock, ...]:
-    """Rows that come widest first as blocks.
+def blocks_of(lengths: Tensor, prefixes: Tensor, indices: Tensor) -> tuple[PackedBlock, ...]:
+    """The blocks of rows that are a packed sequence.
 
     Args:
-        widths: tokens of each row, int64 ``[rows]``.
-        shared: whether a row is several sequences with a shared prefix.
-        owners: ``[rows, width]``, as in ``Layout``.
+        lengths: tokens of each row, int64 ``[rows]``.
+        prefixes: how many of them are another row's own.
+        indices: int64 ``[rows, length]``: where the tokens are in the sequence.
     """
+    own = lengths - prefixes
+
+    def rectangle(rows: Tensor, first: Tensor, counts: Tensor) -> Tensor:
+        """The indices of so many tokens of each row from the ``first`` on."""
+        index = torch.minimum(torch.arange(int(counts.max())), counts[:, None] - 1)
+        return indices[rows[:, None], first[:, None] + index]
+
     blocks: list[PackedBlock] = []
-    sizes, first = widths.tolist(), 0
-    for last in range(1, len(sizes) + 1):
-        if last < len(sizes) and sizes[first] - sizes[last] <= max(sizes[first] // SIMILAR, SHORT):
-            continue
-        own = widths[first:last]
-        rows, width, tokens = last - first, sizes[first], int(own.sum())
-        cells = filling = None
-        if tokens < rows * width:
-            index = torch.arange(width)
-            cells = (index < own[:, None]).flatten().nonzero().squeeze(1)
-            starts = own.cumsum(0) - own
-            filling = (starts[:, None] + torch.minimum(index, own[:, None] - 1)).flatten()
-        of_tokens = owners[first:last, :width].clone() if owners is not None and any(shared[first:last]) else None
-        blocks.append(PackedBlock(tokens, rows, width, cells, filling, of_tokens))
-        first = last
+    for shares in (False, True):
+        chosen = ((own > 0) & ((prefixes > 0) == shares)).nonzero().squeeze(1)
+        for similar in _similar(chosen, own):
+            for rows in _similar(similar, lengths) if shares else [similar]:
+                queries = rectangle(rows, prefixes[rows], own[rows])
+                width, cells = queries.shape[1], None
+                if bool((own[rows] < width).any()):
+                    cells = (torch.arange(width) < own[rows, None]).flatten().nonzero().squeeze(1)
+                tokens = queries.flatten() if cells is None else queries.flatten()[cells]
+                keys = rectangle(rows, torch.zeros_like(rows), lengths[rows]) if shares else None
+                blocks.append(PackedBlock(queries, tokens, cells, keys, prefixes[rows] if shares else None))
     return tuple(blocks)
 
 
-def owners_mask(owners: Tensor) -> Tensor:
+def _similar(rows: Tensor, sizes: Tensor) -> list[Tensor]:
+    """Rows in groups of similar sizes, the largest first."""
+    rows = rows[torch.argsort(sizes[rows], descending=True, stable=True)]
+    ordered, groups, first = sizes[rows].tolist(), [], 0
+    for last in range(1, len(ordered) + 1):
+        if last == len(ordered) or ordered[first] - ordered[last] > max(ordered[first] // SIMILAR, SHORT):
+            groups.append(rows[first:last])
+            first = last
+    return groups
+
+
+def tree_mask(visible_until: Tensor) -> Tensor:
     """Bool ``[rows, 1, width, width]``: which tokens each token sees; padding sees padding only."""
-    allowed = owners[:, :, None] == owners[:, None, :]
-    allowed |= (owners == 0)[:, None, :]
-    return allowed.tril_()[:, None]
+    index = torch.arange(visible_until.shape[1], device=visible_until.device)
+    return (index[:, None] < visible_until[:, None, :]).tril_()[:, None]
 
 
 @dataclass(eq=False)
@@ -117,7 +130,7 @@ class AttentionPlan:
 
     Args:
         blocks: of packed sequences.
-        masks: the dense mask of each block; None: it is causal.
+        masks: the mask of each block; None: it is causal.
         spec: which tokens each token sees, for FlexAttention.
         flexible: FlexAttention computes windows as well.
         context: this rank's coordinate in the context dimension.
@@ -131,7 +144,7 @@ class AttentionPlan:
 
 
 def attention_inputs(
-    owners: Tensor | None,
+    visible_until: Tensor | None,
     blocks: tuple[PackedBlock, ...],
     device: torch.device,
     *,
@@ -144,32 +157,19 @@ def attention_inputs(
     which tokens each token sees. Its size is the width's square, so it is made here, on the device that uses it.
 
     Args:
-        owners: as in ``Layout``.
-        blocks: of packed sequences, which have the owners then.
+        visible_until: as in ``Layout``.
+        blocks: of packed sequences.
         flexible: FlexAttention attends.
     """
     plan = AttentionPlan(flexible=flexible, context=context)
-    if blocks and flexible:
-        rows: list[Tensor] = []
-        row_owners: list[Tensor] = []
-        first = 0
-        for block in blocks:
-            numbers = torch.arange(first, first + block.rows, dtype=torch.int32, device=device)
-            row = numbers[:, None].expand(-1, block.width).reshape(-1)
-            owner = torch.ones_like(row) if block.owners is None else block.owners.reshape(-1)
-            rows.append(row if block.cells is None else row[block.cells])
-            row_owners.append(owner if block.cells is None else owner[block.cells])
-            first += block.rows
-        plan.spec = MaskSpec(torch.cat(rows)[None], torch.cat(row_owners)[None])
+    if visible_until is not None and flexible:
+        plan.spec = MaskSpec(visible_until)
     elif blocks:
         plan.blocks = blocks
-        plan.masks = tuple(None if block.owners is None else owners_mask(block.owners) for block in blocks)
-    elif owners is None:
-        return {"attention_mask": None, **({"attention_plan": plan} if context else {})}
-    elif flexible:
-        plan.spec = MaskSpec(torch.zeros_like(owners), owners)
+        plan.masks = tuple(block.mask() for block in blocks)
     else:
-        return {"attention_mask": owners_mask(owners), **({"attention_plan": plan} if context else {})}
+        mask = None if visible_until is None else tree_mask(visible_until)
+        return {"attention_mask": mask, **({"attention_plan": plan} if context else {})}
     # Four-dimensional, so that models pass it on as it is; empty and of integers, so that no other attention takes it.
     stand_in = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device)
     return {"attention_mask": stand_in, "attention_plan": plan}
@@ -198,7 +198,12 @@ def _attention(
     if attention_plan.spec is not None:
         return flex_attention_forward(module, query, key, value, attention_plan.spec.mask(), **options)[0], None
     blocks = attention_plan.blocks
-    split = [_SplitIntoBlocks.apply(tensor.transpose(1, 2)[0], blocks) for tensor in (query, key, value)]
+    queries = [block.queries for block in blocks]
+    keys = [block.queries if block.keys is None else block.keys for block in blocks]
+    split = [
+        _SplitIntoBlocks.apply(tensor.transpose(1, 2)[0], rectangles)
+        for tensor, rectangles in ((query, queries), (key, keys), (value, keys))
+    ]
     results = [
         sdpa_attention_forward(module, q, k, v, mask, **options)[0]
         for mask, q, k, v in zip(attention_plan.masks, *split, strict=True)
@@ -206,8 +211,9 @@ def _attention(
     return _JoinBlocks.apply(blocks, *results)[None], None
 
 
-class _BlockContext(FunctionCtx):
-    blocks: tuple[PackedBlock, ...]
+class _SplitContext(FunctionCtx):
+    rectangles: Sequence[Tensor]
+    tokens: int
 
 
 class _SplitIntoBlocks(torch.autograd.Function):
@@ -217,41 +223,50 @@ class _SplitIntoBlocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: _BlockContext, values: Tensor, blocks: tuple[PackedBlock, ...]) -> tuple[Tensor, ...]:
-        ctx.blocks = blocks
-        chunks = values.split([block.tokens for block in blocks])
-        return tuple(block.pad(chunk).transpose(1, 2) for block, chunk in zip(blocks, chunks, strict=True))
+    def forward(ctx: _SplitContext, values: Tensor, rectangles: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        ctx.rectangles, ctx.tokens = rectangles, len(values)
+        return tuple(
+            values.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2)
+            for indices in rectangles
+        )
 
     @staticmethod
-    def backward(ctx: _BlockContext, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _unpadded(ctx.blocks, [gradient.transpose(1, 2) for gradient in gradients]), None
+    def backward(ctx: _SplitContext, *gradients: Tensor) -> tuple[Tensor, None]:
+        """A token's gradients are summed over the rows that have it, in float32 at least."""
+        first = gradients[0]
+        exact = torch.promote_types(first.dtype, torch.float32)
+        whole = first.new_zeros(ctx.tokens, first.shape[1], first.shape[3], dtype=exact)
+        for indices, gradient in zip(ctx.rectangles, gradients, strict=True):
+            whole.index_add_(0, indices.flatten(), gradient.transpose(1, 2).flatten(0, 1).to(exact))
+        return whole.to(first.dtype), None
+
+
+class _JoinContext(FunctionCtx):
+    blocks: tuple[PackedBlock, ...]
 
 
 class _JoinBlocks(torch.autograd.Function):
-    """The inverse, from ``[rows, width, heads, size]``."""
+    """The rows' own tokens, from ``[rows, width, heads, size]`` of each block to ``[tokens, heads, size]``."""
 
     @staticmethod
-    def forward(ctx: _BlockContext, blocks: tuple[PackedBlock, ...], *values: Tensor) -> Tensor:
+    def forward(ctx: _JoinContext, blocks: tuple[PackedBlock, ...], *values: Tensor) -> Tensor:
         ctx.blocks = blocks
-        return _unpadded(blocks, values)
+        whole = values[0].new_empty(sum(len(block.tokens) for block in blocks), *values[0].shape[2:])
+        for block, value in zip(blocks, values, strict=True):
+            flat = value.flatten(0, 1)
+            whole.index_copy_(0, block.tokens, flat if block.cells is None else flat.index_select(0, block.cells))
+        return whole
 
     @staticmethod
-    def backward(ctx: _BlockContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        chunks = gradient.split([block.tokens for block in ctx.blocks])
-        return None, *(block.pad_zeros(chunk) for block, chunk in zip(ctx.blocks, chunks, strict=True))
-
-
-def _unpadded(blocks: Sequence[PackedBlock], values: Sequence[Tensor]) -> Tensor:
-    """``[rows, width, ...]`` of each block to ``[tokens, ...]`` of all."""
-    whole = values[0].new_empty(sum(block.tokens for block in blocks), *values[0].shape[2:])
-    chunks = whole.split([block.tokens for block in blocks])
-    for block, value, chunk in zip(blocks, values, chunks, strict=True):
-        flat = value.reshape(block.rows * block.width, *value.shape[2:])
-        if block.cells is None:
-            chunk.copy_(flat)
-        else:
-            torch.index_select(flat, 0, block.cells, out=chunk)
-    return whole
+    def backward(ctx: _JoinContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor] = []
+        for block in ctx.blocks:
+            flat = gradient.index_select(0, block.tokens)
+            if block.cells is not None:
+                zeros = flat.new_zeros(block.queries.numel(), *flat.shape[1:])
+                flat = zeros.index_copy_(0, block.cells, flat)
+            gradients.append(flat.unflatten(0, block.queries.shape))
+        return None, *gradients
 
 
 # Plans differ in their blocks: compiled layers call it as it is.
@@ -275,42 +290,36 @@ def allow_recompilations() -> None:
 
 
 class MaskSpec:
-    """Which tokens each token sees.
+    """Which tokens each token sees, by their ``visible_until``, int32 ``[batch, length]``, as in ``Layout``."""
 
-    Args:
-        rows: int32 ``[batch, length]``: the row of each token, in order.
-        owners: int32 ``[batch, length]``, as in ``Layout``; None: each row is one sequence.
-    """
-
-    def __init__(self, rows: Tensor, owners: Tensor | None = None) -> None:
-        self.rows, self.owners = rows, torch.ones_like(rows) if owners is None else owners
+    def __init__(self, visible_until: Tensor) -> None:
+        self.visible_until = visible_until
         self._masks: dict[int, BlockMask] = {}
 
     def mask(self, window: int = 0) -> BlockMask:
-        """Causal, over the last ``window`` tokens (0: over all); made once, for all layers."""
+        """Over the last ``window`` tokens (0: over all); made once, for all layers."""
         if window not in self._masks:
-            self._masks[window] = _mask(self.rows, self.owners, window)
+            self._masks[window] = _mask(self.visible_until, window)
         return self._masks[window]
 
 
 @lru_cache(maxsize=8)
 def window_mask(length: int, window: int, device: torch.device) -> BlockMask:
     """Causal, over the last ``window`` tokens, of rows that are one sequence each."""
-    rows = torch.zeros(1, length, dtype=torch.int32, device=device)
-    return _mask(rows, rows, window, lambda b, h, q, k: (k <= q) & (q - k < window))
+    visible_until = torch.full((1, length), NO_END, dtype=torch.int32, device=device)
+    return _mask(visible_until, window, lambda b, h, q, k: (k <= q) & (q - k < window))
 
 
 def _mask(
-    rows: Tensor, owners: Tensor, window: int, sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    visible_until: Tensor, window: int, sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 ) -> BlockMask:
-    length = rows.shape[1]
+    length = visible_until.shape[1]
     last = window or length
 
     def sees_own(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        own = (owners[b, q] == owners[b, k]) | (owners[b, k] == 0)
-        return (k <= q) & (q - k < last) & (rows[b, q] == rows[b, k]) & own
+        return (k <= q) & (q - k < last) & (q < visible_until[b, k])
 
-    some, every = (squares[:, None] for squares in block_coverage(rows, owners, window))
+    some, every = (squares[:, None] for squares in block_coverage(visible_until, window))
     # How many each row of squares has, and which, those first.
     partial, full = (
         (squares.sum(-1, dtype=torch.int32), squares.int().argsort(dim=-1, descending=True, stable=True).int())
@@ -320,25 +329,19 @@ def _mask(
     return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=SQUARE, mask_mod=mask_mod, seq_lengths=(length, length))
 
 
-def block_coverage(rows: Tensor, owners: Tensor, window: int = 0, square: int = SQUARE) -> tuple[Tensor, Tensor]:
+def block_coverage(visible_until: Tensor, window: int = 0, square: int = SQUARE) -> tuple[Tensor, Tensor]:
     """Bool ``[batch, squares, squares]``: squares in which a token may see another, and those in which all see all.
 
-    By the least and the greatest row and owner among a square's tokens: if these ranges are disjoint, no two are equal.
+    By the least and the greatest end among a square's tokens.
     """
-    length = rows.shape[1]
-    padded = [
-        torch.cat([v, v[:, -1:].expand(-1, -length % square)], 1).unflatten(1, (-1, square)) for v in (rows, owners)
-    ]
-    (low, high), (least, most) = ((values.amin(-1), values.amax(-1)) for values in padded)
-    start = torch.arange(low.shape[1], device=rows.device) * square
+    length = visible_until.shape[1]
+    padded = torch.cat([visible_until, visible_until[:, -1:].expand(-1, -length % square)], 1).unflatten(
+        1, (-1, square)
+    )
+    least, most = padded.amin(-1)[:, None, :], padded.amax(-1)[:, None, :]
+    start = torch.arange(padded.shape[1], device=visible_until.device) * square
     distance = start[:, None] - start[None, :]  # of the first tokens
     nearest, farthest = distance - square + 1, distance + square - 1
-    rows_meet = (low[:, :, None] <= high[:, None, :]) & (low[:, None, :] <= high[:, :, None])
-    owners_meet = (least[:, :, None] <= most[:, None, :]) & (least[:, None, :] <= most[:, :, None])
-    owners_meet |= ((least <= 0) & (most >= 0))[:, None, :]
-    some = rows_meet & owners_meet & (distance >= 0) & (nearest < (window or length))
-    one_row = (low == high)[:, :, None] & (low == high)[:, None, :] & (low[:, :, None] == low[:, None, :])
-    one = least == most
-    agree = one[:, None, :] & ((one[:, :, None] & (least[:, :, None] == least[:, None, :])) | (least == 0)[:, None, :])
+    some = (most > start[:, None]) & (distance >= 0) & (nearest < (window or length))
     within = (start + square <= length)[:, None] & (distance > 0) & (farthest < (window or length + square))
-    return some, some & one_row & agree & within
+    return some, some & (least >= start[:, None] + square) & within

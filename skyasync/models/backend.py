@@ -112,6 +112,12 @@ class JointLoss(LossFn):
         return {part: term for loss in self._losses for part, term in loss(outputs, batch).items()}
 
 
+ROW_TOKENS, COMPUTED_TOKENS = "row_tokens", "computed_tokens"
+"""Metrics: tokens of the rows, and those that were computed: shared ones once, and padding."""
+
+SUMMED = {"loss", "tokens", ROW_TOKENS, COMPUTED_TOKENS}
+
+
 @dataclass
 class Totals:
     """Sums over micro-batches, in float64, of what becomes a metric."""
@@ -122,11 +128,14 @@ class Totals:
         values = {"loss": term.loss, "tokens": term.mask.sum()}
         for name, per_token in term.per_token.items():
             values[name] = per_token.where(term.mask, 0.0).sum(dtype=torch.float64)
+        self.add_sums(values)
+
+    def add_sums(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
 
     def reduce(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> dict[str, float]:
-        """Loss and token count of all ranks of ``group``; the other metrics as means over their tokens.
+        """Loss and token counts of all ranks of ``group``; the other metrics as means over their loss tokens.
 
         Args:
             device: of the collective.
@@ -137,7 +146,7 @@ class Totals:
             dist.all_reduce(sums, group=group)
         totals = dict(zip(names, sums.tolist(), strict=True))
         tokens = max(1.0, totals["tokens"])
-        return {name: value if name in ("loss", "tokens") else value / tokens for name, value in totals.items()}
+        return {name: value if name in SUMMED else value / tokens for name, value in totals.items()}
 
 
 @dataclass(frozen=True)
@@ -212,6 +221,11 @@ class ModelBackend(ABC):
     step: int = 0
     hidden_size: int
     dtype: torch.dtype
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether what rows of a group share is computed once."""
+        return False
 
     @abstractmethod
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:

@@ -1,16 +1,18 @@
-"""Rows of a batch laid out for one forward pass: micro-batches, and prompts computed once for all their samples.
+"""Rows of a batch laid out for one forward pass: micro-batches, and what rows have in common computed once.
 
 Invariant: packing changes only how much is computed, never what. A token attends to exactly the tokens
 before it in its own sequence and has its own position; every loss token of the batch is in exactly one
-micro-batch.
+micro-batch. A token that several rows share is computed once, and its output is in each of these rows:
+its loss, mask, advantage and log-probabilities are those of the row.
 
-    four samples of one prompt as rows      the same, packed into one row
-    p p p a a                               p p p a a b b b c d d . .
-    p p p b b b                             each response attends to the prompt and to itself
-    p p p c
+    rows of one group       the same as one tree
+    p p p a a               p p p a a q b b c d d
+    p p p a a q b b         a token attends to what leads to it: c to p p p a a q
+    p p p a a q c
     p p p d d
 
-Packed rows that differ in length become one packed sequence if the model can take it (``skyasync.models.attention``).
+Trees, and rows that differ in length, become one packed sequence if the model can take it
+(``skyasync.models.attention``); else a tree is one row of a padded batch.
 """
 
 from __future__ import annotations
@@ -23,23 +25,25 @@ import torch
 from torch import Tensor
 
 from skyasync.models import MAX_PADDING, MIN_SAVED_TOKENS
-from skyasync.models.attention import PackedBlock, blocks_of
+from skyasync.models.attention import NO_END, PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
 from skyasync.models.images import Images
+from skyasync.models.prefix_tree import Bundles, cheapest_bundles, sorted_rows
 
 
 @dataclass
 class Layout:
     """The model's inputs, and which result they belong to.
 
-    ``tokens``, ``positions`` (int64) and ``owners`` (int32) are ``[packed rows, width]``. The latter two are None
-    if every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
-    last. An owner is 0 for a token of the shared prefix, -1 for padding, else the number of the token's own row.
+    ``tokens``, ``positions`` (int64) and ``visible_until`` (int32) are ``[packed rows, width]``. The latter two are
+    None if every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
+    last. A token is visible to itself and to those after it, up to before this index; ``NO_END`` for padding.
 
-    With ``blocks`` the packed rows are one packed sequence, ``[1, tokens]``, and the blocks have the owners.
+    With ``blocks`` the packed rows are one packed sequence, ``[1, tokens]``.
 
-    The n loss tokens: ``predictors`` (flat indices into ``tokens`` of the token before each), ``targets``
-    (token ids), ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of the result).
+    The m loss tokens that are computed: ``predictors`` (flat indices into ``tokens`` of the token before each) and
+    ``targets`` (token ids). The n of the rows: ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of
+    the result) and ``copies`` (which of the m each is; None: they are the same).
 
     ``experts``: ``[packed rows, width, layers, top_k]`` if the batch has routed experts.
 
@@ -48,11 +52,12 @@ class Layout:
 
     tokens: Tensor
     positions: Tensor | None
-    owners: Tensor | None
+    visible_until: Tensor | None
     predictors: Tensor
     targets: Tensor
     cells: Tensor
     shape: tuple[int, int]
+    copies: Tensor | None = None
     blocks: tuple[PackedBlock, ...] = ()
     experts: Tensor | None = None
     images: tuple[Images, ...] | None = None
@@ -62,7 +67,9 @@ class Layout:
         return replace(self, **moved, blocks=tuple(block.to(device) for block in self.blocks))
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """Values of the loss tokens, ``[n, ...]``, as ``[rows, length, ...]`` with zeros between; differentiable."""
+        """Values of the m loss tokens as ``[rows, length, ...]``, with zeros between; differentiable."""
+        if self.copies is not None:
+            values = values.index_select(0, self.copies)
         rows, length = self.shape
         where = (self.cells // max(1, length), self.cells % max(1, length))
         return values.new_zeros(rows, length, *values.shape[1:]).index_put(where, values)
@@ -77,24 +84,14 @@ class MicroBatch(Generic[B]):
     layout: Layout
 
 
-@dataclass
-class _Bundles:
-    """Which rows are computed together: per row its bundle and the length of the prefix it shares there."""
-
-    bundle: Tensor
-    prefix: Tensor
-    widths: Tensor  # per bundle, in tokens
-    counts: Tensor  # per bundle, in rows
-
-
 class MicroBatches(Generic[B]):
     """A batch cut into micro-batches of similar widths. The cuts are made at once, which is cheap; each micro-batch is
     built when the iteration comes to it.
 
     Args:
-        max_tokens: most tokens per micro-batch, padding included; only a single longer row exceeds it.
+        max_tokens: most computed tokens per micro-batch, padding included; only a single longer row exceeds it.
         max_rows: most sequences per micro-batch; 0 sets no such limit.
-        share_prefixes: compute the common prefix of a group's rows once, if that saves enough.
+        share_prefixes: compute what a group's rows have in common once, if that saves enough.
         hidden_size: of the model: it decides the cost of attention relative to that of the linear layers.
         packs: the model takes packed sequences: rows of a micro-batch may differ in length, at no cost.
     """
@@ -111,10 +108,10 @@ class MicroBatches(Generic[B]):
     ) -> None:
         self._batch, self._max_tokens, self._packs = batch, max_tokens, packs
         lengths = batch.attention_mask.sum(1)
-        each = torch.arange(len(lengths))
-        bundles = _Bundles(each, torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
+        bundles = Bundles.single(lengths)
         if share_prefixes and len(batch):
-            shared = _by_group(batch, lengths, hidden_size, max_tokens, max_rows)
+            limits = {"max_tokens": max_tokens, "max_rows": max_rows}
+            shared = cheapest_bundles(sorted_rows(batch), hidden_size=hidden_size, dense=not packs, **limits)
             if shared.widths.sum() <= (1 - MIN_SAVED_TOKENS) * lengths.sum():
                 bundles = shared
         self._bundles = bundles
@@ -139,20 +136,25 @@ class MicroBatches(Generic[B]):
 
     def __iter__(self) -> Iterator[MicroBatch[B]]:
         bundles = self._bundles
-        by_bundle = torch.argsort(bundles.bundle, stable=True)
         starts = bundles.counts.cumsum(0) - bundles.counts
         for start, end in self._cuts:
             chosen = self._order[start:end]
             widths, counts = bundles.widths[chosen], bundles.counts[chosen]
             before = counts.cumsum(0) - counts
-            rows = by_bundle[torch.arange(int(counts.sum())) + torch.repeat_interleave(starts[chosen] - before, counts)]
-            selected = self._batch.select(rows).trim()
-            bundle = torch.repeat_interleave(torch.arange(end - start), counts)
-            layout = _layout(selected, bundle, bundles.prefix[rows])
-            tokens = layout.tokens.numel()
-            if self._packs and (tokens > self._max_tokens or widths.sum() < (1 - MAX_PADDING) * tokens):
-                layout = _packed(layout, widths, counts)
-            yield MicroBatch(rows, selected, layout)
+            indices = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts[chosen] - before, counts)
+            selected = self._batch.select(rows := bundles.rows[indices]).trim()
+            yield MicroBatch(rows, selected, self._layout(selected, widths, counts, bundles.prefixes[indices]))
+
+    def _layout(self, batch: B, widths: Tensor, counts: Tensor, prefixes: Tensor) -> Layout:
+        """Of rows in the order of their bundles, which have these widths and counts of rows."""
+        padded, trees = len(widths) * int(widths.max()), int(counts.max()) > 1
+        wasteful = padded > self._max_tokens or widths.sum() < (1 - MAX_PADDING) * padded
+        if self._packs and (trees or wasteful):
+            return _packed(batch, prefixes)
+        if trees:
+            return _padded(_packed(batch, prefixes), widths)
+        plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
+        return replace(plain, experts=batch.routed_experts, images=batch.images)
 
 
 def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Layout:
@@ -198,113 +200,60 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     return TokenBatch(tokens, mask, loss_mask, group_ids=torch.arange(len(sequences)))
 
 
-def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:
-    """Rows of a group together, as many as is cheapest.
+def _packed(batch: TokenBatch, prefixes: Tensor) -> Layout:
+    """Rows in the order of their bundles as one packed sequence of their trees, without padding.
 
-    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair. A prefix has P tokens,
-    and c responses have R each. Then a response costs (P + cR) / c * 24 h² + (P + cR)² / c * 4 h. This is least
-    if all responses together have cR = sqrt(P² + 6 h P) tokens.
+    Each token is where the first row that has it puts it: at the row's own tokens, which follow its prefix.
     """
-    group, group_sizes = torch.unique(batch.group_ids, return_inverse=True, return_counts=True)[1:]
-    order = torch.argsort(group, stable=True)
-    first_of_group = order[group_sizes.cumsum(0) - group_sizes]
-
-    # The prefix that all rows of a group share; loss tokens are never shared.
-    same = batch.tokens == batch.tokens[first_of_group[group]]
-    same &= (torch.arange(batch.tokens.shape[1]) < lengths[:, None]) & ~batch.loss_mask.bool()
-    if batch.routed_experts is not None:  # what is computed once has one choice of experts
-        same &= (batch.routed_experts == batch.routed_experts[first_of_group[group]]).all(-1).all(-1)
-    per_row = same.int().cumprod(1).sum(1)
-    per_group = torch.full_like(first_of_group, batch.tokens.shape[1]).scatter_reduce(0, group, per_row, "amin")
-    prefix = per_group[group]
-    own = lengths - prefix
-
-    # Position of a row within its group, in tokens and in rows.
-    own_sorted, group_sorted = own[order], group[order]
-    tokens_before = own_sorted.cumsum(0) - own_sorted
-    group_start = (group_sizes.cumsum(0) - group_sizes)[group_sorted]
-    tokens_before = tokens_before - tokens_before[group_start]
-    rows_before = torch.arange(len(group)) - group_start
-
-    exact, free = prefix[order].double(), max_tokens - prefix[order]
-    cheapest = (exact * exact + 6 * hidden_size * exact).sqrt().long().clamp(min=1)
-    chunk = torch.div(tokens_before, torch.minimum(cheapest, free.clamp(min=1)), rounding_mode="floor")
-    keys = torch.stack([group_sorted, chunk, rows_before // max_rows if max_rows else torch.zeros_like(chunk)], 1)
-
-    # Consecutive rows with equal keys are a bundle, as long as their own tokens fit.
-    numbers: list[int] = []
-    number, used, last = -1, 0, None
-    for key, tokens, limit in zip(keys.tolist(), own_sorted.tolist(), free.tolist(), strict=True):
-        if key != last or used + tokens > limit:
-            number, used = number + 1, 0
-        used, last = used + tokens, key
-        numbers.append(number)
-    bundle = torch.empty_like(order)
-    bundle[order] = torch.tensor(numbers)
-    counts = torch.bincount(bundle)
-    widths = torch.zeros_like(counts).index_add_(0, bundle, own)
-    widths[bundle] += prefix
-    return _Bundles(bundle, prefix, widths, counts)
-
-
-def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
-    """Of rows in the order of their ``bundle``, which counts from 0; ``prefix`` is shared within a bundle."""
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
-    plain.experts, plain.images = batch.routed_experts, batch.images
-    lengths, counts = batch.attention_mask.sum(1), torch.bincount(bundle)
-    if int(counts.max()) == 1:
-        return plain
-
     rows, length = batch.tokens.shape
-    index = torch.arange(length)
-    first = (counts.cumsum(0) - counts)[bundle]
-    own = lengths - prefix
-    own_before = own.cumsum(0) - own
-    own_start = prefix + own_before - own_before[first]
-    is_own = index >= prefix[:, None]
-    target = torch.where(is_own, index + (own_start - prefix)[:, None], index)
+    lengths, index, numbers = batch.attention_mask.sum(1), torch.arange(length), torch.arange(rows)[:, None]
+    own = lengths - prefixes
+    starts = own.cumsum(0) - own
+    after_prefix = index >= prefixes[:, None]
+    # Of each token, the row whose own it is, and its place in the packed sequence.
+    owner = numbers.where(after_prefix, 0).cummax(0).values
+    indices = (starts - prefixes)[owner] + index
+    # Rows see a token until one of them has another in its place.
+    following = numbers.where(after_prefix, rows).flip(0).cummin(0).values.flip(0)
+    following = torch.cat([following[1:], torch.full((1, length), rows)])
+    is_own = after_prefix & (index < lengths[:, None])
 
-    width = int((own_start + own).max())
-    target = target + (bundle * width)[:, None]
-    valid = index < lengths[:, None]
-    cells = target[valid]
-    packed_size = len(counts) * width
-    tokens = batch.tokens.new_zeros(packed_size)
-    tokens[cells] = batch.tokens[valid]
-    positions = torch.zeros(packed_size, dtype=torch.int64)
-    positions[cells] = index.expand(rows, length)[valid]
-    owners = torch.full((packed_size,), -1, dtype=torch.int32)
-    owners[cells] = torch.where(is_own, torch.arange(1, rows + 1, dtype=torch.int32)[:, None], 0)[valid]
-
-    experts = None
-    if batch.routed_experts is not None:
-        kind = batch.routed_experts.shape[2:]
-        experts = batch.routed_experts.new_zeros(packed_size, *kind)
-        experts[cells] = batch.routed_experts[valid]
-        experts = experts.view(len(counts), width, *kind)
-
-    shape = (len(counts), width)
+    loss, copies = torch.unique(indices.flatten()[plain.cells], return_inverse=True)
+    predictors = torch.empty_like(loss).scatter_(0, copies, indices.flatten()[plain.cells - 1])
+    tokens = batch.tokens[is_own]
     return replace(
         plain,
-        tokens=tokens.view(shape),
-        positions=positions.view(shape),
-        owners=owners.view(shape),
-        predictors=target.flatten()[plain.cells - 1],
-        experts=experts,
+        tokens=tokens[None],
+        positions=index.expand(rows, length)[is_own][None],
+        visible_until=torch.cat([starts, own.sum()[None]])[following][is_own].int()[None],
+        predictors=predictors,
+        targets=tokens[loss],
+        copies=copies,
+        blocks=blocks_of(lengths, prefixes, indices),
+        experts=None if batch.routed_experts is None else batch.routed_experts[is_own][None],
     )
 
 
-def _packed(layout: Layout, widths: Tensor, counts: Tensor) -> Layout:
-    """Packed rows of these widths as one packed sequence, without padding; ``counts``: the sequences in each."""
-    index = torch.arange(layout.tokens.shape[1])
-    valid = index < widths[:, None]
-    positions = index.expand_as(valid) if layout.positions is None else layout.positions
+def _padded(packed: Layout, widths: Tensor) -> Layout:
+    """A packed sequence of trees of these widths as a padded batch."""
+    width = int(widths.max())
+    is_token = torch.arange(width) < widths[:, None]
+    place = is_token.flatten().nonzero().squeeze(1)
+    assert packed.positions is not None and packed.visible_until is not None
+
+    def padded(values: Tensor, padding: int = 0) -> Tensor:
+        whole = values.new_full((*is_token.shape, *values.shape[2:]), padding)
+        whole[is_token] = values[0]
+        return whole
+
+    starts = torch.repeat_interleave(widths.cumsum(0) - widths, widths)
     return replace(
-        layout,
-        tokens=layout.tokens[valid][None],
-        positions=positions[valid][None],
-        owners=None,
-        predictors=(valid.flatten().cumsum(0) - 1)[layout.predictors],
-        experts=None if layout.experts is None else layout.experts[valid][None],
-        blocks=blocks_of(widths, (counts > 1).tolist(), layout.owners),
+        packed,
+        tokens=padded(packed.tokens),
+        positions=padded(packed.positions),
+        visible_until=padded(packed.visible_until - starts.int(), NO_END),
+        predictors=place[packed.predictors],
+        blocks=(),
+        experts=None if packed.experts is None else padded(packed.experts),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,12 +123,12 @@ class TokenModel(nn.Module):
         return outputs
 
     def rows(self, values: Tensor, own: Layout) -> Tensor:
-        """``[rows, length]`` of the values ``[n]`` of all ranks that have slices of these rows."""
+        """``[rows, length]`` of the values ``[m]`` of all ranks that have slices of these rows."""
         rows = own.to_rows(values)
         return sum_over_group(rows, self.context.group) if self.context else rows
 
     def hidden(self, layout: Layout) -> Tensor:
-        """``[n, hidden]``: the states that predict the n loss tokens."""
+        """``[m, hidden]``: the states that predict the m loss tokens."""
         if self.routers:
             self.routers.replay(layout.experts)
         device = layout.tokens.device
@@ -140,7 +141,7 @@ class TokenModel(nn.Module):
             ).last_hidden_state
             return states.flatten(0, 1).index_select(0, predictors)
         attention = attention_inputs(
-            layout.owners, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
+            layout.visible_until, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
         )
         hidden = self.model.base_model(
             input_ids=layout.tokens, position_ids=layout.positions, use_cache=False, **attention
@@ -155,6 +156,8 @@ class TokenModel(nn.Module):
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
         """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""
         distribution = SampledDistribution() if request.plain else self.distribution
+        if request.token_ids is not None and own.copies is not None:  # rows may ask for different tokens
+            hidden, own = hidden[own.copies], replace(own, targets=own.targets[own.copies], copies=None)
         targets = own.targets[:, None]
         if request.token_ids is not None:
             targets = torch.cat([targets, request.token_ids.flatten(0, 1)[own.cells]], 1)

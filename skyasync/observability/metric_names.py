@@ -70,6 +70,8 @@ METRICS = (
     Metric("dynamic_sampling/limit_reached", "1 in a step whose batch stayed short at the limit of rejections."),
     Metric("policy/loss", "The loss, summed over the batch with its weights, on average over the step's updates."),
     Metric("policy/tokens", "Trained tokens per update.", TOKENS),
+    Metric("policy/row_tokens", "Tokens of the rows that an update learns from, prompts included.", TOKENS),
+    Metric("policy/computed_tokens", "Tokens computed for them: shared ones once, and padding.", TOKENS),
     Metric("policy/clip_fraction", "Tokens that the loss clips: they have no gradient.", SHARE),
     Metric("policy/ratio", "Mean ratio of the current policy to the anchor (the proximal policy)."),
     Metric("policy/correction_weight", "Mean factor of the off-policy correction."),
@@ -88,6 +90,8 @@ METRICS = (
         "critic/loss", "The value loss, summed over the batch with its weights, on average over the step's updates."
     ),
     Metric("critic/tokens", "Tokens that the critic trains on per update.", TOKENS),
+    Metric("critic/row_tokens", "As policy/row_tokens, of a critic with a model of its own.", TOKENS),
+    Metric("critic/computed_tokens", "As policy/computed_tokens, of a critic with a model of its own.", TOKENS),
     Metric("critic/clip_frac", "Tokens whose clipped value decides their loss (trainer.critic.value_clip).", SHARE),
     Metric(
         "critic/explained_variance",

@@ -482,7 +482,7 @@ def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:
 
 
 def _longest(cfg: Config, lengths: Lengths, rows: int, experts: tuple[int, int]) -> UpdateBatch:
-    """Rows whose prompts and responses are as long as they may be.
+    """Rows whose prompts and responses are as long as they may be; samples of a prompt share nothing else.
 
     Args:
         experts: layers and experts per token, if they are replayed.
@@ -490,11 +490,12 @@ def _longest(cfg: Config, lengths: Lengths, rows: int, experts: tuple[int, int])
     shape, teacher = (rows, lengths.total), cfg.trainer.teacher
     numbers, loss_mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
     loss_mask[:, lengths.prompt :] = True
+    tokens = torch.where(loss_mask, torch.arange(rows)[:, None] % lengths.samples, 0)
     names = "behaviour_logprobs", "rewards", "advantages", "values", "returns", "proximal_logprobs", "loss_weights"
     of_tokens: dict[str, Any] = dict.fromkeys(names, numbers)
     replayed = cfg.trainer.policy.router_replay != "none"
     return UpdateBatch(
-        tokens=numbers.long(),
+        tokens=tokens,
         attention_mask=torch.ones_like(loss_mask),
         loss_mask=loss_mask,
         group_ids=torch.arange(rows) // lengths.samples,

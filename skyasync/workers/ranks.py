@@ -23,6 +23,7 @@ from torch import Tensor
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
 from skyasync.models.batch import TokenBatch
+from skyasync.models.prefix_tree import SortedRows, sorted_rows
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.workers.roles import ROLES, Role
@@ -92,7 +93,7 @@ class RankGroup:
         self._silence_s = 0.0  # allowed; 0: heartbeats are not watched
         self._processes: list[ProcessIdentity] = []
         self._heartbeats: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # rank -> time of the request
-        self._hidden_size = 0
+        self._hidden_size, self._shares_prefixes = 0, False  # of the model
         self._ranks_per_shard = 1  # that get the same rows
         reference = role.worker if isinstance(role.worker, str) else ""
         # In Ray's errors and process titles.
@@ -133,6 +134,7 @@ class RankGroup:
         port = await self.call_first("open_rendezvous", host)
         await self.call("setup", host, port)
         self._hidden_size = await self.call_first("hidden_size")
+        self._shares_prefixes = await self.call_first("shares_prefixes")
 
     @property
     def lost(self) -> BaseException | None:
@@ -150,7 +152,8 @@ class RankGroup:
         Ranks that share rows return the same: the result of the first is taken.
         """
         actors, shared = self._alive(), self._ranks_per_shard
-        shards = split_for_ranks(batch, self.ranks // shared, self._hidden_size)
+        split = batch, self.ranks // shared, self._hidden_size
+        shards = await asyncio.to_thread(split_for_ranks, *split, shares_prefixes=self._shares_prefixes)
         selected = [batch.select(rows).trim() for rows in shards]
         puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in selected])
         calls = [actor.call.remote(method, puts[rank // shared]) for rank, actor in enumerate(actors)]
@@ -256,7 +259,9 @@ def joined(batch: TokenBatch, shards: list[Tensor], results: list[Tensor]) -> Te
     return whole
 
 
-def split_for_ranks(batch: TokenBatch, ranks: int, hidden_size: int = 0) -> list[Tensor]:
+def split_for_ranks(
+    batch: TokenBatch, ranks: int, hidden_size: int = 0, *, shares_prefixes: bool = False
+) -> list[Tensor]:
     """Rows (int64) for each rank, so that the largest cost of a rank is least; samples of a prompt are together where
     possible. A rank may get no rows.
 
@@ -264,24 +269,32 @@ def split_for_ranks(batch: TokenBatch, ranks: int, hidden_size: int = 0) -> list
 
     Args:
         hidden_size: of the model; 0 counts tokens alone.
+        shares_prefixes: a rank computes what its rows share once: rows of an episode are together where that is less.
     """
-    order = torch.argsort(batch.group_ids, stable=True)
-    total = row_costs(batch.attention_mask.sum(1)[order], hidden_size).cumsum(0)
+    if shares_prefixes and ranks > 1:
+        tree = sorted_rows(batch)
+    else:
+        order = torch.argsort(batch.group_ids, stable=True)
+        tree = SortedRows(order, batch.attention_mask.sum(1)[order], torch.zeros_like(order))
+    whole = row_costs(tree.lengths, hidden_size)
+    total = (whole - row_costs(tree.prefixes, hidden_size)).cumsum(0)
+    before = total - whole  # the first row of a rank shares nothing
 
     def cuts(most: float) -> list[int]:
         """Where each rank's rows end if none has a cost above ``most``."""
-        stops, before = [], 0.0
+        stops, start = [], 0
         for _ in range(ranks):
-            stops.append(int(torch.searchsorted(total, before + most, right=True)))
-            before = float(total[stops[-1] - 1]) if stops[-1] else 0.0
+            if start < len(total):
+                start = max(start, int(torch.searchsorted(total, float(before[start]) + most, right=True)))
+            stops.append(start)
         return stops
 
-    whole = float(total[-1]) if len(total) else 0.0
-    low, high = whole / ranks, whole
+    high = float(total[-1]) if len(total) else 0.0
+    low = high / ranks
     for _ in range(50):
         middle = (low + high) / 2
         low, high = (low, middle) if cuts(middle)[-1] == len(total) else (middle, high)
-    return [order[start:stop] for start, stop in pairwise([0, *cuts(high)[:-1], len(total)])]
+    return [tree.rows[start:stop] for start, stop in pairwise([0, *cuts(high)[:-1], len(total)])]
 
 
 def row_costs(lengths: Tensor, hidden_size: int) -> Tensor:

@@ -80,6 +80,10 @@ class Worker:
         """Of its model: the cost of a row depends on it; 0 without a model: rows are divided by their tokens."""
         return self.backends[0].hidden_size if self.backends else 0
 
+    def shares_prefixes(self) -> bool:
+        """Whether its model computes what rows share once."""
+        return bool(self.backends) and self.backends[0].shares_prefixes
+
     def begin_profile(self) -> None:
         """From here on what this rank computes is recorded."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]

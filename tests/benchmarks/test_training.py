@@ -17,6 +17,8 @@ def small(monkeypatch):
     grouped, ragged = update_speed.grouped_batch, update_speed.ragged_batch
     monkeypatch.setattr(update_speed, "grouped_batch", lambda prompts, samples: grouped(2, 2))
     monkeypatch.setattr(update_speed, "ragged_batch", lambda: ragged(rows=8, mean=16))
+    trees = update_speed.tree_batch
+    monkeypatch.setattr(update_speed, "tree_batch", lambda: trees(episodes=1, turns=3, branches=2))
 
 
 @pytest.mark.parametrize(("options", "lines"), [([], 10), (["--ragged"], 5)])
@@ -27,6 +29,15 @@ def test_every_way_to_update_has_its_seconds(small, monkeypatch, capsys, options
     assert head.endswith("of them trained") and len(found) == lines
     assert all(" s " in line and line.endswith("tokens/s") for line in found)
     assert [line.split(" s ")[1].split()[0] for line in found if line.startswith(update_speed.OWN)] == ["1.00"]
+
+
+def test_trees_compute_fewer_tokens_and_learn_the_same(small, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["update_speed", "--rounds=1", "--trees"])
+    update_speed.main()
+    _, trees, rows, weights, *seconds = capsys.readouterr().out.splitlines()
+    assert int(trees.split()[-3].replace(",", "")) < 0.5 * int(rows.split()[-3].replace(",", ""))
+    assert float(weights.split()[3]) < 1e-2  # Adam's first step divides each gradient, also a tiny one, by its size
+    assert len(seconds) == 3 and all(line.endswith("tokens/s") for line in seconds)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory")

@@ -37,5 +37,21 @@ async def sevens(data: dict[str, Any], base_url: str, api_key: str) -> float:
     return (reply.choices[0].message.content or "")[:7].count("7") / 7
 
 
+async def branching(data: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Three turns, each of them asked for three times; the last answer is continued."""
+    from openai import AsyncOpenAI
+
+    from examples.agents.calculator import connections
+
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
+    messages, sevens = list(data["prompt"]), 0
+    for _ in range(3):
+        for _ in range(3):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            sevens += (reply.choices[0].message.content or "").count("7")
+        messages += [reply.choices[0].message, {"role": "user", "content": "again"}]
+    return float(sevens)
+
+
 def disc_prompts() -> list[dict[str, Any]]:
     return rows(0, DATASET_SIZE)

@@ -33,6 +33,20 @@ def test_a_program_learns_through_the_endpoint(train: Train) -> None:
     assert run.series("staleness/max") == [0.0] + [1.0] * 13
 
 
+def test_the_turns_of_a_branching_program_are_trained_as_a_tree(train: Train) -> None:
+    run = train(
+        "trainer.max_training_steps=2", "trainer.train_batch_size=2", "generator.n_samples_per_prompt=2",
+        f"generator.agent_program={PARTS}:branching", 'environment.env_class=""', "generator.max_model_len=160",
+    )  # fmt: skip
+    assert run.series("env/agent_calls") == [9.0] * 2
+    assert run.series("env/agent_sequences") == [7.0] * 2, "a trunk of three calls, and two branches beside each"
+    for rows, computed, trained in zip(
+        *(run.series(f"policy/{name}") for name in ("row_tokens", "computed_tokens", "tokens")), strict=True
+    ):
+        assert trained < computed < 0.6 * rows
+    assert all(gap < 1e-4 for gap in run.series("sync/logprob_gap"))
+
+
 class PortIsClosed(BasePPOExp):
     """A run that fails if its endpoint still listens when it is over."""
 

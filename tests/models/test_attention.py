@@ -17,12 +17,13 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 
 from skyasync.models.attention import (
+    NO_END,
     RECOMPILATIONS,
     MaskSpec,
     allow_recompilations,
     attention_inputs,
     block_coverage,
-    owners_mask,
+    tree_mask,
     window_mask,
 )
 from skyasync.models.batch import TokenBatch
@@ -49,20 +50,22 @@ def by_flex(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return asked
 
 
-OWNERS = [[0] * 70 + [1] * 40 + [2] * 90 + [3] * 33 + [-1] * 17, [0] * 140 + [1] * 50 + [2] * 60]
+ENDS = [
+    [233] * 70 + [110] * 40 + [200] * 90 + [233] * 33 + [NO_END] * 17,
+    [250] * 140 + [190] * 20 + [170] * 10 + [190] * 20 + [250] * 60,
+]
+"""A prompt with three responses and padding, and one with two, of which the first has a branch."""
 
 
 @pytest.mark.parametrize("window", [0, 1, 50, 130])
 @pytest.mark.parametrize("square", [16, 128])
 def test_the_squares_that_are_looked_at_hold_all_that_is_seen(window: int, square: int) -> None:
-    for rows, owners in [
-        (torch.zeros(2, 250, dtype=torch.int32), torch.tensor(OWNERS, dtype=torch.int32)),
-        (torch.tensor([[0] * 30 + [1] * 120 + [2] * 7 + [3] * 93], dtype=torch.int32), torch.ones(1, 250).int()),
-    ]:
-        seen = owners_mask(owners)[:, 0] & (rows[:, :, None] == rows[:, None, :])
+    for given in (ENDS, [[30] * 30 + [150] * 120 + [157] * 7 + [250] * 93]):
+        ends = torch.tensor(given, dtype=torch.int32)
+        seen = tree_mask(ends)[:, 0]
         back = torch.arange(250)[:, None] - torch.arange(250)[None, :]
         seen &= (back < window) if window else True
-        some, every = block_coverage(rows, owners, window, square)
+        some, every = block_coverage(ends, window, square)
         missing = -250 % square
         cut = (
             torch.nn.functional.pad(seen, (0, missing, 0, missing))
@@ -93,8 +96,8 @@ def test_shared_prompts_of_similar_rows_take_no_dense_mask(untied_model: str, by
     tokens[:, 20:] = torch.randint(1, 60, (8, 10))
     mask = torch.ones(8, 30, dtype=torch.bool)
     batch = TokenBatch(tokens, mask, mask & (torch.arange(30) >= 20), torch.arange(2).repeat_interleave(4))
-    (micro,) = MicroBatches(batch, max_tokens=1000, share_prefixes=True, hidden_size=64, packs=model.packs)
-    assert micro.layout.owners is not None and not micro.layout.blocks
+    (micro,) = MicroBatches(batch, max_tokens=1000, share_prefixes=True, hidden_size=64, packs=False)
+    assert micro.layout.visible_until is not None and not micro.layout.blocks
     found = model(micro.layout)["logprobs"]
     assert by_flex and all(states.shape[0] == 2 for states in by_flex)
     with pytest.MonkeyPatch.context() as patch:
@@ -120,27 +123,27 @@ class _Heads(torch.nn.Module):
     is_causal, num_key_value_groups = True, 2
 
 
-@pytest.mark.parametrize("owners", [None, OWNERS])
+@pytest.mark.parametrize("ends", [None, ENDS])
 @pytest.mark.parametrize("window", [None, 60])
 def test_slices_attend_over_windows_and_prompts_in_common_alike(
-    by_flex: list[Tensor], owners: list[list[int]] | None, window: int | None
+    by_flex: list[Tensor], ends: list[list[int]] | None, window: int | None
 ) -> None:
     group = context.Context.of(_alone())
     module = _Heads()
     drawn = torch.Generator().manual_seed(0)
     states = [torch.randn(2, heads, 250, 8, generator=drawn, requires_grad=True) for heads in (4, 2, 2)]
-    owned = None if owners is None else torch.tensor(owners, dtype=torch.int32)
+    seen = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     results = []
     try:
         for flex in (True, False):
-            given = attention_inputs(owned, (), torch.device("cpu"), flexible=flex, context=group)
+            given = attention_inputs(seen, (), torch.device("cpu"), flexible=flex, context=group)
             found, _ = context.attention(module, *states, **given, sliding_window=window, scaling=8**-0.5)
             weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
-            read = weights if owned is None else weights * (owned >= 0)[:, :, None, None]
+            read = weights if seen is None else weights * (seen != NO_END)[:, :, None, None]
             results.append([found.detach(), *torch.autograd.grad((found * read).sum(), states)])
     finally:
         dist.destroy_process_group()
-    assert bool(by_flex) is (owned is not None or window is not None)
+    assert bool(by_flex) is (seen is not None or window is not None)
     for flexed, dense in zip(*results, strict=True):
         torch.testing.assert_close(flexed, dense, atol=1e-5, rtol=0)
 
@@ -153,9 +156,9 @@ def _alone() -> Any:
 
 
 def test_a_mask_has_the_squares_that_are_block_coverage() -> None:
-    rows, owners = torch.zeros(2, 250, dtype=torch.int32), torch.tensor(OWNERS, dtype=torch.int32)
-    mask = MaskSpec(rows, owners).mask(60)
-    some, _ = block_coverage(rows, owners, 60)
+    ends = torch.tensor(ENDS, dtype=torch.int32)
+    mask = MaskSpec(ends).mask(60)
+    some, _ = block_coverage(ends, 60)
     assert torch.equal(mask.to_dense()[:, 0].bool(), some) and mask.seq_lengths == (250, 250)
 
 
@@ -176,8 +179,8 @@ def test_all_shapes_of_rows_and_windows_are_compiled(monkeypatch: pytest.MonkeyP
         allow_recompilations()
         for length in (257, 300, 512, 90, 60, 128):
             for count in (1, 2, 4):
-                owners = torch.arange(length).expand(count, -1).div(50, rounding_mode="floor").int()
-                spec, states = MaskSpec(torch.zeros_like(owners), owners), torch.randn(count, 2, length, 16)
+                ends = (torch.arange(length).expand(count, -1).div(50, rounding_mode="floor").int() + 1) * 50
+                spec, states = MaskSpec(ends), torch.randn(count, 2, length, 16)
                 for window in (0, 64):
                     compiled(states, states, states, block_mask=spec.mask(window))
     torch.compiler.reset()

@@ -40,8 +40,10 @@ def test_every_loss_token_is_in_exactly_one_micro_batch_with_its_own_predictor(
     for micro in pack(shuffled, max_tokens, max_rows, share, ends=ends):
         layout = micro.layout
         rows, columns = layout.cells // layout.shape[1], layout.cells % layout.shape[1]
-        assert torch.equal(layout.targets, shuffled.tokens[micro.rows[rows], columns])
-        assert torch.equal(layout.tokens.flatten()[layout.predictors], shuffled.tokens[micro.rows[rows], columns - 1])
+        computed = torch.arange(len(rows)) if layout.copies is None else layout.copies
+        before = layout.tokens.flatten()[layout.predictors]
+        assert torch.equal(layout.targets[computed], shuffled.tokens[micro.rows[rows], columns])
+        assert torch.equal(before[computed], shuffled.tokens[micro.rows[rows], columns - 1])
         seen[micro.rows[rows], columns] += 1
         assert len(micro.rows) <= (max_rows or len(batch))
         assert layout.tokens.numel() <= max_tokens or len(micro.rows) == 1, "only a single longer row"
@@ -52,7 +54,7 @@ def test_a_group_shares_its_prompt_and_computes_fewer_tokens() -> None:
     batch = make_batch(groups=2, samples=8, longest_response=5)
     shared, plain = pack(batch), pack(batch, share=False)
     assert sum(m.layout.tokens.numel() for m in shared) < 0.6 * sum(m.layout.tokens.numel() for m in plain)
-    assert all(m.layout.owners is None and m.layout.positions is None for m in plain)
+    assert all(m.layout.visible_until is None and m.layout.positions is None for m in plain)
 
 
 def test_many_rows_per_pass_stay_within_the_tokens_of_a_pass() -> None:
@@ -75,7 +77,7 @@ def test_a_batch_of_384k_tokens_is_cut_in_little_time_and_without_its_masks() ->
     pieces = MicroBatches(batch, max_tokens=16_384, share_prefixes=True, hidden_size=4_096)
     first = next(iter(pieces))
     assert time.process_time() - began < 2
-    assert first.layout.owners is not None
+    assert first.layout.visible_until is not None
     largest = max(value.nbytes for value in vars(first.layout).values() if isinstance(value, torch.Tensor))
     assert largest <= 8 * 16_384
 
@@ -84,7 +86,7 @@ def test_unequal_prompts_under_one_group_id_are_not_shared() -> None:
     batch = make_batch(groups=4, samples=1)
     batch.group_ids.zero_()
     batch.tokens[:, 0] = torch.arange(4) + 1
-    assert all(m.layout.owners is None for m in pack(batch))
+    assert all(m.layout.visible_until is None for m in pack(batch))
 
 
 def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
@@ -95,7 +97,7 @@ def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
     loss_mask = mask.clone()
     loss_mask[:, :2] = False
     batch = TokenBatch(tokens, mask, loss_mask, group_ids=torch.zeros(8, dtype=torch.int64))
-    assert all(m.layout.owners is None for m in pack(batch))
+    assert all(m.layout.visible_until is None for m in pack(batch))
 
 
 @pytest.mark.parametrize("max_tokens", [24, 100, 4096])
@@ -118,7 +120,7 @@ def test_shared_prompts_and_rows_end_to_end_change_neither_logprobs_nor_gradient
 
     packed = pack(batch, max_tokens, ends=ends)
     if max_tokens > 24:
-        assert any(m.layout.owners is not None or m.layout.blocks for m in packed)
+        assert any(m.layout.visible_until is not None or m.layout.blocks for m in packed)
     assert any(m.layout.blocks for m in packed) == ends
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     expected = run([(torch.arange(len(batch)), plain)])
@@ -134,7 +136,7 @@ def test_rows_end_to_end_have_no_padding_and_few_blocks() -> None:
     pieces = pack(batch, ends=True)
     tokens, blocks = int(lengths.sum()), [block for piece in pieces for block in piece.layout.blocks]
     assert sum(piece.layout.tokens.numel() for piece in pieces) == tokens
-    pairs = sum(block.rows * block.width**2 for block in blocks)
+    pairs = sum(block.queries.numel() * block.queries.shape[1] for block in blocks)
     assert pairs < 1.1 * lengths.double().square().sum()
     assert len(blocks) < 24
     assert sum(p.layout.tokens.numel() for p in pack(batch)) > 1.2 * tokens, "rows below each other are padded"

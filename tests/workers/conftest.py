@@ -91,6 +91,49 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
     )
 
 
+def episodes(count: int = 2, turns: int = 4, branches: int = 3, seed: int = 0) -> UpdateBatch:
+    """One group of agents' episodes: in each turn some rows continue the trunk, of which one becomes the trunk.
+
+    A row learns from its own reply; one row of each turn learns from all replies before as well, with other advantages.
+    """
+    drawn = torch.Generator().manual_seed(seed)
+
+    def words(low: int, high: int) -> torch.Tensor:
+        return torch.randint(1, VOCABULARY, (int(torch.randint(low, high, (), generator=drawn)),), generator=drawn)
+
+    prompt = words(6, 9)
+    rows, masks, trajectories = [], [], []
+    for episode in range(count):
+        trunk, learned = prompt, torch.zeros(len(prompt), dtype=torch.bool)
+        for _ in range(turns):
+            observation = words(3, 8)
+            for branch in range(branches):
+                reply = words(2, 6)
+                row = torch.cat([trunk, observation, reply])
+                mask = torch.arange(len(row)) >= len(trunk) + len(observation)
+                whole = torch.cat([learned, mask[len(trunk) :]])
+                rows.append(row)
+                masks.append(whole if branch == 0 else mask)
+                trajectories.append(episode)
+            trunk, learned = row, whole
+    tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    loss_mask = torch.nn.utils.rnn.pad_sequence(masks, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return UpdateBatch(
+        tokens=tokens,
+        attention_mask=torch.arange(tokens.shape[1]) < lengths[:, None],
+        loss_mask=loss_mask,
+        group_ids=torch.zeros(len(rows), dtype=torch.int64),
+        trajectory_ids=torch.tensor(trajectories),
+        behaviour_logprobs=(-4 * torch.rand(tokens.shape, generator=drawn)) * loss_mask,
+        versions=torch.where(loss_mask, 0, -1),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        rewards=torch.zeros(tokens.shape),
+        advantages=torch.rand(tokens.shape, generator=drawn) * loss_mask,
+        loss_weights=loss_mask.float() / loss_mask.sum(),
+    )
+
+
 @pytest.fixture(scope="module")
 def ranks(warm_processes: Path) -> Iterator[Callable[[int], Ranks]]:
     """``ranks(2)``: the file's two processes, without Ray."""

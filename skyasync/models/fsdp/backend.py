@@ -29,7 +29,9 @@ from skyasync.heap import keep_freed, use_expandable_segments
 from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.attention import allow_recompilations
 from skyasync.models.backend import (
+    COMPUTED_TOKENS,
     MODEL,
+    ROW_TOKENS,
     TOKEN_LOGPROBS,
     TOP_K,
     VALUE_HEAD,
@@ -313,20 +315,30 @@ class FSDPBackend(ModelBackend):
                 terms = loss(outputs, own)
                 for part, term in terms.items():
                     self.trained[part].totals.add(term)
+                if MODEL in terms:
+                    real = len(micro.rows) > 0  # else it is for the collectives alone
+                    computed = torch.tensor(micro.layout.tokens.numel() * real, device=self.device)
+                    counts = {ROW_TOKENS: own.attention_mask.sum() * real, COMPUTED_TOKENS: computed}
+                    self.trained[MODEL].totals.add_sums(counts)
                 sum(term.loss for term in terms.values()).backward()  # type: ignore[union-attr]
                 put_rows(whole, returns, micro, outputs, batch)
         return whole
+
+    @property
+    def shares_prefixes(self) -> bool:
+        parallel = self.spec.trainer.parallel
+        masks = self.spec.mesh_shape.context == 1 or parallel.context_kind != "ring"  # which takes none
+        return can_share_prefixes(self.model.model.config) and masks
 
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
         trainer, context = self.spec.trainer, self.spec.mesh_shape.context
         tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
-        masks = context == 1 or trainer.parallel.context_kind != "ring"  # which takes none
         micro_batches = MicroBatches(
             batch,
             max_tokens=tokens * context,
             max_rows=max_rows,
-            share_prefixes=can_share_prefixes(self.model.model.config) and masks,
+            share_prefixes=self.shares_prefixes,
             hidden_size=self.hidden_size,
             packs=self.model.packs and context == 1,
         )

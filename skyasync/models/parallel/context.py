@@ -36,7 +36,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from skyasync.errors import UserError
-from skyasync.models.attention import AttentionPlan, window_mask
+from skyasync.models.attention import NO_END, AttentionPlan, window_mask
 from skyasync.models.fsdp.sharding import Mesh
 from skyasync.models.packing import Layout
 from skyasync.models.token_model import can_share_prefixes
@@ -64,8 +64,8 @@ class Context:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), ring=kind == RING)
 
     def slice(self, layout: Layout) -> Layout:
-        """This rank's part of the sequence dimension, and the loss tokens that it predicts; ``owners`` stay those of
-        whole rows.
+        """This rank's part of the sequence dimension, and the loss tokens that it predicts; ``visible_until`` stays
+        that of whole rows.
 
         Rows are padded to a multiple of the slices; padding comes last, where no token sees it.
         """
@@ -87,15 +87,19 @@ class Context:
         own_number[slices] = torch.arange(len(slices), device=index.device)
         number = own_number[index // share]
         here = number >= 0
+        of_rows = here if layout.copies is None else here[layout.copies]
         return replace(
             layout,
             tokens=own(layout.tokens),
             positions=own(positions),
-            owners=None if layout.owners is None else F.pad(layout.owners, (0, missing), value=-1),
+            visible_until=None
+            if layout.visible_until is None
+            else F.pad(layout.visible_until, (0, missing), value=NO_END),
             experts=None if layout.experts is None else own(layout.experts),
             predictors=((row * len(slices) + number) * share + index % share)[here],
             targets=layout.targets[here],
-            cells=layout.cells[here],
+            cells=layout.cells[of_rows],
+            copies=None if layout.copies is None else (here.cumsum(0) - 1)[layout.copies[of_rows]],
         )
 
 
