@@ -26,12 +26,14 @@ class InflightRequest:
 
     Attributes:
         charge: where it is; None while it waits for an engine.
+        timer: of the time that it may go unanswered.
     """
 
     request: GenerationRequest
     caller_id: str
     future: asyncio.Future[GenerationOutput]
     charge: Charge | None = None
+    timer: asyncio.Timeout | None = None
     received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
 
     @property

@@ -58,6 +58,9 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     max_model_len: int = key(0, low=0)
     """Most tokens per sequence in the engine, at which an episode ends; 0 is room for max_turns responses (4 where it
     is 0) with prompts in front of and between them, or the model's context where that is shorter."""
+    hybrid_engines: int = key(0, low=0, when="not generator.engines")
+    """Engines on the policy's devices, besides num_inference_engines on others: they compute while the policy waits for
+    a batch, in a plan that has them (hybrid_async)."""
     max_num_seqs: int = key(1024, low=1, when="not generator.engines")
     """Most sequences an engine computes at once."""
     max_num_batched_tokens: int = key(0, low=0, when="not generator.engines")
@@ -89,7 +92,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     @property
     def own_engines(self) -> int:
         """Engines that the run starts itself."""
-        return 0 if self.engines else self.num_inference_engines
+        return 0 if self.engines else self.num_inference_engines + self.hybrid_engines
 
     @property
     def devices_per_engine(self) -> int:

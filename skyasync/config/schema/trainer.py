@@ -153,7 +153,21 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"trainer.sync_interval={interval} leaves the engines without new weights after most steps, and "
             f"trainer.placement.colocate_all=true wakes them by a weight sync: set one of them to its default"
         )
-    if cfg.trainer.placement.colocate_all and (plan.asynchronous or plan.streams):
+    shares, ranks = plan.shares_devices, cfg.trainer.placement.policy_num_nodes * (
+        cfg.trainer.placement.policy_num_gpus_per_node
+    )
+    if shares == "all" and not cfg.trainer.placement.colocate_all:
+        yield (
+            f"{plan} lets policy and engines use the same devices in turn: set trainer.placement.colocate_all=true, or "
+            f"trainer.plan=fully_async for devices of their own"
+        )
+    if shares == "hybrid" and not 0 < cfg.generator.hybrid_engines <= ranks:
+        yield (
+            f"{plan} has engines on the policy's devices, and generator.hybrid_engines={cfg.generator.hybrid_engines}: "
+            f"set it to 1{f' to {ranks}, one per rank of the policy' if ranks > 1 else ', for the one rank'}, or use "
+            f"trainer.plan=fully_async"
+        )
+    if cfg.trainer.placement.colocate_all and shares != "all" and (plan.asynchronous or plan.streams):
         yield (
             f"trainer.placement.colocate_all=true lets engines and policy take turns, but {plan} runs both at the "
             f"same time: set trainer.placement.colocate_all=false{way_back}"

@@ -36,7 +36,7 @@ class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
     """
 
     shares_devices = "hybrid"
-    reads = (*FullyAsyncRayPPOTrainer.reads, "trainer.placement.hybrid_engines")
+    reads = (*FullyAsyncRayPPOTrainer.reads, "generator.hybrid_engines")
 
     async def _next_rollout(self) -> Rollout:
         with suppress(TimeoutError):
