@@ -364,9 +364,9 @@ class InferenceClient:
             moved = waiting[::-1][: max(int(router.in_flight[index]) - mean, 0)]
             for request in moved:
                 router.sessions.pop(request.session_id or "", None)  # which would stay where it is
-            names = [request.request_id for request in moved]
-            self._cut.update(names)
-            calls.append(self.pool.ask(index, self.engines[index].abort(names)))
+            if names := [request.request_id for request in moved]:
+                self._cut.update(names)
+                calls.append(self.pool.ask(index, self.engines[index].abort(names)))
         await asyncio.gather(*calls)
 
     async def waiting(self) -> int:

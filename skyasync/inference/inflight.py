@@ -119,6 +119,7 @@ def continuation(request: GenerationRequest, answer: GenerationOutput) -> Genera
     done, sampling = len(answer.token_ids), request.sampling
     return replace(
         request,
+        continues=True,
         request_id=f"{request.request_id}+{done}",
         prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
         sampling=replace(
