@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyasync.config.schema import Config
+from skyasync.inference.backends.transformers.engine import TransformersEngine
+from skyasync.inference.interface import EngineFailedError, GenerationOutput, GenerationRequest
+from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
 from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
@@ -48,6 +53,21 @@ class Hybrid(Watching, HybridAsyncRayPPOTrainer):
     pass
 
 
+class Failing(TransformersEngine):
+    """Its process ends at its first requests."""
+
+    restartable = True
+
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[GenerationOutput], None]:
+        raise EngineFailedError("the process is gone")
+        yield []
+
+    def successor(self) -> TransformersEngine:
+        return TransformersEngine(self.config)
+
+    def kill(self) -> None: ...
+
+
 def settings(model: str, plan: str, **trainer: Any) -> Config:
     cfg = config(model, steps=STEPS, train_length=40, plan=plan, max_staleness=STALENESS, **trainer)
     cfg.generator.n_samples_per_prompt = 2
@@ -80,3 +100,43 @@ async def test_hybrid_engines_compute_while_the_policy_waits_with_the_newest_wei
     assert run.trainer.asleep == [{1}] * STEPS
     assert any("time/wake_s" in row for row in run.tracker.rows.values())
     assert any(row["throughput/engine_1_tokens_per_s"] > 0 for row in run.tracker.rows.values())
+
+
+@pytest.mark.parametrize("plan", ["colocated_async", "hybrid_async"])
+async def test_a_stopped_run_continues_and_trains_every_prompt_once(model: str, plan: str, tmp_path: Path) -> None:
+    kind = {"colocated_async": Colocated, "hybrid_async": Hybrid}[plan]
+    cfg = settings(model, plan, ckpt_path=str(tmp_path), ckpt_interval=2)
+    cfg.generator.max_num_seqs = 4
+
+    class Stopped(kind):  # type: ignore[misc, valid-type]
+        async def end_step(self, status: dict[str, float]) -> None:
+            await super().end_step(status)
+            if self.global_step == 3:
+                self.stop("enough")
+
+    first = await LocalRun(Stopped, cfg, RecordingClient).train()
+    second = await LocalRun(kind, settings(model, plan, ckpt_path=str(tmp_path), resume_mode="latest")).train()
+    trained = first.trainer.trained_ids + second.trainer.trained_ids
+    assert len(first.trainer.trained) == 4, "the step after the call is the last"
+    assert len(trained) == len(set(trained)) == 4 * STEPS
+    assert max(row["staleness/max"] for row in second.tracker.rows.values()) <= STALENESS
+
+
+async def test_a_hybrid_engine_that_fails_while_it_computes_is_replaced_and_nothing_is_lost(model: str) -> None:
+    cfg = settings(model, "hybrid_async")
+    cfg.generator.max_num_seqs = 4
+    run = LocalRun(Hybrid, cfg, RecordingClient)
+    supervisor = EngineSupervisor(
+        run.client, run.weight_sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30,
+        turns=run.colocation,
+    )  # fmt: skip
+    run.trainer.extensions.append(supervisor)
+    run.client.engines[1] = failing = Failing(run.client.engines[1].config)
+    try:
+        await run.train()
+    finally:
+        await supervisor.close()
+        await failing.shutdown()
+    check_trained(run)
+    assert supervisor.failures == supervisor.restarts == 1
+    assert run.client.engines[1] is not failing
