@@ -29,10 +29,9 @@ class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
     | training loop   | hybrid engines: to have the newest weights | the engines; a failure                            |
     | the policy      | its devices                                | the hybrid engines, when their requests are gone  |
 
-    The hybrid engines wake if requests wait for an engine, and if the policy has waited as long as the last change of
-    the devices took: so a wait that would be shorter than that is not made longer, and no wait more than twice as
-    long. They get the weights of the last sync, which is proven as for a replacement engine. A weight sync finds them
-    asleep.
+    The hybrid engines wake if too few prompts are finished, requests wait for an engine, and the policy has waited as
+    long as the last change of the devices took: so short waits are not made longer. They get the weights of the last
+    sync, proven as for a replacement engine. A weight sync finds them asleep.
     """
 
     shares_devices = "hybrid"
@@ -42,6 +41,7 @@ class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
         with suppress(TimeoutError):
             async with asyncio.timeout(self.weight_updates.switch_s):
                 return await super()._next_rollout()
-        if await self.context.client.waiting():
+        too_few = self.admission.finished < self.cfg.trainer.train_batch_size  # else it waits for one slow prompt
+        if too_few and await self.context.client.waiting():
             await self.weight_updates.wake_engines()
         return await super()._next_rollout()

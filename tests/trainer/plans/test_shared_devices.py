@@ -95,8 +95,20 @@ async def test_colocated_async_trains_while_requests_wait_and_keeps_its_bound(mo
 async def test_hybrid_engines_compute_while_the_policy_waits_with_the_newest_weights(model: str) -> None:
     cfg = settings(model, "hybrid_async")
     cfg.generator.max_num_seqs = 4
-    run = await LocalRun(Hybrid, cfg, RecordingClient).train()
+    run, equal = LocalRun(Hybrid, cfg, RecordingClient), list[bool]()
+    wake = run.client.wake
+
+    async def compared(part: Any, engines: Any = None) -> None:
+        await wake(part, engines)
+        if part == "cache":
+            own, hybrid = await run.client.score([[1, 2, 3, 4, 5]])
+            versions = run.engine._decoder.version, run.client.engines[1]._decoder.version  # type: ignore[attr-defined]
+            equal.append(own == hybrid and len(set(versions)) == 1)
+
+    run.client.wake = compared  # type: ignore[method-assign]
+    await run.train()
     check_trained(run)
+    assert equal and all(equal)
     assert run.trainer.asleep == [{1}] * STEPS
     assert any("time/wake_s" in row for row in run.tracker.rows.values())
     assert any(row["throughput/engine_1_tokens_per_s"] > 0 for row in run.tracker.rows.values())
