@@ -158,7 +158,7 @@ def too_small(slots: Slots, when: str) -> UserError:
     return UserError(
         f"Ray did not grant {needed} {when}; there are {there} in all: use fewer ranks "
         f"(trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines), let them take "
-        f"turns on the same devices (trainer.placement.colocate_all=true, synchronous plan), or hide the GPUs "
+        f"turns on the same devices (trainer.placement.colocate_all=true, plan sync or colocated_async), or hide the GPUs "
         f"(CUDA_VISIBLE_DEVICES=) to run on CPUs"
     )
 

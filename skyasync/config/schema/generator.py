@@ -45,9 +45,9 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     generate_batch_size: int = key(0, low=0)
-    """Prompts submitted and not yet trained in the fully_async plan; 0 is what max_staleness allows."""
+    """Prompts submitted and not yet trained in fully_async and its variants; 0 is what max_staleness allows."""
     max_concurrent_rollouts: int = key(0, low=0)
-    """Prompts generated at once in the fully_async plan; 0 has no such limit."""
+    """Prompts generated at once in fully_async and its variants; 0 has no such limit."""
     max_turns: int = key(0, low=0)
     """Most turns per episode, which environments read as extras['max_turns']; 0 has no such limit."""
     max_concurrent_episodes: int = key(0, low=0)

@@ -39,7 +39,7 @@ class TrainerConfig(FaultToleranceConfig):
     """Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives bitwise
     identical losses. 0 trains whatever has been generated, which waits least."""
     max_staleness: int = key(1, low=0)
-    """Versions a prompt may age from submission to training in the fully_async plan; 0 is synchronous."""
+    """Versions a prompt may age from submission to training in fully_async and its variants; 0 is synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
     """auto lowers the policy's learning rate while stale samples are far from the trained policy: no more than keeps
     their KL divergence at 0.02 nats per token. It is never above the schedule's."""
@@ -48,7 +48,7 @@ class TrainerConfig(FaultToleranceConfig):
     staleness_bound: str = key("hard", choices=("hard", "mean"))
     """max_staleness bounds every prompt's age, or (AReaL's formula) the mean."""
     async_generation_ratio: float = key(0.0, low=0.0)
-    """Batches generated ahead, with fractions, in the fully_async plan; 0 is max_staleness."""
+    """Batches generated ahead, with fractions, in fully_async and its variants; 0 is max_staleness."""
     partial_rollout: str = key("keep", choices=("keep", "recompute", "wait"))
     """At a weight sync requests in flight continue with their cache, start over from their tokens, or finish first."""
     eval_mode: str = key("overlap", choices=("overlap", "pause"))
