@@ -158,8 +158,8 @@ def too_small(slots: Slots, when: str) -> UserError:
     return UserError(
         f"Ray did not grant {needed} {when}; there are {there} in all: use fewer ranks "
         f"(trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines), let them take "
-        f"turns on the same devices (trainer.placement.colocate_all=true, plan sync or colocated_async), or hide the GPUs "
-        f"(CUDA_VISIBLE_DEVICES=) to run on CPUs"
+        f"turns on the same devices (trainer.placement.colocate_all=true, plan sync or colocated_async), or hide the "
+        f"GPUs (CUDA_VISIBLE_DEVICES=) to run on CPUs"
     )
 
 

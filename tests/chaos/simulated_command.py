@@ -101,8 +101,8 @@ class Command:
         env = EnvSettings({}, step_timeout_s=15.0)
         self._pool = EnvPool(lambda: self._host(env), 2, env)
         self._revival = EngineSupervisor(
-            self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600,
-            turns=self._colocation,
+            self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S,
+            limit_s=600, turns=self._colocation,
         )  # fmt: skip
         self._generator = EpisodeGenerator(
             self._client, self._pool, cast(Any, Letters()), 1024, EpisodeLimits(), apply_chat_template=False

@@ -183,9 +183,7 @@ class LocalRun:
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
         rules = EpisodeLimits(spares=cfg.generator.oversample_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
-        own = replace(
-            engine_config(cfg.trainer.policy.model.path), max_num_seqs=min(64, cfg.generator.max_num_seqs)
-        )
+        own = replace(engine_config(cfg.trainer.policy.model.path), max_num_seqs=min(64, cfg.generator.max_num_seqs))
         self.engine: Any = engine or TransformersEngine(own)
         hybrid = range(1, 1 + cfg.generator.hybrid_engines)
         self.client = client([self.engine, *(TransformersEngine(own) for _ in hybrid)], 60)

@@ -11,7 +11,6 @@ import pytest
 from skyasync.data.stream import StreamedPrompts
 from skyasync.errors import UserError
 from skyasync.rollout.types import Prompt
-from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from tests.trainer.plans.parts import BOUNDED, PLANS, dataset, make_run
 
 
