@@ -33,8 +33,13 @@ OUT = Path(__file__).parents[1] / "docs" / "pictures"
 
 @dataclass
 class Drawn:
-    """What happened: responses as (slot, start, end), swaps as (time, version), trained steps as (start, end)."""
+    """What happened: responses as (slot, start, end), swaps as (time, version), trained steps as (start, end).
 
+    A response that is interrupted has several bars; ``slots`` of all engines, ``ended`` are the responses.
+    """
+
+    slots: int = 0
+    ended: int = 0
     responses: list[tuple[int, float, float]] = field(default_factory=list)
     swaps: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     trained: list[tuple[float, float]] = field(default_factory=list)
@@ -46,20 +51,29 @@ class WatchedEngine(VirtualEngine):
     def __init__(self, engine: VirtualEngine, drawn: Drawn) -> None:
         super().__init__(engine.costs)
         self.drawn = drawn
-        self._free = list(range(SLOTS))
-        self._begun: dict[int, tuple[int, float]] = {}
+        self._free = list(range(drawn.slots, drawn.slots + SLOTS))
+        self._begun: dict[int, tuple[int, float, Sequence]] = {}
+        drawn.slots += SLOTS
 
     def _fill(self) -> None:
         super()._fill()
+        self._draw()
+
+    def cut(self) -> None:
+        super().cut()
+        self._draw()
+
+    def _draw(self) -> None:
         now, running = asyncio.get_running_loop().time(), {id(sequence) for *_, sequence in self._running}
         for key in self._begun.keys() - running:
-            slot, start = self._begun.pop(key)
+            slot, start, sequence = self._begun.pop(key)
             self._free.append(slot)
+            self.drawn.ended += sequence.done.done()
             self.drawn.responses.append((slot, start, now))
         for *_, sequence in sorted(self._running, key=_arrival):
             if id(sequence) not in self._begun:
                 self._free.sort()
-                self._begun[id(sequence)] = (self._free.pop(0), now)
+                self._begun[id(sequence)] = (self._free.pop(0), now, sequence)
 
     def set_version(self, version: int) -> None:
         super().set_version(version)
@@ -104,25 +118,27 @@ def watch(plan: str) -> Drawn:
 
 def picture(name: str, drawn: Drawn) -> str:
     """The SVG of what happened."""
-    height = (SLOTS + 2) * ROW + 26
+    slots = drawn.slots
+    height = (slots + 2) * ROW + 26
     end = max([end for *_, end in drawn.responses] + [end for _, end in drawn.trained])
     svg = ElementTree.Element(
         "svg", {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {WIDTH} {height}", "role": "img",
                 "font-family": "sans-serif", "font-size": "12", "fill": GREY}
     )  # fmt: skip
     _add(svg, "title", text=f"{name}: {end:.0f} s for {STEPS} steps")
-    _add(svg, "text", x=0, y=ROW * SLOTS / 2 + 4, text="engine")
-    _add(svg, "text", x=0, y=ROW * (SLOTS + 1) + 6, text="trainer")
+    for place in range(SLOTS // 2, slots, SLOTS):
+        _add(svg, "text", x=0, y=float(ROW * place + 4), text="engine")
+    _add(svg, "text", x=0, y=ROW * (slots + 1) + 6, text="trainer")
     for slot, start, stop in sorted(drawn.responses):
         for version, begin, until in _by_version(drawn.swaps, start, stop):
             _bar(svg, slot * ROW, begin, until, COLOURS[version % len(COLOURS)])
     for start, stop in sorted(drawn.trained):
-        _bar(svg, (SLOTS + 0.6) * ROW, start, stop, GREY)
+        _bar(svg, (slots + 0.6) * ROW, start, stop, GREY)
     for time, version in drawn.swaps[1:]:
         x = LEFT + time * SCALE
-        _add(svg, "line", x1=x, x2=x, y1=0, y2=(SLOTS + 1.6) * ROW, stroke=COLOURS[version % len(COLOURS)])
-        _add(svg, "text", x=x - 4, y=(SLOTS + 1.6) * ROW + 13, text=f"v{version}")
-    _add(svg, "text", x=LEFT + end * SCALE + 8, y=ROW * (SLOTS + 1) + 6, text=f"{end:.0f} s")
+        _add(svg, "line", x1=x, x2=x, y1=0, y2=(slots + 1.6) * ROW, stroke=COLOURS[version % len(COLOURS)])
+        _add(svg, "text", x=x - 4, y=(slots + 1.6) * ROW + 13, text=f"v{version}")
+    _add(svg, "text", x=LEFT + end * SCALE + 8, y=ROW * (slots + 1) + 6, text=f"{end:.0f} s")
     ElementTree.indent(svg)
     return ElementTree.tostring(svg, encoding="unicode") + "\n"
 

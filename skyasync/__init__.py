@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer
     from skyasync.trainer.extensions.early_stopping import EarlyStopping
     from skyasync.trainer.plans import PLANS
+    from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
     from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+    from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
     from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 
@@ -43,9 +45,11 @@ _HOMES = {
     "BasePPOExp": "skyasync.run.experiment",
     "BaseTextEnv": "skyasync.envs",
     "BaseTextEnvStepOutput": "skyasync.envs",
+    "ColocatedAsyncRayPPOTrainer": "skyasync.trainer.plans.colocated_async",
     "Config": "skyasync.config",
     "EarlyStopping": "skyasync.trainer.extensions.early_stopping",
     "FullyAsyncRayPPOTrainer": "skyasync.trainer.plans.fully_async",
+    "HybridAsyncRayPPOTrainer": "skyasync.trainer.plans.hybrid_async",
     "PLANS": "skyasync.trainer.plans",
     "RayPPOTrainer": "skyasync.trainer",
     "StreamedRayPPOTrainer": "skyasync.trainer.plans.streamed",
@@ -66,9 +70,11 @@ __all__ = [
     "BasePPOExp",
     "BaseTextEnv",
     "BaseTextEnvStepOutput",
+    "ColocatedAsyncRayPPOTrainer",
     "Config",
     "EarlyStopping",
     "FullyAsyncRayPPOTrainer",
+    "HybridAsyncRayPPOTrainer",
     "RayPPOTrainer",
     "StreamedRayPPOTrainer",
     "TrainResult",

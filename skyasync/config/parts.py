@@ -43,6 +43,10 @@ class Plan(NamedTuple):
     def streams(self) -> bool:
         return bool(self.about.can["streams"])
 
+    @property
+    def shares_devices(self) -> str:
+        return str(self.about.can["shares_devices"])
+
     def stale(self, cfg: Config) -> bool:
         """Whether samples may be older than the policy that they train."""
         if self.reads("trainer.max_staleness") and cfg.trainer.max_staleness == 0:

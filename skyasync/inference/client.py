@@ -13,7 +13,8 @@ from the tokens known of them (``poll``); without others they wait for its repla
 error, the requests that the engine had raise the error.
 
 While every engine is full (``router``) requests wait here, in order. The queue moves when a request ends, an engine is
-admitted, or one reports room (``poll``).
+admitted or wakes, or one reports room (``poll``). The requests of an engine that falls asleep continue at the others;
+while all sleep, they wait here, and no time counts.
 
 | who waits                | for what                       | woken by                                               |
 |--------------------------|--------------------------------|--------------------------------------------------------|
@@ -48,6 +49,7 @@ from skyasync.inference.stop_strings import cut_at_stop_string
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 SHUT_DOWN = "the inference client was shut down"
+ARRIVAL_S = 0.5  # until requests that were on their way to an engine, and missed an abort, are aborted again
 
 
 class Outgoing(NamedTuple):
@@ -162,10 +164,11 @@ class InferenceClient:
         if self._cutting:  # it may arrive before the engine ends all requests, or after
             self._cut.add(name)
         try:
-            async with asyncio.timeout(self.request_timeout_s) as timer:
+            async with asyncio.timeout(None) as inflight.timer:
+                self._start_timer(inflight)
                 return await inflight.future
         except TimeoutError as error:
-            if not timer.expired():
+            if not (inflight.timer and inflight.timer.expired()):
                 raise
             raise TimeoutError(
                 f"request {name} was not answered within {self.request_timeout_s:g} s (generator.request_timeout_s)"
@@ -182,6 +185,11 @@ class InferenceClient:
                     answer = inflight.future.result()
                 self.pool.router.ended(inflight.charge, answer, loop.time())
             self._advance()
+
+    def _start_timer(self, inflight: InflightRequest) -> None:
+        if inflight.timer is not None:
+            limit = asyncio.get_running_loop().time() + self.request_timeout_s
+            inflight.timer.reschedule(limit if self.pool.router.open.any() else None)
 
     def _advance(self) -> None:
         """Give the first requests of the queue to engines; stop at one that no engine can take."""
@@ -299,8 +307,8 @@ class InferenceClient:
         self._paused = self._cutting = False
         await self.pool.all(lambda engine: engine.resume())
 
-    async def update_weights(self, update: WeightUpdate) -> list[str]:
-        """As ``InferenceEngine.update_weights``, of all engines."""
+    async def update_weights(self, update: WeightUpdate, engines: Collection[int] | None = None) -> list[str]:
+        """As ``InferenceEngine.update_weights``, of these engines (None: all) that are awake."""
         self.pool.router.prompts.clear()  # what engines have in their caches was computed by the old weights
         self.updating = True
         try:
@@ -309,20 +317,67 @@ class InferenceClient:
                     update.info["members"], lambda engine: engine.update_weights(update), "update_weights"
                 )
                 return []
-            answers = await self.pool.all(lambda engine: engine.update_weights(update))
+            chosen = [index for index in self.pool.awake if engines is None or index in engines]
+            answers = await self.pool.all(lambda engine: engine.update_weights(update), chosen)
         finally:
             self.updating = False
         return sorted({name for unproven in answers.values() for name in unproven or ()})
 
-    async def sleep(self) -> None:
-        await self.pool.all(lambda engine: engine.sleep())
+    async def sleep(self, engines: Collection[int] | None = None) -> None:
+        """These engines (None: all) free their memory. Their requests continue at the others, or wait here."""
+        chosen = [index for index in self.pool.awake if engines is None or index in engines]
+        self.pool.router.open[chosen] = False
+        for inflight in self._queue:
+            self._start_timer(inflight)
+        await asyncio.gather(*(self._withdraw(index) for index in chosen))
+        self.pool.asleep.update(chosen)
+        await self.pool.all(lambda engine: engine.sleep(), [i for i in chosen if self.pool.router.healthy[i]])
 
-    async def wake(self, part: WakePart) -> None:
-        await self.pool.all(lambda engine: engine.wake(part))
+    async def wake(self, part: WakePart, engines: Collection[int] | None = None) -> None:
+        """These engines (None: all) take requests again when their caches are awake."""
+        chosen = [index for index in self.pool.healthy if engines is None or index in engines]
+        await self.pool.all(lambda engine: engine.wake(part), chosen)
+        if part == "weights":
+            self.pool.asleep.difference_update(chosen)
+            return
+        self.pool.router.open[chosen] = True
+        for inflight in self._queue:
+            self._start_timer(inflight)
+        self._advance()
+        await self._share(chosen)
+
+    async def _withdraw(self, index: int) -> None:
+        """An engine ends its requests; they continue where the router sends them."""
+        while leaving := {n: each for n, each in self._inflight.at(index).items() if not each.future.done()}:
+            self._cut.update(leaving)
+            if await self.pool.ask(index, self.engines[index].abort(list(leaving))) is None:
+                return  # it has failed
+            await asyncio.wait({each.future for each in leaving.values()}, timeout=ARRIVAL_S)
+        if calls := set(self.pool.calls[index]):  # of what callers have abandoned
+            await asyncio.wait(calls)
+
+    async def _share(self, woken: Collection[int]) -> None:
+        """Engines that woke get requests that others have not begun, the newest first, up to equal numbers."""
+        router = self.pool.router
+        mean = -(-int(router.in_flight.sum()) // max(int((router.healthy & router.open).sum()), 1))
+        calls = []
+        for index in [index for index in self.pool.awake if index not in woken]:
+            waiting = [each.request for each in self._inflight.at(index).values() if each.received == []]
+            moved = waiting[::-1][: max(int(router.in_flight[index]) - mean, 0)]
+            for request in moved:
+                router.sessions.pop(request.session_id or "", None)  # which would stay where it is
+            if names := [request.request_id for request in moved]:
+                self._cut.update(names)
+                calls.append(self.pool.ask(index, self.engines[index].abort(names)))
+        await asyncio.gather(*calls)
+
+    async def waiting(self) -> int:
+        """Requests that no engine computes yet."""
+        return len(self._queue) + sum(stats.waiting for stats in await self.stats())
 
     async def stats(self) -> list[EngineStats]:
         """Per engine, by its place; nothing but zeros for one that has failed."""
-        stats = await self.pool.all(lambda engine: engine.stats())
+        stats = await self.pool.all(lambda engine: engine.stats(), self.pool.healthy)
         return [stats.get(i, EngineStats(gone=bool(left))) for i, left in enumerate(self.pool.router.left)]
 
     async def shutdown(self) -> None:
@@ -347,6 +402,7 @@ class InferenceClient:
 
     async def admit(self, index: int, engine: InferenceEngine) -> None:
         """This engine, which holds the weights of the others, takes the place of the failed one."""
+        self.pool.asleep.discard(index)
         paused = False
         while paused != self._paused:
             paused = self._paused
@@ -370,11 +426,9 @@ class InferenceClient:
         """This engine gets no request any more, and its own continue at the others. Returns the number of these."""
         self.pool.router.healthy[index], self.pool.router.left[index] = False, True
         leaving = self._inflight.at(index)
-        self._cut.update(leaving)
         with contextlib.suppress(Exception):  # if it fails or hangs, they continue from what is known of them
             async with asyncio.timeout(patience_s):
-                await self.engines[index].abort(list(leaving))
-                await asyncio.gather(*(asyncio.wait({inflight.future}) for inflight in leaving.values()))
+                await self._withdraw(index)
         self._recover(index)
         return len(leaving)
 

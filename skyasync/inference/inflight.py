@@ -26,12 +26,14 @@ class InflightRequest:
 
     Attributes:
         charge: where it is; None while it waits for an engine.
+        timer: of the time that it may go unanswered.
     """
 
     request: GenerationRequest
     caller_id: str
     future: asyncio.Future[GenerationOutput]
     charge: Charge | None = None
+    timer: asyncio.Timeout | None = None
     received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
 
     @property
@@ -117,6 +119,7 @@ def continuation(request: GenerationRequest, answer: GenerationOutput) -> Genera
     done, sampling = len(answer.token_ids), request.sampling
     return replace(
         request,
+        continues=True,
         request_id=f"{request.request_id}+{done}",
         prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
         sampling=replace(

@@ -132,6 +132,7 @@ class GenerationRequest:
     sampling: SamplingParams
     session_id: str | None = None
     images: Images = ()
+    continues: bool = False  # the rest of a response: an engine that can takes it before other requests that wait
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))

@@ -34,6 +34,7 @@ class EnginePool:
         calls: of each engine; they are cancelled when it fails.
         on_failure: is called with a failed engine's number, the error, and what ``recover`` has returned. None: the
             first failure is the error of the caller.
+        asleep: engines that are healthy, and are called only to wake, or for their state.
         end: why no engine will answer any more, if that is so.
     """
 
@@ -42,6 +43,7 @@ class EnginePool:
         self.router = Router(len(engines))
         self.calls: list[Calls] = [set() for _ in engines]
         self.on_failure: Callable[[int, BaseException, LostWork], None] | None = None
+        self.asleep: set[int] = set()
         self.end: BaseException | None = None
         self._recover = recover
 
@@ -49,13 +51,19 @@ class EnginePool:
     def healthy(self) -> list[int]:
         return [index for index, healthy in enumerate(self.router.healthy) if healthy]
 
-    async def all(self, call: Callable[[InferenceEngine], Coroutine[Any, Any, R]]) -> dict[int, R]:
-        """The answers of the healthy engines, by their numbers, without those that fail meanwhile."""
+    @property
+    def awake(self) -> list[int]:
+        return [index for index in self.healthy if index not in self.asleep]
+
+    async def all(
+        self, call: Callable[[InferenceEngine], Coroutine[Any, Any, R]], among: Sequence[int] | None = None
+    ) -> dict[int, R]:
+        """The answers of these engines (None: all that are awake), by their numbers, without those that fail."""
         if self.end is not None:
             raise self.end
-        healthy = self.healthy
-        answers = await asyncio.gather(*(self.ask(index, call(self.engines[index])) for index in healthy))
-        return {index: answer[0] for index, answer in zip(healthy, answers, strict=True) if answer}
+        engines = self.awake if among is None else among
+        answers = await asyncio.gather(*(self.ask(index, call(self.engines[index])) for index in engines))
+        return {index: answer[0] for index, answer in zip(engines, answers, strict=True) if answer}
 
     async def all_or_none(
         self, members: Sequence[int], call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], name: str

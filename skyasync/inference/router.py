@@ -1,8 +1,8 @@
 """Which engine gets the next request, and when.
 
 Pure: no asyncio, no I/O, no clock. Invariant: nothing is sent to a failed engine, and nothing while all are full. A
-session stays where it began while that engine is healthy; nothing else is sent to a full engine. ``choose`` charges an
-engine for a request, and ``ended`` frees the charge.
+session stays where it began while that engine takes requests; nothing else is sent to a full engine. ``choose`` charges
+an engine for a request, and ``ended`` frees the charge.
 
 The next request goes to the engine that would finish it first: the one with the fewest outstanding tokens for its
 throughput, among those whose cache has room for it, if any has. A request's tokens are its prompt and a response of
@@ -94,7 +94,7 @@ class Router:
         in_flight, outstanding: by engine, the requests and tokens that are charged.
         capacity: tokens that an engine's cache holds; infinite if unknown.
         cache_tokens: of its cache, by the charges; ``unforeseen``: what it has reported in addition.
-        left: it will not come back.
+        left: it will not come back. open: it takes requests; not while it sleeps.
         prompts: hash of a prompt -> engines that have it in their cache, least recently used first; new weights clear
             it.
     """
@@ -102,7 +102,7 @@ class Router:
     def __init__(self, engines: int) -> None:
         self.in_flight, self.capacity = np.zeros(engines, np.int64), np.full(engines, np.inf)
         self.outstanding, self.cache_tokens, self.unforeseen = np.zeros((3, engines))
-        self.healthy, self.left = np.ones(engines, bool), np.zeros(engines, bool)
+        self.healthy, self.open, self.left = np.ones(engines, bool), np.ones(engines, bool), np.zeros(engines, bool)
         self._throughput, self._rates = [Throughput() for _ in range(engines)], np.zeros(engines)
         self.sessions: dict[str, int] = {}  # session -> engine, least recently used first
         self.prompts: dict[int, set[int]] = {}
@@ -124,7 +124,7 @@ class Router:
         cache_tokens = prompt + (tokens - prompt) / 2 if self._answers else float(prompt)
         used = np.maximum(self.cache_tokens + self.unforeseen, 0.0)
         full = (self.in_flight > 0) & (used + cache_tokens > self.capacity)
-        ready = np.flatnonzero(self.healthy & ~full)
+        ready = np.flatnonzero(self.healthy & self.open & ~full)
         if not len(ready):
             return None
         key = hash(request.prompt_token_ids.tobytes())
@@ -138,7 +138,7 @@ class Router:
         index = int(ready[finish.argmin()])
         if request.session_id is not None:
             before = self.sessions.pop(request.session_id, index)
-            index = before if self.healthy[before] else index
+            index = before if self.healthy[before] and self.open[before] else index
             self.sessions[request.session_id] = index
             if len(self.sessions) > REMEMBERED_SESSIONS:
                 self.sessions.pop(next(iter(self.sessions)))
@@ -182,7 +182,7 @@ class Router:
 
     def renew(self, index: int) -> None:
         """Another engine takes the place: its throughput is unknown, and it gets requests."""
-        self.healthy[index], self.unforeseen[index] = True, 0.0
+        self.healthy[index], self.open[index], self.unforeseen[index] = True, True, 0.0
         self._throughput[index], self._rates[index] = Throughput(), 0.0
         for owners in self.prompts.values():
             owners.discard(index)

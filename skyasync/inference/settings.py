@@ -54,12 +54,14 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             f"{generator.max_num_seqs}, and each of these sequences gets a token per step: raise the one, lower the "
             f"other, or leave it at 0"
         )
-    colocated = trainer.placement.colocate_all
-    if colocated and ("gpu" if gpus else "cpu") not in can["sleeps_on"]:
+    sleep = "trainer.placement.colocate_all=true" if trainer.placement.colocate_all else ""
+    if generator.hybrid_engines:
+        sleep = f"generator.hybrid_engines={generator.hybrid_engines}"
+    if sleep and ("gpu" if gpus else "cpu") not in can["sleeps_on"]:
         raise UserError(
-            f"trainer.placement.colocate_all=true puts engines to sleep during training, which generator.backend="
+            f"{sleep} puts engines to sleep during training, which generator.backend="
             f"{name} cannot do on a {'GPU' if gpus else 'CPU'}: set generator.backend=transformers, or "
-            f"trainer.placement.colocate_all=false"
+            f"{sleep.partition('=')[0]}={'0' if generator.hybrid_engines else 'false'}"
         )
     return EngineConfig(
         model_path=model.path,
@@ -73,7 +75,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
         seed=trainer.seed,
         weight_sync_backend=weight_sync_backend(cfg, gpus=gpus),
         extra={
-            "sleep_mode": colocated,
+            "sleep_mode": bool(sleep),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": dict(generator.engine_kwargs),
             "adapter_rank": adapter_rank(cfg),
@@ -119,7 +121,7 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
         together or chosen != "cuda_ipc"
     ):  # which the checks reject, but not if a tool separates them
         return chosen
-    by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg)
+    by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg) or cfg.generator.hybrid_engines
     way, ways = "cuda_ipc" if together else "nccl", ENGINES.about(backend(cfg)).can["weight_sync"]
     return way if gpus and not by_file and way in ways else str(ways[0])
 

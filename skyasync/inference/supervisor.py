@@ -187,7 +187,7 @@ class EngineSupervisor(RunExtension):
         A shared device has memory for an engine only while the policy is in host memory: in the engines' turn.
         """
         what = f"the first weight sync of engine {index}"
-        if self._turns is None:
+        if self._turns is None or (self._turns.hybrid and index not in self._turns.hybrid):
             async with ended_on_error(old.successor()) as engine:
                 await engine.start()
                 async with within(self._limit_s, what), self._weights.between_syncs() as update:

@@ -30,7 +30,7 @@ from skyasync.planning.memory import (
     with_fragmentation,
 )
 from skyasync.planning.shape import ModelShape
-from skyasync.run.placement import ENGINES, Slots, plan_slots
+from skyasync.run.placement import ENGINES, HYBRID_ENGINES, Slots, plan_slots
 from skyasync.utils.machine import Machine
 from skyasync.weight_sync.update import PART_BYTES
 from skyasync.workers.roles import POLICY, ROLES, Role, roles_with_ranks
@@ -184,6 +184,7 @@ def make_plan(cfg: Config, shape: ModelShape, machine: Machine, measure: Measure
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
+    roles[ENGINES] += roles.pop(HYBRID_ENGINES, 0)
     per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
     others = tuple(
         OtherRole(role, measure(cfg, role, roles[role.name]), roles[role.name], role.colocated_if(cfg))
@@ -233,12 +234,15 @@ class _Planner:
         }
         if placement.colocate_all:
             return [fullest("policy and engines", self.roles[POLICY], capacity, self._taking_turns(policy))]
+        hybrid = self.cfg.generator.hybrid_engines if self.cfg.generator.own_engines else 0
         devices = [fullest("policy", self.roles[POLICY], capacity, policy)]
+        if hybrid:
+            devices = [fullest("policy, hybrid engines", self.roles[POLICY], capacity, self._taking_turns(policy))]
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
                 devices.append(MemoryUse(other.role.name, other.ranks, capacity, other.phase, lines))
-        if engine_devices := self.roles[ENGINES] * self.cfg.generator.devices_per_engine:
+        if engine_devices := (self.roles[ENGINES] - hybrid) * self.cfg.generator.devices_per_engine:
             share = int(capacity * self.cfg.generator.gpu_memory_utilization)
             devices.append(MemoryUse("engines", engine_devices, share, "generation", self.engine.lines))
         return devices
@@ -308,7 +312,7 @@ class _Planner:
         workers = here + sum(-(-other.ranks // nodes) for other in self.others)
         processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
         always = processes | {"batch": 2 * batch_bytes(self.cfg, self.shape)}
-        if self.cfg.trainer.placement.colocate_all:
+        if self.cfg.trainer.placement.colocate_all or self.cfg.generator.hybrid_engines:
             waiting = self._colocated_roles
             always["offloaded policy"] = here * self.rank.everywhere
             always |= {f"offloaded {other.role.name}": here * other.use.everywhere for other in waiting}

@@ -99,6 +99,7 @@ def smaller(cfg: Config) -> dict[str, Any]:
         "trainer.stream_groups": min(trainer.stream_groups, batch),
         "trainer.max_training_steps": min(trainer.max_training_steps or STEPS, STEPS),
         "generator.num_inference_engines": min(generator.num_inference_engines, 2),
+        "generator.hybrid_engines": min(generator.hybrid_engines, 1),
         "generator.engines": [],
         "generator.inference_engine_tensor_parallel_size": 1,
         "generator.n_samples_per_prompt": min(generator.n_samples_per_prompt, SAMPLES),

@@ -78,7 +78,7 @@ class Components:
         callbacks = [*experiment.callbacks, *experiment.get_callbacks()]
         check_callbacks([type(callback) for callback in callbacks])
         trainer.extensions.extend(callbacks)
-        self.share_threads(trainer.asynchronous)
+        self.share_threads(trainer.asynchronous and trainer.shares_devices != "all")
         return trainer
 
     async def start(self, trainer: RayPPOTrainer) -> None:
@@ -98,14 +98,17 @@ class Components:
         prompts = (chat.prompt(messages).tolist() for messages in texts)
         probe = choose_probe(prompts, PROBE_TOKENS)
         source, destination = self.dispatch, self.client
-        if settings.placement.colocate_all:
+        if settings.placement.colocate_all or cfg.generator.hybrid_engines:
             verified = probe if cfg.generator.verify_weight_sync else ()
-            self.colocation = Colocation(self.dispatch, self.client, verified)
+            hybrid = range(cfg.generator.num_inference_engines, cfg.generator.own_engines)
+            self.colocation = Colocation(self.dispatch, self.client, verified, hybrid)
             await self.colocation.start(updates)
             source, destination = self.colocation.source, self.colocation.destination
         else:
             await run_together(self.client.start(), self.dispatch.start(updates))
         self.weight_sync = experiment.get_weight_sync(source, destination, probe)
+        if self.colocation is not None and self.colocation.hybrid:
+            self.colocation.weights, self.weight_sync.expects_late_engines = self.weight_sync, True
         async with within(settings.step_timeout_s, "the first comparison of the engines with the policy"):
             if not cfg.generator.engines:  # else they have weights of a run before, perhaps
                 await self.weight_sync.measure_floor()

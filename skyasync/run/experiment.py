@@ -143,10 +143,10 @@ class BasePPOExp:
             RayEngine(
                 backend(self.cfg),
                 replace(config, extra={**config.extra, "engine_index": index}),
-                self.parts.placement.options("engines", index),
+                self.parts.placement.engine_options(index),
                 generator.engine_start_timeout_s,
             )
-            for index in range(generator.num_inference_engines)
+            for index in range(generator.own_engines)
         ]
         devices = len(self.parts.placement.slots.of.get(POLICY, ()))
         at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
@@ -226,7 +226,7 @@ class BasePPOExp:
 
     def _healthy_engines(self) -> list[int]:
         if self.parts.engines:
-            return self.parts.client.pool.healthy
+            return self.parts.client.pool.awake
         return list(range(self.cfg.generator.own_engines))  # of a client of the user's
 
     def _engine_nodes(self) -> dict[int, str]:

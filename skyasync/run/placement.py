@@ -22,7 +22,7 @@ from skyasync.workers.roles import POLICY, ROLES, Role
 if TYPE_CHECKING:
     from skyasync.workers.ranks import WorkerPlacement
 
-ENGINES = "engines"
+ENGINES, HYBRID_ENGINES = "engines", "hybrid engines"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
         roles: those of the run, the policy first.
     """
     generator, colocated = cfg.generator, cfg.trainer.placement.colocate_all
-    engines = generator.own_engines
+    hybrid = generator.hybrid_engines if generator.own_engines else 0
+    engines = generator.own_engines - hybrid
     bundles: list[dict[str, float]] = []
     of: dict[str, tuple[int, ...]] = {}
 
@@ -59,9 +60,11 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
         of[ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(engines))
     else:
         add(ENGINES, engines, generator.devices_per_engine if gpus else 0)
+    if hybrid:
+        of[HYBRID_ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(hybrid))
     sharing = [role.name for role in roles if role.name == POLICY or role.colocated_if(cfg)]
-    per_slot = len(sharing) + (-(-engines // policy) if colocated else 0)
-    shared = {*sharing, ENGINES} if colocated else {*sharing}
+    per_slot = len(sharing) + (-(-(engines if colocated else hybrid) // policy) if colocated or hybrid else 0)
+    shared = {*sharing, HYBRID_ENGINES, *([ENGINES] if colocated else [])}
     # Ray counts in units of 0.0001 and rounds to the nearest: rounded up, there is no space for the last actor.
     share = {name: 10_000 // per_slot / 10_000 if name in shared else 1.0 for name in of}
     return Slots(tuple(bundles), of, share)
@@ -95,6 +98,11 @@ class Placement:
                 placement_group=self.group, placement_group_bundle_index=self.bundle(slot)
             ),
         }
+
+    def engine_options(self, index: int) -> dict[str, Any]:
+        """Of an engine by its number: hybrid ones come last."""
+        before = len(self.slots.of[ENGINES])
+        return self.options(ENGINES, index) if index < before else self.options(HYBRID_ENGINES, index - before)
 
     def ranks(self, role: str) -> WorkerPlacement | None:
         """Where the ranks of a model go; None for a role that nothing needs."""
@@ -150,8 +158,8 @@ def too_small(slots: Slots, when: str) -> UserError:
     return UserError(
         f"Ray did not grant {needed} {when}; there are {there} in all: use fewer ranks "
         f"(trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines), let them take "
-        f"turns on the same devices (trainer.placement.colocate_all=true, synchronous plan), or hide the GPUs "
-        f"(CUDA_VISIBLE_DEVICES=) to run on CPUs"
+        f"turns on the same devices (trainer.placement.colocate_all=true, plan sync or colocated_async), or hide the "
+        f"GPUs (CUDA_VISIBLE_DEVICES=) to run on CPUs"
     )
 
 

@@ -14,6 +14,7 @@ import asyncio
 import heapq
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -49,6 +50,7 @@ class Sequence:
     done: asyncio.Future[None]
     tokens: Counter[int] = field(default_factory=Counter)
     started: float = 0.0  # decode step at which its next token begins
+    engine: int = 0
 
 
 class VirtualEngine:
@@ -65,10 +67,15 @@ class VirtualEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._stats = EngineStats()
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: Sequence, *, first: bool = False) -> None:
+        """``first``: in front of the sequences that wait."""
         self._advance()
-        self._waiting.append(sequence)
+        self._waiting.insert(0 if first else len(self._waiting), sequence)
         self._fill()
+
+    def withdraw(self, count: int) -> list[Sequence]:
+        """So many of the sequences that wait, the newest first, leave the engine."""
+        return [self._waiting.pop() for _ in range(min(count, len(self._waiting)))]
 
     def pause(self) -> None:
         self._advance()
@@ -155,19 +162,16 @@ class VirtualEngine:
 class VirtualClient:
     """What the trainer asks of an inference client, for many engines: the least loaded one gets the next sequence."""
 
-    def __init__(self, engines: list[VirtualEngine]) -> None:
+    def __init__(self, engines: list[VirtualEngine], asleep: Collection[int] = ()) -> None:
         self.engines = engines
         self._in_flight = [0] * len(engines)
-        self._by_load = [(0, index) for index in range(len(engines))]  # outdated entries are skipped
+        self._asleep = frozenset(asleep)
+        self._by_load = [(0, i) for i in range(len(engines)) if i not in self._asleep]  # outdated entries are skipped
 
     def submit(self, prompt: int, tokens: int) -> Sequence:
-        load, index = heapq.heappop(self._by_load)
-        while load != self._in_flight[index]:
-            load, index = heapq.heappop(self._by_load)
         sequence = Sequence(prompt, tokens, asyncio.get_running_loop().create_future())
-        sequence.done.add_done_callback(lambda _: self._load(index, -1))
-        self._load(index, +1)
-        self.engines[index].submit(sequence)
+        sequence.done.add_done_callback(lambda _: self._load(sequence.engine, -1))
+        self._assign(sequence)
         return sequence
 
     async def pause(self, mode: str = "keep") -> None:
@@ -180,8 +184,36 @@ class VirtualClient:
             engine.cut()
 
     async def resume(self) -> None:
-        for engine in self.engines:
-            engine.resume()
+        for index, engine in enumerate(self.engines):
+            if index not in self._asleep:
+                engine.resume()
+
+    async def sleep(self, engines: Collection[int]) -> None:
+        """The sequences of these engines continue at the others."""
+        self._asleep |= frozenset(engines)
+        self._sort_by_load()
+        for index in engines:
+            engine = self.engines[index]
+            engine.pause()
+            engine.cut()
+            for sequence in engine.withdraw(self._in_flight[index]):
+                self._load(index, -1)
+                self._assign(sequence, first=True)
+
+    async def wake(self, engines: Collection[int]) -> None:
+        """These engines get their share of the sequences that wait at others."""
+        self._asleep -= frozenset(engines)
+        self._sort_by_load()
+        for index in engines:
+            self.engines[index].resume()
+        share = -(-sum(self._in_flight) // (len(self.engines) - len(self._asleep)))
+        for index, engine in enumerate(self.engines):
+            for sequence in engine.withdraw(self._in_flight[index] - share):
+                self._load(index, -1)
+                self._assign(sequence)
+
+    async def waiting(self) -> int:
+        return sum(stats.waiting for stats in await self.stats())
 
     async def stats(self) -> list[EngineStats]:
         return [engine.stats() for engine in self.engines]
@@ -190,9 +222,22 @@ class VirtualClient:
         for engine in self.engines:
             engine.set_version(version)
 
+    def _assign(self, sequence: Sequence, *, first: bool = False) -> None:
+        load, index = heapq.heappop(self._by_load)
+        while load != self._in_flight[index]:
+            load, index = heapq.heappop(self._by_load)
+        sequence.engine = index
+        self._load(index, +1)
+        self.engines[index].submit(sequence, first=first)
+
     def _load(self, index: int, change: int) -> None:
         self._in_flight[index] += change
+        if index in self._asleep:
+            return
         heapq.heappush(self._by_load, (self._in_flight[index], index))
         if len(self._by_load) > 4 * len(self.engines) + 64:
-            self._by_load = [(load, number) for number, load in enumerate(self._in_flight)]
-            heapq.heapify(self._by_load)
+            self._sort_by_load()
+
+    def _sort_by_load(self) -> None:
+        self._by_load = [(load, i) for i, load in enumerate(self._in_flight) if i not in self._asleep]
+        heapq.heapify(self._by_load)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -20,6 +20,7 @@ from skyasync.arrays import ints
 from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.types import GeneratorInput, Group, Segment, Trajectory, TrajectoryId
 from skyasync.simulate.engines import VirtualClient
+from skyasync.simulate.settings import SimulateConfig
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:  # a simulation does without torch
@@ -87,19 +88,41 @@ class VirtualBatch:
 
 
 class VirtualSync:
-    """A weight sync that takes its time and then is true of all engines."""
+    """A weight sync that takes its time and then is true of all engines; ``colocation``: it wakes them."""
 
     def __init__(self, client: VirtualClient, seconds: float) -> None:
         self._client, self._seconds = client, seconds
+        self.colocation: VirtualColocation | None = None
 
     async def sync(self, version: int, paused: Paused = nullcontext) -> dict[str, float]:
         async with paused():
             await asyncio.sleep(self._seconds)
             self._client.set_version(version)
+        if self.colocation is not None:
+            await self.colocation.wake()
         return {}
 
     async def verify(self, version: int) -> dict[str, float]:
         return {}
+
+
+class VirtualColocation:
+    """The changes of the devices on which these engines and the policy compute; each takes ``simulate.switch_s``."""
+
+    def __init__(self, client: VirtualClient, engines: Collection[int], settings: SimulateConfig) -> None:
+        self._client, self._engines, self._settings = client, engines, settings
+        self._hybrid, self._awake = len(engines) < len(client.engines), False
+
+    async def make_way_for_policy(self) -> None:
+        if self._awake:
+            self._awake = False
+            await (self._client.sleep(self._engines) if self._hybrid else self._client.cut())
+            await asyncio.sleep(self._settings.switch_s)
+
+    async def wake(self) -> None:
+        await asyncio.sleep(self._settings.switch_s + self._hybrid * self._settings.sync_s)
+        await (self._client.wake(self._engines) if self._hybrid else self._client.resume())
+        self._awake = True
 
 
 class Simulated(RayPPOTrainer):

@@ -16,6 +16,7 @@ from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
 from skyasync.simulate.parts import (
     NoTracker,
     Simulated,
+    VirtualColocation,
     VirtualGenerator,
     VirtualSync,
     VirtualWorkers,
@@ -116,8 +117,11 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     cfg.trainer.ckpt_minutes, cfg.trainer.ckpt_best_metric = 0.0, ""
     cfg.trainer.export_interval, cfg.trainer.dump_trajectories, cfg.trainer.profile_steps = 0, False, []
     cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
-    cfg.trainer.placement.colocate_all = False  # virtual devices are not shared
-    client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in range(generator.num_inference_engines)])
+    cfg.trainer.placement.colocate_all = False  # it does not say which virtual devices are shared: the plan does
+    trainers, own, shares = trainer_devices(cfg), generator.num_inference_engines, plan.shares_devices
+    engines = range(own + trainers if shares else own)  # with one engine on each device that is shared
+    shared = {"all": engines, "hybrid": engines[own:], "": range(0)}[shares]
+    client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in engines], engines[own:] if shares == "hybrid" else ())
     lengths = draw_lengths(settings, cfg.trainer.seed)
     simulated: type[Any] = type(f"Simulated{plan.__name__}", (Simulated, plan), {})
     trainer: Simulated = simulated.get_trainer(
@@ -130,9 +134,16 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     )
     trainer.staleness = Counter()
     timeline = Timeline(None, clock=asyncio.get_running_loop().time, memory=64)
-    workers = VirtualWorkers(train_s_per_token(cfg))
-    trainer.attach(workers, VirtualSync(client, settings.sync_s), timeline=timeline)  # type: ignore[arg-type]
+    workers = VirtualWorkers(train_s_per_token(cfg) * (trainers / len(engines) if shares == "all" else 1.0))
+    sync, colocation = VirtualSync(client, settings.sync_s), VirtualColocation(client, shared, settings)
+    if shares == "all":
+        sync.colocation = colocation
+    trainer.attach(workers, sync, timeline=timeline, colocation=colocation if shared else None)  # type: ignore[arg-type]
     return trainer
+
+
+def trainer_devices(cfg: SimulationConfig) -> int:
+    return cfg.trainer.placement.policy_num_nodes * cfg.trainer.placement.policy_num_gpus_per_node
 
 
 def _costs(cfg: SimulationConfig) -> DecodeCosts:
@@ -142,9 +153,8 @@ def _costs(cfg: SimulationConfig) -> DecodeCosts:
 
 def train_s_per_token(cfg: SimulationConfig) -> float:
     """Wall seconds of training per token, with all trainer devices."""
-    settings, placement = cfg.simulate, cfg.trainer.placement
-    if settings.train_s_per_token:
-        return settings.train_s_per_token / (placement.policy_num_nodes * placement.policy_num_gpus_per_node)
+    if cfg.simulate.train_s_per_token:
+        return cfg.simulate.train_s_per_token / trainer_devices(cfg)
     return _generation_s(cfg) / _tokens(cfg)
 
 

@@ -42,6 +42,8 @@ class SimulateConfig:
     """Device-seconds of training per response token; 0 balances training with generation."""
     sync_s: float = key(0.0, low=0.0)
     """Seconds of a weight sync."""
+    switch_s: float = key(0.0, low=0.0)
+    """Seconds in which devices change from training to generation, or back, in plans that share them."""
     from_run: str = key("", open_ended=True)
     """Folder of a finished run of the sync plan to take the costs from."""
     advise: bool = key(True)

@@ -121,6 +121,9 @@ class RayPPOTrainer(AlgorithmHooks):
     streams: bool = False
     #: Samples may come from an older policy than the one they train: a correction is needed.
     asynchronous: bool = False
+    #: Engines that compute on the policy's devices between its training steps, with requests in flight: "all" of them,
+    #: or "hybrid" ones next to others.
+    shares_devices: str = ""
     #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
     reads: ClassVar[tuple[str, ...]] = ()
 
@@ -256,7 +259,8 @@ class RayPPOTrainer(AlgorithmHooks):
             with self.timed("generate", metrics, "rollout", step):
                 finished = ledger.start(prompts, version)  # in the checkpoint
                 left = [prompt for prompt in prompts if prompt.id not in finished]
-                self.weight_updates.check_awake(type(self).__name__)
+                if not self.shares_devices:  # else requests wait for the engines
+                    self.weight_updates.check_awake(type(self).__name__)
                 if scorer.overlaps and len(left) > 1 and hands_over_trajectories(self.generator):
                     groups = await scorer.score_while_generating(
                         lambda prompt: self._run_generator([prompt], self.policy_version), left
@@ -465,7 +469,8 @@ class RayPPOTrainer(AlgorithmHooks):
             with self.timed("eval", metrics, "evaluation"):
                 groups: list[Group] = []
                 for requests in eval_requests(self.eval_dataset, self.cfg):
-                    self.weight_updates.check_awake(type(self).__name__)
+                    if not self.shares_devices:
+                        self.weight_updates.check_awake(type(self).__name__)
                     async with self.context.phases.limited("evaluation"):
                         sampled, _ = await run_generator(self.generator, requests, self.policy_version)
                     await self.context.reward_model.add_scores(sampled)

@@ -2,7 +2,8 @@
 
 Invariant: a version is announced (``policy_version``) when every engine computes with it, and then verified. Engines
 that share their devices with the policy (``trainer.placement.colocate_all``) sleep from the beginning of a training
-step to the next sync, which wakes them; they get no requests in between.
+step to the next sync, which wakes them; requests wait in between. Hybrid engines, next to others, sleep until the
+policy waits for a batch.
 
 | who waits                             | for what                        | woken by                           |
 |---------------------------------------|---------------------------------|------------------------------------|
@@ -54,6 +55,12 @@ class WeightUpdates:
         self._progress, self._phases = context.progress, context.phases
         self._comparable = samples_as_scored(context.cfg.generator.sampling_params)
         self._announced = False  # the engines have got weights at all
+        self._wake_s = self._sleep_s = 0.0
+
+    @property
+    def switch_s(self) -> float:
+        """Seconds that the devices' last change to hybrid engines took, and the one back."""
+        return self._wake_s + self._sleep_s if self._wake_s else 0.0
 
     def scheduled(self, last: bool) -> bool:
         """Whether weights are synced now: at first, every ``trainer.sync_interval`` steps, and in the end."""
@@ -97,11 +104,22 @@ class WeightUpdates:
             compare(self._progress.step, metrics["gap/mean"])
 
     async def offload_engines(self) -> None:
-        """Put engines that share devices with the policy to sleep, until the next sync. They must be idle."""
+        """Put engines that share devices with the policy to sleep. Their requests continue at others, or wait."""
         if self.colocation is not None:
+            began = self._phases.now()
             with self._phases.timed("sleep"):
                 async with self._phases.limited("sleep of the engines"):
                     await self.colocation.make_way_for_policy()
+            self._sleep_s = self._phases.now() - began
+
+    async def wake_engines(self) -> None:
+        """Give hybrid engines the policy's devices, and the newest weights, until ``offload_engines``."""
+        assert self.colocation is not None, "a plan with hybrid engines has a Colocation"
+        began = self._phases.now()
+        with self._phases.timed("wake"):
+            async with self._phases.limited("wake-up of the engines"):
+                await self.colocation.wake()
+        self._wake_s = self._phases.now() - began
 
     def check_awake(self, plan: str) -> None:
         """Raises UserError if a plan generates between a training step and the sync that follows it."""

@@ -7,6 +7,10 @@ while it is on the devices, the engines sleep. At no time does a device have the
     training   engines sleep ─▶ policy to the devices ─▶ updates
     sync       weights published ─▶ policy to the host ─▶ engines' weights wake ─▶ update ─▶ caches wake
     in parts   engines' weights wake ─▶ part after part ─▶ policy to the host ─▶ caches wake
+    hybrid     policy to the host ─▶ engines' weights wake ─▶ the weights of the last sync ─▶ caches wake
+
+Hybrid engines are on the policy's devices while others have their own. They are awake between ``wake`` and the next
+training step. A weight sync finds them asleep: it is one of separate devices, and they get its weights when they wake.
 
 In parts (``cuda_ipc``) the engines read from the policy's own devices, which then have both models and one part, but no
 cache. If that fails in between, engines that are alive put together what they have, and sleep again.
@@ -22,13 +26,13 @@ load the policy there while the engines sleep (``policy_is_lost``, ``restart``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Protocol
 
 from skyasync.utils.task_group import afterwards
-from skyasync.weight_sync.sync import Destination, Source
+from skyasync.weight_sync.sync import Destination, Source, WeightSync
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import BROKEN_OFF, CUDA_IPC, WakePart, WeightsMovedError, WeightUpdate
 
@@ -48,20 +52,34 @@ class ColocatedClient(Destination, Protocol):
     """The inference client."""
 
     async def start(self) -> None: ...
-    async def sleep(self) -> None: ...
-    async def wake(self, part: WakePart) -> None: ...
+    async def update_weights(self, update: WeightUpdate, *engines: Collection[int]) -> Sequence[str] | None: ...
+    async def sleep(self, *engines: Collection[int]) -> None: ...
+    async def wake(self, part: WakePart, *engines: Collection[int]) -> None: ...
 
 
 class Colocation:
-    """Args: probe: the verification prompts that the policy will score."""
+    """Policy and engines take turns.
 
-    def __init__(self, policy: Policy, engines: ColocatedClient, probe: Sequences = ()) -> None:
+    Args:
+        probe: the verification prompts that the policy will score.
+        hybrid: the engines that share its devices, if others have their own.
+
+    Attributes:
+        weights: what hybrid engines get their weights from, when they wake.
+    """
+
+    weights: WeightSync
+
+    def __init__(
+        self, policy: Policy, engines: ColocatedClient, probe: Sequences = (), hybrid: Collection[int] = ()
+    ) -> None:
         self.policy, self.engines, self.probe = policy, engines, [list(sequence) for sequence in probe]
+        self.hybrid = frozenset(hybrid)
+        self._only = (self.hybrid,) if hybrid else ()  # the engines that sleep; all of them
         self.scores: list[list[float]] | None = None  # of the prompts, by the weights that are on the host
         self.policy_is_here = True  # on the devices
         self.awake, self._changing = asyncio.Event(), asyncio.Lock()
-        self.source: Source = ColocatedPolicy(self)
-        self.destination: Destination = ColocatedEngines(self)
+        self.destination: Destination = engines if hybrid else ColocatedEngines(self)
 
     async def start(self, total_steps: int = 0) -> None:
         """Load the models, one side after the other; the engines come up awake."""
@@ -69,6 +87,13 @@ class Colocation:
         await self.make_way_for_engines()
         await self.engines.start()
         self.awake.set()
+        if self.hybrid:
+            await self.make_way_for_policy()
+
+    @property
+    def source(self) -> Source:
+        """Of the weights that are synced."""
+        return self.policy if self.hybrid else ColocatedPolicy(self)
 
     @property
     def engines_are_awake(self) -> bool:
@@ -85,20 +110,30 @@ class Colocation:
             yield self.engines_are_awake
 
     async def make_way_for_policy(self) -> None:
-        """Put the engines, which must be idle, to sleep, and bring the policy back; nothing if it is there."""
+        """Put the engines to sleep, and bring the policy back; nothing if it is there."""
         async with self._changing:
             if self.engines_are_awake:
-                await self.engines.sleep()
+                await self.engines.sleep(*self._only)
                 self.awake.clear()
             if not self.policy_is_here:
                 await self.policy.onload()
                 self.policy_is_here, self.scores = True, None
 
+    async def wake(self) -> None:
+        """Give hybrid engines the devices, and the weights that the others have."""
+        async with self.weights.between_syncs() as update, self._changing:
+            await self.policy.offload()
+            self.policy_is_here = False
+            await self.engines.wake("weights", self.hybrid)
+            await self.engines.update_weights(update, self.hybrid)
+            await self.engines.wake("cache", self.hybrid)
+            self.awake.set()
+
     async def policy_is_lost(self) -> None:
-        """Its processes have ended: the engines, which must be idle, sleep while others load it."""
+        """Its processes have ended: the engines sleep while others load it."""
         async with self._changing:
             if self.engines_are_awake:
-                await self.engines.sleep()
+                await self.engines.sleep(*self._only)
                 self.awake.clear()
 
     def restart(self, policy: Policy) -> None:
@@ -106,7 +141,7 @@ class Colocation:
         self.policy, self.policy_is_here, self.scores = policy, True, None
 
     async def make_way_for_engines(self) -> None:
-        self.scores = await self.policy.score(self.probe) if self.probe else []
+        self.scores = await self.policy.score(self.probe) if self.probe and not self.hybrid else []
         await self.policy.offload()
         self.policy_is_here = False
 

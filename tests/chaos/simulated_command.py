@@ -24,6 +24,7 @@ from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt
 from skyasync.simulate.parts import VirtualBatch
 from skyasync.trainer import RayPPOTrainer
+from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from tests.chaos.events import Event
 from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, Life
@@ -85,15 +86,24 @@ class Command:
         self.error: BaseException | None = None
         self.restarts = 0
         self._task: asyncio.Task[None] | None = None
-        self._client = InferenceClient([Engine() for _ in range(cfg.generator.num_inference_engines)])
+        own, engines = cfg.generator.num_inference_engines, cfg.generator.own_engines
+        self._client = InferenceClient([Engine() for _ in range(engines)])
         self._ranks = Ranks(self._disk)
-        self._sync = WeightSync(cast(Any, self._ranks), self._client, ())
+        self._colocation: Colocation | None = None
+        source, destination = cast(Any, self._ranks), cast(Any, self._client)
+        if cfg.trainer.placement.colocate_all or engines > own:
+            self._colocation = Colocation(source, self._client, (), range(own, engines))
+            source, destination = self._colocation.source, self._colocation.destination
+        self._sync = WeightSync(source, destination, ())
         self._sync.expects_late_engines = True
-        own = EnvSettings({}, step_timeout_s=15.0)
-        self._pool = EnvPool(lambda: self._host(own), 2, own)
+        if self._colocation is not None:
+            self._colocation.weights = self._sync
+        env = EnvSettings({}, step_timeout_s=15.0)
+        self._pool = EnvPool(lambda: self._host(env), 2, env)
         self._revival = EngineSupervisor(
-            self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600
-        )
+            self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S,
+            limit_s=600, turns=self._colocation,
+        )  # fmt: skip
         self._generator = EpisodeGenerator(
             self._client, self._pool, cast(Any, Letters()), 1024, EpisodeLimits(), apply_chat_template=False
         )
@@ -115,7 +125,10 @@ class Command:
         return self.error is None
 
     async def _to_the_end(self) -> None:
-        await asyncio.gather(self._client.start(), self._ranks.start())
+        if self._colocation is not None:
+            await self._colocation.start()
+        else:
+            await asyncio.gather(self._client.start(), self._ranks.start())
         trainer = self._trainer()
         while True:
             try:
@@ -126,9 +139,13 @@ class Command:
                     raise
             self.restarts += 1
             await self._ranks.shutdown()
+            if self._colocation is not None:
+                await self._colocation.policy_is_lost()
             self._ranks = Ranks(self._disk)
             await self._ranks.start()
-            self._sync.restart(cast(Any, self._ranks))
+            if self._colocation is not None:
+                self._colocation.restart(cast(Any, self._ranks))
+            self._sync.restart(self._colocation.source if self._colocation else cast(Any, self._ranks))
             trainer = self._trainer()
 
     def _trainer(self) -> RayPPOTrainer:
@@ -143,8 +160,9 @@ class Command:
         trainer.callbacks.append(self._revival)
         clock = asyncio.get_running_loop().time
         trainer.attach(
-            cast(Any, self._ranks), self._sync, timeline=Timeline(None, clock=clock, memory=16), run_dir=run_dir
-        )
+            cast(Any, self._ranks), self._sync, timeline=Timeline(None, clock=clock, memory=16), run_dir=run_dir,
+            colocation=self._colocation,
+        )  # fmt: skip
         return trainer
 
     async def _close(self) -> None:

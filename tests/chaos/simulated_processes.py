@@ -75,6 +75,7 @@ class Engine(InferenceEngine):
         self._told: dict[str, int] = {}
         self._prompts: dict[str, GenerationRequest] = {}
         self._ended: set[str] = set()
+        self._asleep = False
 
     def successor(self) -> Engine:
         return Engine()
@@ -88,6 +89,7 @@ class Engine(InferenceEngine):
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         await self._asked()
+        assert not self._asleep, "an engine that sleeps has no memory for a request"
         mine = [request.request_id for request in requests]
         self._prompts.update({request.request_id: request for request in requests})
         self._rows.update({name: [] for name in mine})
@@ -155,13 +157,18 @@ class Engine(InferenceEngine):
             raise WeightSyncError("an engine holds other weights than the trainer sent in a tensor")
         self.version = update.version
 
-    async def sleep(self) -> None: ...
+    async def sleep(self) -> None:
+        await self._asked()
+        assert not self._rows, "requests are at an engine that is to sleep"
+        self._asleep = True
 
-    async def wake(self, part: WakePart) -> None: ...
+    async def wake(self, part: WakePart) -> None:
+        await self._asked()
+        self._asleep = part == "weights"
 
     async def stats(self) -> EngineStats:
         await self._asked()
-        return EngineStats(len(self._rows), 0, self._made)
+        return EngineStats(len(self._rows), sum(not row for row in self._rows.values()), self._made)
 
     async def shutdown(self) -> None:
         self.kill()

@@ -18,7 +18,7 @@ from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import WeightUpdate
 from tests.chaos.simulated_processes import SILENCE_S, Life
 
-TRAIN_S, PUBLISH_S, SAVE_S, START_S = 2.0, 0.5, 1.0, 15.0
+TRAIN_S, PUBLISH_S, SAVE_S, START_S, MOVE_S = 2.0, 0.5, 1.0, 15.0, 0.5
 
 
 class RanksDiedError(RuntimeError):
@@ -30,7 +30,7 @@ class Ranks(WeightTransfer):
 
     def __init__(self, disk: Disk) -> None:
         self.life, self._disk = Life(RanksDiedError, "the policy"), disk
-        self.weights, self.gradients = 0, 0
+        self.weights, self.gradients, self.offloaded = 0, 0, False
         self.flip, self.busy_s = False, 0.0
         self._failure: BaseException | None = None
         self._behind: tuple[Path, int, float] = (Path(), 0, 0.0)
@@ -39,8 +39,16 @@ class Ranks(WeightTransfer):
     def lost(self) -> tuple[str, BaseException] | None:
         return ("policy", self._failure) if self._failure is not None else None
 
-    async def start(self) -> None:
+    async def start(self, total_steps: int = 0) -> None:
         await self._asked(START_S)
+
+    async def offload(self) -> None:
+        await self._asked(MOVE_S)
+        self.offloaded = True
+
+    async def onload(self) -> None:
+        await self._asked(MOVE_S)
+        self.offloaded = False
 
     async def shutdown(self) -> None:
         self.life.kill()
@@ -62,6 +70,7 @@ class Ranks(WeightTransfer):
         self.busy_s += seconds
 
     async def train(self, tokens: int) -> None:
+        assert not self.offloaded
         await self._asked(TRAIN_S)
         self.gradients += tokens
 

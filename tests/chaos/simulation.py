@@ -35,7 +35,7 @@ from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.chaos.events import KINDS, schedule
 from tests.chaos.simulated_command import Command, Virtual
 
-NAMES = ("sync", "one_step_off", "streamed", "fully_async")
+NAMES = ("sync", "one_step_off", "streamed", "fully_async", "colocated_async", "hybrid_async")
 CHAOS_S = 400.0  # of events; then the run is left alone
 LIMIT_S = 50_000.0
 LINGER_S = 2_000.0  # for tasks that wait for an answer to give up
@@ -67,7 +67,8 @@ def settings_of(seed: int, plan: str) -> tuple[Config, int]:
     trainer, generator = cfg.trainer, cfg.generator
     batch, trainer.epochs, staleness = chance.randint(1, 3), chance.randint(1, 2), chance.randint(0, 3)
     trainer.plan, trainer.train_batch_size, trainer.max_staleness = plan, batch, staleness
-    trainer.sync_interval = chance.randint(1, staleness + 1) if plan == "fully_async" else 1
+    trainer.sync_interval = chance.randint(1, staleness + 1) if plan in ("fully_async", "hybrid_async") else 1
+    trainer.placement.colocate_all = plan == "colocated_async"
     trainer.partial_rollout = chance.choice(["keep", "wait", "recompute"])
     trainer.async_queue_size = chance.randint(1, 2)
     trainer.ckpt_interval, trainer.ckpt_keep = chance.randint(1, 3), chance.choice([0, 2])
@@ -77,6 +78,7 @@ def settings_of(seed: int, plan: str) -> tuple[Config, int]:
     trainer.seed = chance.randrange(1000)
     generator.n_samples_per_prompt, generator.num_inference_engines = chance.randint(1, 2), chance.randint(1, 3)
     generator.sampling_params.max_generate_length = 8
+    generator.hybrid_engines = chance.randint(1, 2) if plan == "hybrid_async" else 0
     generator.max_concurrent_rollouts = chance.choice([0, batch])
     return cfg, chance.randint(3, 8)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from skyasync.config import ConfigError, load_config
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 
@@ -51,6 +52,28 @@ def test_without_staleness_no_correction_is_needed() -> None:
     assert "trainer.allow_uncorrected=true" in check_config(cfg)[0]
     cfg.trainer.max_staleness = 0
     assert check_config(cfg) == []
+
+
+def test_plans_that_share_devices_say_which() -> None:
+    shared = ["trainer.placement.colocate_all=true"]
+    with pytest.raises(
+        ConfigError, match=r"colocated_async lets policy and engines .* set trainer.placement.colocate_"
+    ):
+        load_config(["trainer.plan=colocated_async"])
+    load_config(["trainer.plan=colocated_async", "trainer.max_staleness=2", *shared])
+    with pytest.raises(ConfigError, match=r"trainer.partial_rollout=wait has no effect"):
+        load_config(["trainer.plan=colocated_async", "trainer.partial_rollout=wait", *shared])
+    load_config(["trainer.plan=hybrid_async", "generator.hybrid_engines=1", "trainer.max_staleness=2"])
+    for count in (0, 2):
+        with pytest.raises(ConfigError, match=f"generator.hybrid_engines={count}: set it to 1, for the one rank"):
+            load_config(["trainer.plan=hybrid_async", f"generator.hybrid_engines={count}"])
+    with pytest.raises(ConfigError, match=r"generator.hybrid_engines=1 has no effect .* trainer.plan=hybrid_async"):
+        load_config(["trainer.plan=fully_async", "generator.hybrid_engines=1"])
+    with pytest.raises(ConfigError, match=r"generator.hybrid_engines=1 sleep then: use .*=shared_memory"):
+        load_config(
+            ["trainer.plan=hybrid_async", "generator.hybrid_engines=1", "generator.backend=vllm",
+             "generator.weight_sync_backend=nccl"]
+        )  # fmt: skip
 
 
 def test_a_plan_that_the_experiment_fixes_is_the_one_that_counts() -> None:

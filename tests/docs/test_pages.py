@@ -23,6 +23,12 @@ COLUMNS = {
     "Training": ("{}", "generator.backend=transformers", "trainer.placement.policy_num_gpus_per_node=4"),
 }
 
+#: What a plan cannot do without.
+NEEDED = {
+    "colocated_async": ["trainer.placement.colocate_all=true"],
+    "hybrid_async": ["generator.hybrid_engines=1"],
+}
+
 
 def matrix(title: str) -> list[list[str]]:
     """A table of the compatibility matrix, row by row, without code marks."""
@@ -83,7 +89,7 @@ def test_the_matrix_is_that_of_the_configuration(title: str) -> None:
     wrong = []
     for setting, *values in rows:
         for column, value in zip(columns, values, strict=True):
-            chosen = [own.format(column) for own in COLUMNS[title]] + setting.split()
+            chosen = [own.format(column) for own in COLUMNS[title]] + NEEDED.get(column, []) + setting.split()
             try:
                 load_config([*ALWAYS, *dict.fromkeys(chosen), *([SERVER] if column.endswith("_server") else [])])
                 found = "yes"

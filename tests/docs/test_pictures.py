@@ -16,7 +16,8 @@ DRAWN = {
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_committed_picture_is_current(name: str) -> None:
     drawn = watch(DRAWN[name])
-    assert len(drawn.responses) == STEPS * 8
+    assert drawn.ended == STEPS * 8
+    assert len(drawn.responses) == drawn.ended or name in ("colocated_async", "hybrid_async"), "in one piece"
     assert drawn.swaps[-1][1] == STEPS
     made = picture(name, drawn)
     assert (OUT / f"plan-{name}.svg").read_text() == made, "run: python -m benchmarks.plan_pictures"

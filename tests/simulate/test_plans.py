@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from skyasync.simulate.clock import Deadlock, run_virtual
-from skyasync.simulate.run import Outcome, make_trainer, simulate, work
+from skyasync.simulate.run import Outcome, make_trainer, simulate, train_s_per_token, work
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 
 pytestmark = pytest.mark.slow
@@ -76,17 +78,45 @@ def test_waiting_for_rollouts_at_a_swap_costs_what_partial_rollouts_save() -> No
     assert wait < 0.7
 
 
+def shared(ratio: float, plan: str, steps: int = 50, **settings: Any) -> float:
+    """Seconds of a step on two engines' and two trainers' devices; training takes ``ratio`` times the generation."""
+    cfg = config("lognormal", steps=steps, length_max=800, max_staleness=4, **settings)
+    cfg.trainer.placement.policy_num_gpus_per_node = 2
+    cfg.simulate.train_s_per_token = ratio * 2 * train_s_per_token(cfg)
+    return simulate(cfg, plan).step_s
+
+
+@pytest.mark.parametrize("plan", ["colocated_async", "hybrid_async"])
+def test_where_the_trainer_waits_plans_that_share_devices_are_faster_on_the_same_devices(plan: str) -> None:
+    changes = {"sync_s": 0.2, "switch_s": 0.2}  # of 8 seconds
+    separate = min(shared(0.5, other, **changes) for other in ("one_step_off", "fully_async"))
+    assert separate > 1.12 * shared(0.5, plan, **changes)
+
+
+@pytest.mark.parametrize("plan", ["colocated_async", "hybrid_async"])
+def test_where_nothing_waits_plans_that_share_devices_are_not_slower(plan: str) -> None:
+    separate = min(shared(1.0, other) for other in ("one_step_off", "fully_async"))
+    assert shared(1.0, plan) < 1.02 * separate
+
+
 # ---------------------------------------------------------------- what they promise
 
 
+KEPT = [(FullyAsyncRayPPOTrainer, way) for way in ("keep", "recompute", "wait")]
+SHARING = [(ColocatedAsyncRayPPOTrainer, "keep"), (HybridAsyncRayPPOTrainer, "keep")]
+
+
 @pytest.mark.parametrize("lengths", ["lognormal", "bimodal"])
-@pytest.mark.parametrize("partial_rollout", ["keep", "recompute", "wait"])
+@pytest.mark.parametrize("plan, partial_rollout", [*KEPT, *SHARING])
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_no_token_is_older_than_the_bound_and_none_is_lost(lengths: str, partial_rollout: str, staleness: int) -> None:
-    cfg = config(lengths, steps=20, max_staleness=staleness, partial_rollout=partial_rollout, sync_s=0.3)
+def test_no_token_is_older_than_the_bound_and_none_is_lost(
+    lengths: str, plan: type[RayPPOTrainer], partial_rollout: str, staleness: int
+) -> None:
+    cfg = config(lengths, steps=20, max_staleness=staleness, partial_rollout=partial_rollout, sync_s=0.3, switch_s=0.2)
+    cfg.simulate.train_s_per_token = 0.0003
     trained: list[Any] = []
 
-    class Noting(FullyAsyncRayPPOTrainer):
+    class Noting(plan):  # type: ignore[misc, valid-type]
         async def train_on(self, rollout: Any) -> dict[str, float]:
             trained.extend(group.prompt.id for group in rollout.groups)
             return await super().train_on(rollout)
@@ -146,7 +176,7 @@ def test_a_plan_that_jams_is_an_error_that_says_who_waits() -> None:
     assert "_run_generation" in str(deadlock.value) and "_run_training" in str(deadlock.value)
 
 
-@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer])
+@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, *(p for p, _ in SHARING)])
 @pytest.mark.parametrize("part", ["generator.generate", "dispatch.train", "weight_sync.sync"])
 def test_an_error_in_any_part_ends_every_plan_with_that_error(plan: type[RayPPOTrainer], part: str) -> None:
     async def run() -> None:

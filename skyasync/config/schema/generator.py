@@ -45,9 +45,9 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     generate_batch_size: int = key(0, low=0)
-    """Prompts submitted and not yet trained in the fully_async plan; 0 is what max_staleness allows."""
+    """Prompts submitted and not yet trained in fully_async and its variants; 0 is what max_staleness allows."""
     max_concurrent_rollouts: int = key(0, low=0)
-    """Prompts generated at once in the fully_async plan; 0 has no such limit."""
+    """Prompts generated at once in fully_async and its variants; 0 has no such limit."""
     max_turns: int = key(0, low=0)
     """Most turns per episode, which environments read as extras['max_turns']; 0 has no such limit."""
     max_concurrent_episodes: int = key(0, low=0)
@@ -58,6 +58,9 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     max_model_len: int = key(0, low=0)
     """Maximum number of tokens of a sequence in the engine, at which an episode ends. 0 is room for max_turns responses
     (4 if it is 0) with their prompts, at most the model's context."""
+    hybrid_engines: int = key(0, low=0, when="not generator.engines")
+    """Engines on the policy's devices, besides num_inference_engines on others: they compute while the policy waits for
+    a batch, in a plan that has them (hybrid_async)."""
     max_num_seqs: int = key(1024, low=1, when="not generator.engines")
     """Maximum number of sequences that an engine computes at once."""
     max_num_batched_tokens: int = key(0, low=0, when="not generator.engines")
@@ -90,7 +93,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     @property
     def own_engines(self) -> int:
         """Engines that the run starts itself."""
-        return 0 if self.engines else self.num_inference_engines
+        return 0 if self.engines else self.num_inference_engines + self.hybrid_engines
 
     @property
     def devices_per_engine(self) -> int:

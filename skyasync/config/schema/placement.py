@@ -43,7 +43,7 @@ class ParallelConfig:
 @dataclass
 class PlacementConfig:
     colocate_all: bool = key(False, when="not generator.engines")
-    """Engines and workers share devices, taking turns (synchronous plan only)."""
+    """Engines and workers share devices, taking turns (plans sync and colocated_async)."""
     colocate_policy_ref: bool = key(True, when=KL)
     """The reference model shares the policy's devices."""
     policy_num_nodes: int = key(1, low=1)

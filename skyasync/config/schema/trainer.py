@@ -39,8 +39,8 @@ class TrainerConfig(FaultToleranceConfig):
     """Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives bitwise
     identical losses. 0 trains whatever has been generated, which waits least."""
     max_staleness: int = key(1, low=0)
-    """Maximum staleness in the fully_async plan: policy versions from a prompt's submission to its training. 0 is
-    synchronous."""
+    """Maximum staleness in fully_async and its variants: policy versions from a prompt's submission to its training. 0
+    is synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
     """auto lowers the policy's learning rate while stale samples are far from the trained policy: no more than keeps
     their KL divergence at 0.02 nats per token. It is never above the schedule's."""
@@ -49,7 +49,7 @@ class TrainerConfig(FaultToleranceConfig):
     staleness_bound: str = key("hard", choices=("hard", "mean"))
     """hard: max_staleness bounds the staleness of every prompt. mean: it bounds the mean (AReaL's formula)."""
     async_generation_ratio: float = key(0.0, low=0.0)
-    """Batches generated ahead, with fractions, in the fully_async plan; 0 is max_staleness."""
+    """Batches generated ahead, with fractions, in fully_async and its variants; 0 is max_staleness."""
     partial_rollout: str = key("keep", choices=("keep", "recompute", "wait"))
     """What requests in flight do at a weight sync. keep: continue with the old KV cache. recompute: continue from their
     tokens with the new weights. wait: finish before it."""
@@ -155,7 +155,22 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"trainer.sync_interval={interval} leaves the engines without new weights after most steps, and "
             f"trainer.placement.colocate_all=true wakes them by a weight sync: set one of them to its default"
         )
-    if cfg.trainer.placement.colocate_all and (plan.asynchronous or plan.streams):
+    shares, ranks = (
+        plan.shares_devices,
+        cfg.trainer.placement.policy_num_nodes * (cfg.trainer.placement.policy_num_gpus_per_node),
+    )
+    if shares == "all" and not cfg.trainer.placement.colocate_all:
+        yield (
+            f"{plan} lets policy and engines use the same devices in turn: set trainer.placement.colocate_all=true, or "
+            f"trainer.plan=fully_async for devices of their own"
+        )
+    if shares == "hybrid" and not 0 < cfg.generator.hybrid_engines <= ranks:
+        yield (
+            f"{plan} has engines on the policy's devices, and generator.hybrid_engines={cfg.generator.hybrid_engines}: "
+            f"set it to 1{f' to {ranks}, one per rank of the policy' if ranks > 1 else ', for the one rank'}, or use "
+            f"trainer.plan=fully_async"
+        )
+    if cfg.trainer.placement.colocate_all and shares != "all" and (plan.asynchronous or plan.streams):
         yield (
             f"trainer.placement.colocate_all=true lets engines and policy take turns, but {plan} runs both at the "
             f"same time: set trainer.placement.colocate_all=false{way_back}"

@@ -80,6 +80,12 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
                 f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
                 f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
             )
+    if cfg.generator.hybrid_engines and generator.weight_sync_backend in BETWEEN_GPUS:
+        yield (
+            f"generator.weight_sync_backend={generator.weight_sync_backend} reaches engines that are awake at a weight "
+            f"sync, and generator.hybrid_engines={generator.hybrid_engines} sleep then: use "
+            f"generator.weight_sync_backend=shared_memory"
+        )
     if not cfg.trainer.placement.colocate_all:
         if generator.weight_sync_backend == "cuda_ipc":
             yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, ClassVar
 
 from skyasync.config.schema import Config
 from skyasync.rollout.types import Group
@@ -50,7 +50,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     """
 
     asynchronous = True  # but for max_staleness=0
-    reads = (
+    reads: ClassVar[tuple[str, ...]] = (
         "trainer.max_staleness",
         "trainer.staleness_bound",
         "trainer.async_generation_ratio",

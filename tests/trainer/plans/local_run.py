@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -182,8 +183,10 @@ class LocalRun:
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
         rules = EpisodeLimits(spares=cfg.generator.oversample_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
-        self.engine: Any = engine or TransformersEngine(engine_config(cfg.trainer.policy.model.path))
-        self.client = client([self.engine], 60)
+        own = replace(engine_config(cfg.trainer.policy.model.path), max_num_seqs=min(64, cfg.generator.max_num_seqs))
+        self.engine: Any = engine or TransformersEngine(own)
+        hybrid = range(1, 1 + cfg.generator.hybrid_engines)
+        self.client = client([self.engine, *(TransformersEngine(own) for _ in hybrid)], 60)
         self.dispatch, self.tracker = dispatch or RecordingDispatch(cfg), Rows()
         self.trainer = plan.get_trainer(
             cfg=cfg,
@@ -196,12 +199,17 @@ class LocalRun:
         )
         probe = [[1, 2, 3, 4, 5], [9, 8, 7]]
         colocation = self.colocation = (
-            Colocation(self.dispatch, self.client, probe) if cfg.trainer.placement.colocate_all else None
+            Colocation(self.dispatch, self.client, probe, hybrid)
+            if cfg.trainer.placement.colocate_all or hybrid
+            else None
         )
         source, destination = (
             (colocation.source, colocation.destination) if colocation else (self.dispatch, self.client)
         )
-        self.trainer.attach(self.dispatch, WeightSync(source, destination, probe, 1e-3), colocation=colocation)
+        self.weight_sync = WeightSync(source, destination, probe, 1e-3)
+        if colocation and hybrid:
+            colocation.weights, self.weight_sync.expects_late_engines = self.weight_sync, True
+        self.trainer.attach(self.dispatch, self.weight_sync, colocation=colocation)
 
     async def train(self) -> LocalRun:
         if self.colocation:

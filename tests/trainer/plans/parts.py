@@ -23,13 +23,23 @@ from skyasync.inference.interface import EngineStats
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
+from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 
-PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
+PLANS = [
+    RayPPOTrainer,
+    AsyncRayPPOTrainer,
+    FullyAsyncRayPPOTrainer,
+    StreamedRayPPOTrainer,
+    ColocatedAsyncRayPPOTrainer,
+    HybridAsyncRayPPOTrainer,
+]
+BOUNDED = PLANS[2], *PLANS[4:]  # the plans of ``admission``: what is finished may overtake
 EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, moved by these
 
 
@@ -66,6 +76,9 @@ class Engines:
     async def resume(self) -> None:
         self.faults.pass_or_raise("resume")
         self.paused = False
+
+    async def waiting(self) -> int:
+        return 0
 
     async def stats(self) -> list[EngineStats]:
         self.faults.pass_or_raise("stats")

@@ -16,7 +16,7 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
-from tests.trainer.plans.parts import PLANS, make_run, stream
+from tests.trainer.plans.parts import BOUNDED, PLANS, make_run, stream
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
 
@@ -109,7 +109,7 @@ def test_weights_are_handed_over_every_nth_step_and_after_the_last(plan, interva
     due = [step for step in range(1, 8) if step % interval == 0 or step == 7]
     assert run.sync.versions == [0, *due]
     assert sorted(run.trained) == sorted(stream(28))
-    depth = {AsyncRayPPOTrainer: 1, FullyAsyncRayPPOTrainer: 3 - (interval - 1)}.get(plan, 0)
+    depth = 3 - (interval - 1) if plan in BOUNDED else int(plan is AsyncRayPPOTrainer)
     assert max(run.tracker.of("staleness/max").values()) <= depth + interval - 1
     versions = {step: max(version for version in [0, *due] if version <= step) for step in range(1, 8)}
     assert run.tracker.of("eval/version") == {step: versions[step] for step in (2, 4, 6, 7)}
@@ -212,7 +212,7 @@ def test_a_resumed_run_goes_on_with_the_right_prompts_in_the_middle_of_an_epoch_
     assert [step for step, _ in second.tracker.rows] == list(range(saved + 1, 9))
     assert second.sync.versions == list(range(saved, 9))
     assert second.dispatch.weights == 8
-    stale = plan in (AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer)  # what the checkpoint had of generated groups
+    stale = plan in (AsyncRayPPOTrainer, *BOUNDED)  # what the checkpoint had of generated groups
     assert second.tracker.of("staleness/max").get(saved + 1, stale) == stale
 
 

@@ -249,7 +249,9 @@ class TransformersEngine(InferenceEngine):
             reply.send(refused)
         self._rows.update(rows)
         if self._state == "running":
-            self._decoder.waiting.extend(rows.values())
+            waiting = self._decoder.waiting
+            waiting.extendleft(reversed([row for row in rows.values() if row.request.continues]))
+            waiting.extend(row for row in rows.values() if not row.request.continues)
             self._queue_step()
         else:
             self._paused_rows += rows.values()
