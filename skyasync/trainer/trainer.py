@@ -50,6 +50,7 @@ from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import UNDONE, DivergenceGuard
 from skyasync.trainer.extensions.prompt_ledger import LEFT_OUT, NO_SIGNAL, TRUNCATED, PromptLedger
 from skyasync.trainer.extensions.reporting import Profiler, Reporter
+from skyasync.trainer.extensions.schedule_log import ScheduleLog
 from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
@@ -147,7 +148,9 @@ class RayPPOTrainer(AlgorithmHooks):
         self.context = RunContext(cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client)
         self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
         guard, ledger = DivergenceGuard(self.context), PromptLedger(self.context, generator)
-        self.extensions: list[RunExtension] = [ledger, Profiler(self.context), guard, self.reporter, *(callbacks or ())]
+        self.schedule_log = ScheduleLog(self.context, ledger)
+        own: list[RunExtension] = [ledger, self.schedule_log, Profiler(self.context), guard, self.reporter]
+        self.extensions = [*own, *(callbacks or ())]
         # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
         plan = Plan.of(cfg, type(self))
         assert plan is not None
@@ -269,6 +272,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 if finished:
                     by_prompt = finished | {group.prompt.id: group for group in groups}
                     groups = [by_prompt[prompt.id] for prompt in prompts]
+                self.schedule_log.arrived(groups)
         if self.context.refill.active:  # filters decide by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | reported
@@ -349,6 +353,7 @@ class RayPPOTrainer(AlgorithmHooks):
         ledger, metrics = self.checkpointer.ledger, self.metrics
         self.learner.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
+        self.schedule_log.prepared(groups)
         self.check_stale(groups)
         if not self.context.refill.active:  # else they were filtered as they came
             sampled, groups = groups, self.filter_groups(groups)
@@ -397,6 +402,7 @@ class RayPPOTrainer(AlgorithmHooks):
         self.context.progress.trained(rollout.position, rollout.trained_early)
         checkpointer.between_steps = True
         step = self.global_step
+        await self.reporter.scheduled(*self.schedule_log.trained(step, rollout))
         await self.reporter.ended(step, checkpointer.ledger.close(rollout))
         trained, learner.trained = learner.trained, []
         await self.reporter.trained(step, rollout, trained)

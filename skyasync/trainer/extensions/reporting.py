@@ -20,8 +20,10 @@ from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
 from skyasync.observability.progress import LatestSample
 from skyasync.observability.usage import UsageMeter
+from skyasync.rollout import partial_rollouts, schedule
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
+from skyasync.rollout.schedule import ScheduledStep
 from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer.context import Metrics, RunContext
 
@@ -100,6 +102,16 @@ class Reporter(RunExtension):
         if self._context.run_dir is not None:
             await self._write("ledger's line", step, self._context.run_dir.write_ledger, step, prompts)
 
+    async def scheduled(self, line: ScheduledStep, whole: Sequence[Group]) -> None:
+        """Write the schedule of a step, and the groups of it that are written whole."""
+        run_dir, step = self._context.run_dir, line.step
+        if run_dir is None:
+            return
+        if whole:
+            file = run_dir.path / schedule.FOLDER / f"step_{step:06d}.safetensors"
+            await self._write("groups", step, asyncio.to_thread, _write_groups, file, whole)
+        await self._write("schedule", step, run_dir.write_schedule, step, line.row())
+
     async def _write_trajectories(self, what: str, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
         assert self._context.run_dir is not None
         total = self._context.length.steps
@@ -125,6 +137,11 @@ class Reporter(RunExtension):
     def log(self, metrics: Metrics, step: int) -> None:
         self._context.tracker.log(metrics, step=step)
         self.last_metrics = {**self.last_metrics, **metrics}
+
+
+def _write_groups(file: Path, groups: Sequence[Group]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    partial_rollouts.write(file, partial_rollouts.RolloutState({}, groups))
 
 
 class Profiler(RunExtension):
