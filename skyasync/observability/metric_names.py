@@ -37,6 +37,7 @@ METRICS = (
     Metric("reward/shaped_mean", "Mean reward after truncation, length penalty, scale, clip and normalisation."),
     Metric("reward/kl", "Mean KL to the reference that the reward was charged with, per token."),
     Metric("reward/kl_coef", "Its coefficient, which an adaptive controller changes."),
+    Metric("replay/same", "1 while a replay is as the run was: samples, losses, gradient norms."),
     Metric("response/length_mean", "Generated tokens per trajectory, observations not counted.", TOKENS),
     Metric("response/length_max", "The longest.", TOKENS),
     Metric("response/truncated", "Trajectories cut by their length.", SHARE),
