@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from skyasync.arrays import Floats, Ints, ints
+from skyasync.arrays import TURN_TOKENS, Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
 from skyasync.observability.progress import LatestSample
@@ -109,7 +109,9 @@ class Reporter(RunExtension):
             return
         if whole:
             file = run_dir.path / schedule.FOLDER / f"step_{step:06d}.safetensors"
-            await self._write("groups", step, asyncio.to_thread, _write_groups, file, whole)
+            state = partial_rollouts.RolloutState({}, whole)
+            in_thread = [asyncio.to_thread] if state.tokens >= TURN_TOKENS else []
+            await self._write("groups", step, *in_thread, _write_groups, file, state)
         await self._write("schedule", step, run_dir.write_schedule, step, line.row())
 
     async def _write_trajectories(self, what: str, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
@@ -139,9 +141,9 @@ class Reporter(RunExtension):
         self.last_metrics = {**self.last_metrics, **metrics}
 
 
-def _write_groups(file: Path, groups: Sequence[Group]) -> None:
+def _write_groups(file: Path, state: partial_rollouts.RolloutState) -> None:
     file.parent.mkdir(exist_ok=True)
-    partial_rollouts.write(file, partial_rollouts.RolloutState({}, groups))
+    partial_rollouts.write(file, state)
 
 
 class Profiler(RunExtension):
