@@ -121,6 +121,7 @@ METRICS = (
         "Estimated KL of behaviour to proximal policy if all steps were full ones, numerical noise left out.",
         "nats per token",
     ),
+    Metric("sampler/taken", "Prompts that data.sampler has taken of those that it was offered.", SHARE),
     Metric("staleness/mean", "Versions from a token's sampling to its training.", "versions"),
     Metric("staleness/min", "The least.", "versions"),
     Metric("staleness/max", "The most.", "versions"),

@@ -195,6 +195,11 @@ class Group:
         """Of the trajectories that ended by themselves."""
         return [t.reward for t in self.trajectories if not t.ended_early]
 
+    @property
+    def played(self) -> list[Trajectory]:
+        """Those that ended by themselves and did not fail."""
+        return [t for t in self.trajectories if not t.ended_early and not t.metrics.get("given_up")]
+
     def metric_values(self, metric: str) -> list[float]:
         """The metric of each of them; the reward if ``metric`` is empty, or for a failed episode.
 
@@ -202,9 +207,8 @@ class Group:
             UserError: if no trajectory has this metric.
         """
         ended = [t for t in self.trajectories if not t.ended_early]
-        played = [t for t in ended if not t.metrics.get("given_up")]
-        if metric and played and not any(metric in t.metrics for t in played):
-            known = {name for t in played for name in t.metrics}
+        if metric and self.played and not any(metric in t.metrics for t in self.played):
+            known = {name for t in self.played for name in t.metrics}
             raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, known))
         return [t.metrics.get(metric, t.reward) for t in ended]
 
@@ -220,6 +224,8 @@ class Rollout:
     ``trained_early``: later positions that are trained too (see ``PromptBatch``).
 
     ``rejected``: prompts that were rolled out for the step and are not among its groups.
+
+    ``results``: the rewards of every prompt that was rolled out for it, failed episodes left out.
     """
 
     groups: list[Group]
@@ -227,6 +233,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     trained_early: frozenset[int] = frozenset()
     rejected: list[PromptId] = field(default_factory=list)
+    results: list[tuple[Prompt, list[float]]] = field(default_factory=list)
 
 
 class GeneratorInput(TypedDict):

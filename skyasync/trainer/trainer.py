@@ -304,7 +304,8 @@ class RayPPOTrainer(AlgorithmHooks):
         check_given_up([*groups, *rejected], self.cfg.environment.max_given_up)
         if refill.active:
             metrics |= refill.count(len(groups), len(rejected))
-        return Rollout(groups, position, metrics, trained_early, [group.prompt.id for group in rejected])
+        results = [(g.prompt, [t.reward for t in g.played]) for g in [*groups, *rejected]]
+        return Rollout(groups, position, metrics, trained_early, [group.prompt.id for group in rejected], results)
 
     # ---------------------------------------------------------------- training
 
@@ -400,6 +401,7 @@ class RayPPOTrainer(AlgorithmHooks):
             guard.undone(restored := await checkpointer.roll_back())
             checkpointer.ledger.undo(restored, read_rows(run_dir.ledger) if run_dir is not None else ())
         self.context.progress.trained(rollout.position, rollout.trained_early)
+        self.metrics.update(self.context.prompts.observe(rollout.results, rollout.position))
         checkpointer.between_steps = True
         step = self.global_step
         await self.reporter.scheduled(*self.schedule_log.trained(step, rollout))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from skyasync.arrays import TURN_TOKENS
 from skyasync.callbacks import RunExtension, Watched
@@ -88,6 +89,12 @@ class PromptLedger(RunExtension):
         self._rejected, self.undone = {}, ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._prompts.load_state_dict(state)
 
     async def save(self, folder: Path) -> None:
         """Write the open prompts into a checkpoint: finished groups, and the tokens so far of those in flight."""
