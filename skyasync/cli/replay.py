@@ -40,7 +40,10 @@ def replay(argv: Arguments) -> int | None:
         print(HELP, end="")
         return None
     options, rest = take_options(
-        argv, {"--step": "3", "--from": "2", "--episode": "e0-i17"}, ("--show", "--tokens", "--nonfinite"), settings=True
+        argv,
+        {"--step": "3", "--from": "2", "--episode": "e0-i17"},
+        ("--show", "--tokens", "--nonfinite"),
+        settings=True,
     )
     names = [argument for argument in rest if "=" not in argument and not argument.startswith("-")]
     if not names or rest[0] != names[0]:

@@ -83,7 +83,7 @@ class ReplayTrainer(RayPPOTrainer):
     last = 0
     difference = ""
 
-    def __init__(self, *args: Any, **parts: Any) -> None:
+    def __init__(self, *args: Any, **parts: Any) -> None:  # noqa: ANN401
         super().__init__(*args, **parts)
         self.context.on_policy = False  # samples have the staleness that they had
 

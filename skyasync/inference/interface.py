@@ -183,7 +183,7 @@ class GenerationOutput:
         return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known, cuts=cuts)
 
 
-def _unpacked(request_id: str, packed: bytes, *others: Any) -> GenerationOutput:
+def _unpacked(request_id: str, packed: bytes, *others: Any) -> GenerationOutput:  # noqa: ANN401
     token_ids, logprobs, versions = np.frombuffer(packed, dtype=np.int32).reshape(3, -1)
     return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, *others)
 

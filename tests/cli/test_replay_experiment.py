@@ -37,7 +37,9 @@ def difference(run: LocalRun) -> str:
 
 
 @pytest.mark.parametrize(
-    "partial, client", [("keep", None), ("keep", EngineFails), ("recompute", None)], ids=["keep", "failure", "recompute"]
+    "partial, client",
+    [("keep", None), ("keep", EngineFails), ("recompute", None)],
+    ids=["keep", "failure", "recompute"],
 )
 async def test_weights_that_change_in_the_middle_of_responses_are_replayed(
     partial: str, client: Any, model: str, tmp_path: Path

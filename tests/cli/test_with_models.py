@@ -192,7 +192,9 @@ def test_a_run_without_recorded_trajectories_is_replayed_by_its_schedule(
     again = tmp_path / "again"
     command(["replay", str(run.folder), f"trainer.export_path={again}"])
     assert Trained(run.folder.with_name("run-replay")).series("replay/same") == [1.0] * 4
-    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "final", again))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "final", again)
+    )
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     command(["replay", str(run.folder), "--step", "2", "trainer.run_name=two"])
     assert Trained(run.folder.with_name("two")).series("step") == [1, 2]

@@ -77,19 +77,18 @@ RESULTS = st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4)
 @settings(max_examples=50, deadline=None)
 @given(RESULTS, st.data())
 def test_a_resumed_stream_gives_the_same_prompts_each_once(results: list[list[float]], data: st.DataObject) -> None:
-    whole, position = stream(), 0
+    whole = stream()
     stop = data.draw(st.integers(0, len(results) - 1))
     resumed, taken, again = stream(), [], []
-    for number, rewards in enumerate(results):
-        if number == stop:
+    for position, rewards in enumerate(results):
+        if position == stop:
             whole.prompt(position + data.draw(st.integers(0, 8)))  # prompts that have been admitted early
             resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
         taken.append(whole.prompt(position))
         whole.observe([(taken[-1], rewards)], position + 1)
-        if number >= stop:
+        if position >= stop:
             again.append(resumed.prompt(position))
             resumed.observe([(again[-1], rewards)], position + 1)
-        position += 1
     assert again == taken[stop:]
     assert len({each.id for each in taken}) == len(taken)
     assert all(whole.of_identity(each.id) == each for each in taken)

@@ -136,7 +136,10 @@ def main(runs: int) -> None:
                 equal = same(weights(run), weights(again)) and not again.trainer.difference  # type: ignore[attr-defined]
                 identical += equal
                 continued = run.client.continued if isinstance(run.client, EngineFails) else 0
-                print(f"run {number}: {mode}, max_staleness={staleness}, {continued} requests continued: {equal}", flush=True)
+                print(
+                    f"run {number}: {mode}, max_staleness={staleness}, {continued} requests continued: {equal}",
+                    flush=True,
+                )
     finally:
         for process in load:
             process.kill()
