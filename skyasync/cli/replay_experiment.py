@@ -217,9 +217,10 @@ class ReplayTrainer(RayPPOTrainer):
             if about.oldest < self._from:
                 groups.append(whole[about.name])
                 continue
-            groups.append(group := generation.group(about.name))
-            await self.context.reward_model.add_scores([group])
-            if schedule.digest(group.trajectories) != about.digest:
+            generated = generation.group(about.name)
+            await self.context.reward_model.add_scores([generated])
+            groups.append(generated)
+            if schedule.digest(generated.trajectories) != about.digest:
                 self._differs(line.step, f"the samples of {about.name} are others")
         return groups
 

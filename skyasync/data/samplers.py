@@ -119,13 +119,13 @@ class SampledStream(PromptStream):
         self.total, self.rows = stream.total, stream.rows
         self.offered = 0
         self._next = 0  # the first position that has no prompt yet
-        self._places: dict[int, int] = {}  # position in the run -> in the stream, until it is trained
+        self._taken_from: dict[int, int] = {}  # position in the run -> in the stream, until it is trained
 
     def prompt(self, position: int) -> Prompt:
         while self._next <= position:
-            self._places[self._next] = self._take()
+            self._taken_from[self._next] = self._take()
             self._next += 1
-        return self._stream.prompt(self._places[position])
+        return self._stream.prompt(self._taken_from[position])
 
     def _take(self) -> int:
         for _ in range(MOST_OFFERED):
@@ -143,28 +143,28 @@ class SampledStream(PromptStream):
         return self._stream.of_identity(identity)
 
     @property
-    def digest(self) -> str:  # type: ignore[override]
+    def digest(self) -> str:
         return self._stream.digest
 
     def observe(self, results: Sequence[tuple[Prompt, Sequence[float]]], position: int) -> dict[str, float]:
         for prompt, rewards in results:
             if rewards:
                 self._sampler.observe(prompt, rewards)
-        self._places = {each: place for each, place in self._places.items() if each >= position}
+        self._taken_from = {each: place for each, place in self._taken_from.items() if each >= position}
         return {"sampler/taken": self._next / self.offered} if self.offered else {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        places = [[position, place] for position, place in self._places.items()]
+        taken = [[position, place] for position, place in self._taken_from.items()]
         state = dict(self._sampler.state_dict())
-        return {"offered": self.offered, "next": self._next, "places": places, "sampler": state}
+        return {"offered": self.offered, "next": self._next, "taken": taken, "sampler": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.offered, self._next = state["offered"], state["next"]
-        self._places = dict(state["places"])
+        self._taken_from = dict(state["taken"])
         self._sampler.load_state_dict(state["sampler"])
 
     def mark(self, position: int) -> list[int]:
-        return self._stream.mark(min(self._places.values(), default=self.offered))
+        return self._stream.mark(min(self._taken_from.values(), default=self.offered))
 
     def go_on(self, mark: Sequence[int]) -> None:
         self._stream.go_on(mark)

@@ -5,7 +5,7 @@
     trainer ── quiet ──▶ update ──▶ weight sync
 
 Invariant: while engines have a version, every response gets exactly the tokens that it got from that version, and
-continues as a new request where it did. ``quiet`` returns when each has them. Responses that end elsewhere than the
+continues as a new request where it did. ``quiet`` returns when each has them. Responses that end at another token than the
 schedule says (after a change of settings) go on by the version of their last token.
 
 | who waits        | for what                                      | woken by                               |
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 POLL_S = 0.01
 
 
-def pieces_of(turn: Turn) -> list[tuple[int, list[tuple[int, int]], int | None]]:
+def requests_of(turn: Turn) -> list[tuple[int, list[tuple[int, int]], int | None]]:
     """The requests that a turn is made of: first token, (token, version) of each version, the first token of the next.
 
     Tokens count from the turn's first one.
@@ -83,7 +83,7 @@ class ScheduledClient:
             return await self._client.generate(request)
         turn = self._groups[name].turn(int(repetition), int(number))
         answer = GenerationOutput(request.request_id)
-        for start, versions, stop in pieces_of(turn):
+        for start, versions, stop in requests_of(turn):
             await self._reached(sample, versions[0][1])
             again = start or turn[0].cut
             part = continuation(request, answer) if again else request

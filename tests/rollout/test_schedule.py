@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from skyasync.inference.inflight import join
 from skyasync.inference.interface import GenerationOutput
-from skyasync.rollout.reenactment import pieces_of
+from skyasync.rollout.reenactment import requests_of
 from skyasync.rollout.schedule import Change, ScheduledGroup, ScheduledStep, changes_of, digest, parse_turn, turn_text
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
@@ -33,9 +33,9 @@ def test_every_token_has_its_version_and_every_cut_its_place(pieces: list[list[i
     assert versions == output.versions.tolist()
     assert {c.token for c in turn if c.cut} == {cut for cut in output.cuts if cut < len(output.versions)}
     if turn:
-        starts = [start for start, _, _ in pieces_of(turn)]
+        starts = [start for start, _, _ in requests_of(turn)]
         assert starts == sorted({0, *(c.token for c in turn if c.cut)})
-        assert [change for _, own, _ in pieces_of(turn) for change in own] == [(c.token, c.version) for c in turn]
+        assert [change for _, own, _ in requests_of(turn) for change in own] == [(c.token, c.version) for c in turn]
 
 
 def test_an_answers_cuts_reach_other_processes_and_end_with_it() -> None:
