@@ -5,8 +5,8 @@
     trainer ── quiet ──▶ update ──▶ weight sync
 
 Invariant: while engines have a version, every response gets exactly the tokens that it got from that version, and
-continues as a new request where it did. ``quiet`` returns when each has them. Responses that end at another token than the
-schedule says (after a change of settings) go on by the version of their last token.
+continues as a new request where it did. ``quiet`` returns when each has them. After a change of settings a response may
+have more tokens than the schedule says: the others are of the version of its last one.
 
 | who waits        | for what                                      | woken by                               |
 |------------------|-----------------------------------------------|----------------------------------------|
