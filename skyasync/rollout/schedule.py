@@ -17,7 +17,7 @@ Pure. Invariant: what is parsed equals what was written.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from skyasync.inference.interface import GenerationOutput
-from skyasync.rollout.types import Group, Trajectory
+from skyasync.rollout.types import Group, Segment, Trajectory
 
 FILE, FOLDER = "schedule.jsonl", "schedule"
 _CHANGE = re.compile(r"(\d*)([:!]?)(\d+)")
@@ -43,11 +43,15 @@ class Change(NamedTuple):
 Turn = tuple[Change, ...]
 
 
-def changes_of(output: GenerationOutput) -> Turn:
+def changes_of(response: Segment | GenerationOutput) -> Turn:
     """Where the weights or the request of a response changed; the first is token 0, if there are tokens."""
-    versions, cuts = output.versions, set(output.cuts)
-    starts = np.flatnonzero(np.diff(versions)) + 1 if len(versions) else ()
-    tokens = sorted({0, *map(int, starts), *cuts} & set(range(len(versions))))
+    versions, cuts = response.versions, response.cuts
+    if not len(versions):
+        return ()
+    if not cuts and (versions == versions[0]).all():  # so it is of most
+        return (Change(0, int(versions[0])),)
+    starts = (np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist()
+    tokens = sorted({0, *starts, *(cut for cut in cuts if cut < len(versions))})
     return tuple(Change(token, int(versions[token]), token in cuts) for token in tokens)
 
 
@@ -85,13 +89,7 @@ class ScheduledGroup:
     @classmethod
     def of(cls, group: Group, started: int, arrival: int) -> ScheduledGroup:
         failed = any(trajectory.metrics.get("given_up") for trajectory in group.trajectories)
-        samples = tuple(
-            tuple(
-                changes_of(GenerationOutput("", a.tokens, a.logprobs, a.versions, cuts=a.cuts))
-                for a in trajectory.actions
-            )
-            for trajectory in group.trajectories
-        )
+        samples = tuple(tuple(map(changes_of, trajectory.actions)) for trajectory in group.trajectories)
         own = None if failed else samples
         return cls(str(group.prompt.id), started, arrival, digest(group.trajectories), own)
 
@@ -167,17 +165,10 @@ class ScheduledStep:
 
 def digest(trajectories: Iterable[Trajectory]) -> str:
     """Of everything that is trained: equal digests, equal samples."""
-    state = xxhash.xxh3_64()
-    for part in _content(trajectories):
-        state.update(part)
+    segments = [segment for trajectory in trajectories for sequence in trajectory.sequences for segment in sequence]
+    state = xxhash.xxh3_64(repr([(s.kind, len(s.tokens), float(s.reward)) for s in segments]).encode())
+    for segment in segments:
+        for values in (segment.tokens, segment.logprobs, segment.versions):
+            if len(values):
+                state.update(np.ascontiguousarray(values))
     return state.hexdigest()
-
-
-def _content(trajectories: Iterable[Trajectory]) -> Iterator[bytes]:
-    for trajectory in trajectories:
-        for sequence in trajectory.sequences:
-            for segment in sequence:
-                yield f"{segment.kind} {len(segment.tokens)} {segment.reward!r}".encode()
-                yield segment.tokens.tobytes()
-                yield segment.logprobs.tobytes()
-                yield segment.versions.tobytes()

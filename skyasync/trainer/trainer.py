@@ -146,10 +146,10 @@ class RayPPOTrainer(AlgorithmHooks):
         self.cfg, self.tokenizer, self.generator = cfg, tokenizer, generator
         self.eval_dataset = eval_prompts(eval_dataset or [])
         self.context = RunContext(cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client)
-        self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
         guard, ledger = DivergenceGuard(self.context), PromptLedger(self.context, generator)
-        self.schedule_log = ScheduleLog(self.context, ledger)
-        own: list[RunExtension] = [ledger, self.schedule_log, Profiler(self.context), guard, self.reporter]
+        schedule_log = ScheduleLog(self.context, ledger)
+        self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None, schedule_log)
+        own: list[RunExtension] = [ledger, schedule_log, Profiler(self.context), guard, self.reporter]
         self.extensions = [*own, *(callbacks or ())]
         # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
         plan = Plan.of(cfg, type(self))
@@ -272,7 +272,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 if finished:
                     by_prompt = finished | {group.prompt.id: group for group in groups}
                     groups = [by_prompt[prompt.id] for prompt in prompts]
-                self.schedule_log.arrived(groups)
+                self.reporter.schedule_log.arrived(groups)
         if self.context.refill.active:  # filters decide by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | reported
@@ -354,7 +354,7 @@ class RayPPOTrainer(AlgorithmHooks):
         ledger, metrics = self.checkpointer.ledger, self.metrics
         self.learner.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
-        self.schedule_log.prepared(groups)
+        self.reporter.schedule_log.prepared(groups)
         self.check_stale(groups)
         if not self.context.refill.active:  # else they were filtered as they came
             sampled, groups = groups, self.filter_groups(groups)
@@ -404,7 +404,7 @@ class RayPPOTrainer(AlgorithmHooks):
         self.metrics.update(self.context.prompts.observe(rollout.results, rollout.position))
         checkpointer.between_steps = True
         step = self.global_step
-        await self.reporter.scheduled(*self.schedule_log.trained(step, rollout))
+        await self.reporter.scheduled(step, rollout)
         await self.reporter.ended(step, checkpointer.ledger.close(rollout))
         trained, learner.trained = learner.trained, []
         await self.reporter.trained(step, rollout, trained)

@@ -23,9 +23,9 @@ from skyasync.observability.usage import UsageMeter
 from skyasync.rollout import partial_rollouts, schedule
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
-from skyasync.rollout.schedule import ScheduledStep
 from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer.context import Metrics, RunContext
+from skyasync.trainer.extensions.schedule_log import ScheduleLog
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import UpdateBatch
@@ -39,9 +39,11 @@ class Reporter(RunExtension):
     Attributes:
         last_metrics: the newest value of every metric that was logged.
         last_sample: the newest sample that was written, in short.
+        schedule_log: of the groups as they arrive and are trained.
     """
 
-    def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
+    def __init__(self, context: RunContext, decode: Callable[..., str] | None, schedule_log: ScheduleLog) -> None:
+        self.schedule_log = schedule_log
         self.last_metrics: Metrics = {}
         self.last_sample: LatestSample | None = None
         self._context, self._decode = context, decode
@@ -102,9 +104,10 @@ class Reporter(RunExtension):
         if self._context.run_dir is not None:
             await self._write("ledger's line", step, self._context.run_dir.write_ledger, step, prompts)
 
-    async def scheduled(self, line: ScheduledStep, whole: Sequence[Group]) -> None:
+    async def scheduled(self, step: int, rollout: Rollout) -> None:
         """Write the schedule of a step, and the groups of it that are written whole."""
-        run_dir, step = self._context.run_dir, line.step
+        line, whole = self.schedule_log.trained(step, rollout)
+        run_dir = self._context.run_dir
         if run_dir is None:
             return
         if whole:
