@@ -29,8 +29,9 @@ POOL_MEMORY = 0.98  # of a pool's earlier groups
 SAMPLERS = Registry("sampler", [__name__])
 
 
+@SAMPLERS.register("uniform")
 class PromptSampler:
-    """The interface of a sampler. Your own: ``data.sampler=file.py:Class``; override what you need.
+    """The interface of a sampler, which takes every prompt. Your own: ``data.sampler=file.py:Class``.
 
     Args:
         cfg: the run's configuration.

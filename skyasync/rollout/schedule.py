@@ -170,5 +170,5 @@ def digest(trajectories: Iterable[Trajectory]) -> str:
     for segment in segments:
         for values in (segment.tokens, segment.logprobs, segment.versions):
             if len(values):
-                state.update(np.ascontiguousarray(values))
+                state.update(np.ascontiguousarray(values).data)
     return state.hexdigest()

@@ -44,7 +44,7 @@ class DataConfig:
     run then ends by trainer.max_training_steps, and goes through the data as often as that takes."""
     shuffle_buffer: int = key(4096, low=1, when="data.streaming")
     """Rows that are shuffled among each other; a stream's order is that of such blocks."""
-    sampler: str = key("uniform", choices=("uniform",), registry="skyasync.data.samplers:SAMPLERS", open_ended=True)
+    sampler: str = key("uniform", registry="skyasync.data.samplers:SAMPLERS", open_ended=True)
     """Which prompts are trained: each once in every pass, or (pass_rate) more of those whose samples are right about
     half of the time, or a PromptSampler of your own (file.py:Class)."""
     sampler_passing: float = key(1.0, when="not data.sampler=uniform")
