@@ -110,8 +110,8 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "replay": Subcommand(
         "skyasync.cli.replay:replay",
-        "train on recorded rollouts without engines, or show them token by token",
-        (*_SETTINGS, "--show", "--step", "--episode", "--tokens", "--nonfinite"),
+        "train again on what a run was trained on, or show it token by token",
+        (*_SETTINGS, "--show", "--step", "--from", "--episode", "--tokens", "--nonfinite"),
         runs=True,
         needs=True,
     ),

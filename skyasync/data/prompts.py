@@ -100,6 +100,16 @@ class PromptStream:
     @classmethod
     def of_run(cls, cfg: Config, dataset: Sequence[Prompt]) -> PromptStream:
         """What a run of this configuration trains on, in its order."""
+        if cfg.data.sampler != "uniform":
+            from skyasync.data.samplers import SAMPLERS, SampledStream
+
+            sampler = SAMPLERS.find(cfg.data.sampler)(cfg)
+            return SampledStream(cls._all_rows(cfg, dataset), sampler, cfg.trainer.train_batch_size, cfg.trainer.seed)
+        return cls._all_rows(cfg, dataset)
+
+    @classmethod
+    def _all_rows(cls, cfg: Config, dataset: Sequence[Prompt]) -> PromptStream:
+        """Every row in each pass."""
         from skyasync.data.stream import BlockStream, StreamedPrompts
 
         trainer = cfg.trainer
@@ -157,6 +167,25 @@ class PromptStream:
         times, place = divmod(epoch * self._counts[part] + int(ranks[offset]), len(self._parts[part]))
         prompt = self._dataset[int(self._parts[part][self._permutation(part, times)[place]])]
         return replace(prompt, id=PromptId(times, prompt.id.row))
+
+    def preview(self, position: int) -> Prompt:
+        """A prompt of the data; which ones a run takes may depend on its course."""
+        return self.prompt(position)
+
+    def observe(self, results: Sequence[tuple[Prompt, Sequence[float]]], position: int) -> dict[str, float]:
+        """Groups of these prompts have ended with these rewards, and all before ``position`` are trained.
+
+        Returns:
+            metrics.
+        """
+        return {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What decides which prompts come next besides their position; for checkpoints."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave to a checkpoint."""
 
     def of_identity(self, identity: PromptId) -> Prompt:
         """A prompt of the stream by its identity."""

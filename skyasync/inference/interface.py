@@ -125,6 +125,9 @@ class GenerationRequest:
 
     The prompt is int32 ``[tokens]``; lists become arrays. It has the placeholders of its ``images`` as the model reads
     them (``ImageProcessor.expand``).
+
+    ``version_at`` re-enacts a request that was running while weights changed: (n, version) says that the response's
+    token n and those after it are computed by weights of that version or newer. Only the embedded engine waits for it.
     """
 
     request_id: str
@@ -133,6 +136,7 @@ class GenerationRequest:
     session_id: str | None = None
     images: Images = ()
     continues: bool = False  # the rest of a response: an engine that can takes it before other requests that wait
+    version_at: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))
@@ -148,6 +152,8 @@ class GenerationOutput:
     ``experts``, if they are requested: of each token that the engine has computed, from the prompt's first to the last
     but one of the response; in ``progress`` of those that are new.
 
+    ``cuts``: the tokens at which it continued as a new request, with a random stream of its own and a new cache.
+
     With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says why; the engine and
     all other requests continue. The client makes a ``RequestFailedError`` of it.
     """
@@ -159,6 +165,7 @@ class GenerationOutput:
     finish_reason: FinishReason | None = None
     experts: Experts | None = None
     error: str = ""
+    cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
@@ -167,20 +174,19 @@ class GenerationOutput:
         """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
         parts = (self.token_ids, self.logprobs, self.versions)
         packed = b"".join(part.tobytes() for part in parts)
-        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error)
+        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error, self.cuts)
 
     def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
         """The same, ended after its first ``count`` tokens."""
         known = None if self.experts is None else self.experts[: len(self.experts) + count - len(self.token_ids)]
         tokens, logprobs, versions = self.token_ids[:count], self.logprobs[:count], self.versions[:count]
-        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known)
+        cuts = tuple(cut for cut in self.cuts if cut < count)
+        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known, cuts=cuts)
 
 
-def _unpacked(
-    request_id: str, packed: bytes, finish_reason: FinishReason | None, experts: Experts | None, error: str
-) -> GenerationOutput:
+def _unpacked(request_id: str, packed: bytes, *others: Any) -> GenerationOutput:  # noqa: ANN401
     token_ids, logprobs, versions = np.frombuffer(packed, dtype=np.int32).reshape(3, -1)
-    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, finish_reason, experts, error)
+    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, *others)
 
 
 class RequestFailedError(UserError):

@@ -87,7 +87,9 @@ class RunDirectory:
                 path = first.with_name(f"{first.name}-{next(numbers)}")
         path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         self.path, self.name = path, path.name
-        self.metrics, self.samples, self.ledger = (path / f"{n}.jsonl" for n in ("metrics", "samples", "ledger"))
+        self.metrics, self.samples, self.ledger, self.schedule = (
+            path / f"{name}.jsonl" for name in ("metrics", "samples", "ledger", "schedule")
+        )
         self.config, self.origins, self.timeline = path / "config.yaml", path / "origins.json", path / "timeline.json"
         self.reward_plot, self.error = path / "reward.png", path / "error.txt"
         self.logs, self.checkpoints = path / "logs", path / "checkpoints"
@@ -114,6 +116,10 @@ class RunDirectory:
         hide = self.secrets.hide
         hidden = ({k: hide(v) if isinstance(v, str) else v for k, v in record.items()} for record in records)
         self._append(self.samples, step, hidden)
+
+    def write_schedule(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append the line of a step."""
+        self._append(self.schedule, step, [row])
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
         """How the prompts of a step ended; what a full disk refuses is written with a later step."""

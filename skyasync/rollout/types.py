@@ -85,7 +85,7 @@ class Segment:
 
     Only actions have ``logprobs`` (float32) and ``versions`` (int32), one per token, and ``experts``: those of the
     tokens from the last one of the previous action (else from the first of the sequence) to the last but one of its
-    own. ``images`` are those whose placeholders are in a prompt or an observation.
+    own. ``images`` are those whose placeholders are in a prompt or an observation. ``cuts``: see ``GenerationOutput``.
     """
 
     kind: Literal["prompt", "action", "observation"]
@@ -95,6 +95,7 @@ class Segment:
     reward: float = 0.0  # earned by this action; lands on its last token
     experts: Experts | None = None
     images: Images = ()
+    cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens, self.logprobs, self.versions = ints(self.tokens), floats(self.logprobs), ints(self.versions)
@@ -122,7 +123,7 @@ def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
     """What a model wrote after these segments."""
     known = sum(len(s.experts) for s in before if s.experts is not None)
     new = None if output.experts is None else output.experts[known:]
-    return Segment("action", output.token_ids, output.logprobs, output.versions, experts=new)
+    return Segment("action", output.token_ids, output.logprobs, output.versions, experts=new, cuts=output.cuts)
 
 
 @dataclass
@@ -194,6 +195,11 @@ class Group:
         """Of the trajectories that ended by themselves."""
         return [t.reward for t in self.trajectories if not t.ended_early]
 
+    @property
+    def played(self) -> list[Trajectory]:
+        """Those that ended by themselves and did not fail."""
+        return [t for t in self.trajectories if not t.ended_early and not t.metrics.get("given_up")]
+
     def metric_values(self, metric: str) -> list[float]:
         """The metric of each of them; the reward if ``metric`` is empty, or for a failed episode.
 
@@ -201,9 +207,8 @@ class Group:
             UserError: if no trajectory has this metric.
         """
         ended = [t for t in self.trajectories if not t.ended_early]
-        played = [t for t in ended if not t.metrics.get("given_up")]
-        if metric and played and not any(metric in t.metrics for t in played):
-            known = {name for t in played for name in t.metrics}
+        if metric and self.played and not any(metric in t.metrics for t in self.played):
+            known = {name for t in self.played for name in t.metrics}
             raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, known))
         return [t.metrics.get(metric, t.reward) for t in ended]
 
@@ -219,6 +224,8 @@ class Rollout:
     ``trained_early``: later positions that are trained too (see ``PromptBatch``).
 
     ``rejected``: prompts that were rolled out for the step and are not among its groups.
+
+    ``results``: the rewards of every prompt that was rolled out for it, failed episodes left out.
     """
 
     groups: list[Group]
@@ -226,6 +233,7 @@ class Rollout:
     metrics: dict[str, float] = field(default_factory=dict)
     trained_early: frozenset[int] = frozenset()
     rejected: list[PromptId] = field(default_factory=list)
+    results: list[tuple[Prompt, list[float]]] = field(default_factory=list)
 
 
 class GeneratorInput(TypedDict):

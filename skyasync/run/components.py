@@ -94,7 +94,7 @@ class Components:
         experiment, cfg, settings = self._experiment, self._experiment.cfg, self._experiment.cfg.trainer
         updates, stream = trainer.context.length.updates, trainer.context.prompts
         chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
-        texts = (without_images(stream.prompt(position).messages) for position in range(stream.rows))
+        texts = (without_images(stream.preview(position).messages) for position in range(stream.rows))
         prompts = (chat.prompt(messages).tolist() for messages in texts)
         probe = choose_probe(prompts, PROBE_TOKENS)
         source, destination = self.dispatch, self.client

@@ -50,6 +50,7 @@ from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import UNDONE, DivergenceGuard
 from skyasync.trainer.extensions.prompt_ledger import LEFT_OUT, NO_SIGNAL, TRUNCATED, PromptLedger
 from skyasync.trainer.extensions.reporting import Profiler, Reporter
+from skyasync.trainer.extensions.schedule_log import ScheduleLog
 from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
@@ -148,9 +149,11 @@ class RayPPOTrainer(AlgorithmHooks):
         self.cfg, self.tokenizer, self.generator = cfg, tokenizer, generator
         self.eval_dataset = eval_prompts(eval_dataset or [])
         self.context = RunContext(cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client)
-        self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
         guard, ledger = DivergenceGuard(self.context), PromptLedger(self.context, generator)
-        self.extensions: list[RunExtension] = [ledger, Profiler(self.context), guard, self.reporter, *(callbacks or ())]
+        schedule_log = ScheduleLog(self.context, ledger)
+        self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None, schedule_log)
+        own: list[RunExtension] = [ledger, schedule_log, Profiler(self.context), guard, self.reporter]
+        self.extensions = [*own, *(callbacks or ())]
         # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
         plan = Plan.of(cfg, type(self))
         assert plan is not None
@@ -273,6 +276,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 if finished:
                     by_prompt = finished | {group.prompt.id: group for group in groups}
                     groups = [by_prompt[prompt.id] for prompt in prompts]
+                self.reporter.schedule_log.arrived(groups)
         if self.context.refill.active:  # filters decide by what will be trained
             groups = self.postprocess_generator_output(groups)
         return groups, metrics | reported
@@ -304,7 +308,8 @@ class RayPPOTrainer(AlgorithmHooks):
         check_given_up([*groups, *rejected], self.cfg.environment.max_given_up)
         if refill.active:
             metrics |= refill.count(len(groups), len(rejected))
-        return Rollout(groups, position, metrics, trained_early, [group.prompt.id for group in rejected])
+        results = [(g.prompt, [t.reward for t in g.played]) for g in [*groups, *rejected]]
+        return Rollout(groups, position, metrics, trained_early, [group.prompt.id for group in rejected], results)
 
     # ---------------------------------------------------------------- training
 
@@ -353,6 +358,7 @@ class RayPPOTrainer(AlgorithmHooks):
         ledger, metrics = self.checkpointer.ledger, self.metrics
         self.learner.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
+        self.reporter.schedule_log.prepared(groups)
         self.check_stale(groups)
         if not self.context.refill.active:  # else they were filtered as they came
             sampled, groups = groups, self.filter_groups(groups)
@@ -399,8 +405,10 @@ class RayPPOTrainer(AlgorithmHooks):
             guard.undone(restored := await checkpointer.roll_back())
             checkpointer.ledger.undo(restored, read_rows(run_dir.ledger) if run_dir is not None else ())
         self.context.progress.trained(rollout.position, rollout.trained_early)
+        self.metrics.update(self.context.prompts.observe(rollout.results, rollout.position))
         checkpointer.between_steps = True
         step = self.global_step
+        await self.reporter.scheduled(step, rollout)
         await self.reporter.ended(step, checkpointer.ledger.close(rollout))
         trained, learner.trained = learner.trained, []
         await self.reporter.trained(step, rollout, trained)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from skyasync.__main__ import command
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, read_lines
@@ -47,6 +48,16 @@ def test_a_run_outlives_engines_that_are_killed_and_that_hang_in_a_rollout_a_syn
         experiment=lambda cfg: EnginesEnd(cfg, ends),
     )  # fmt: skip
     check(run, steps, ends, engines=2)
+
+
+def test_a_run_whose_engine_was_killed_is_replayed_to_the_same_weights(train: Train) -> None:
+    run = train(
+        "trainer.plan=fully_async", "trainer.max_training_steps=8", "generator.num_inference_engines=2", *SETTINGS,
+        experiment=lambda cfg: EnginesEnd(cfg, [("rollout", "kill")]),
+    )  # fmt: skip
+    assert "!" in (run.folder / "schedule.jsonl").read_text(), "a response has continued at another engine"
+    command(["replay", str(run.folder), "trainer.report=false"])
+    assert Trained(run.folder.with_name("run-replay")).series("replay/same") == [1.0] * 8
 
 
 @pytest.mark.vllm

@@ -44,6 +44,16 @@ class DataConfig:
     run then ends by trainer.max_training_steps, and goes through the data as often as that takes."""
     shuffle_buffer: int = key(4096, low=1, when="data.streaming")
     """Rows that are shuffled among each other; a stream's order is that of such blocks."""
+    sampler: str = key("uniform", registry="skyasync.data.samplers:SAMPLERS", open_ended=True)
+    """Which prompts are trained: each once in every pass, or (pass_rate) more of those whose samples are right about
+    half of the time, or a PromptSampler of your own (file.py:Class)."""
+    sampler_passing: float = key(1.0, when="not data.sampler=uniform")
+    """The reward from which on a sample counts as right for the sampler."""
+    sampler_floor: float = key(0.05, above=0.0, high=1.0, when="not data.sampler=uniform")
+    """Chance of prompts that are always right or always wrong: 0.05 tries each in one of 20 passes."""
+    sampler_pool_key: str = key("", open_ended=True, when="not data.sampler=uniform")
+    """Column whose value says which prompts are about as difficult: a prompt that has not been sampled is judged by
+    others of its pool."""
     prompt_key: str = key("prompt", open_ended=True)
     """Column with the prompt: a conversation, or a string."""
     label_key: str = key("label", open_ended=True)
@@ -110,6 +120,12 @@ def check_data(cfg: Config) -> Iterator[str]:
     if data.streaming and not cfg.trainer.max_training_steps:
         yield "data.streaming=true reads on without end: say when the run ends, trainer.max_training_steps=N"
     domains = cfg.environment.domains
+    if data.sampler != "uniform" and not any(check_domains(domains)):
+        for name in proportions_of(domains):
+            yield (
+                f"environment.domains.{name}.proportion fixes a share of the prompts, and data.sampler={data.sampler} "
+                f"changes shares: leave the proportion out, or set data.sampler=uniform"
+            )
     for name in () if not data.streaming or any(check_domains(domains)) else proportions_of(domains):
         yield (
             f"environment.domains.{name}.proportion needs the rows of each domain at hand, and data.streaming=true "

@@ -86,6 +86,7 @@ def _required(before: Values, model: Values, here: Values) -> Iterator[tuple[str
     yield "data.streaming", *both("data.streaming", False), _ORDER
     if _at(before, "data.streaming", False):
         yield "data.shuffle_buffer", *both("data.shuffle_buffer"), _ORDER
+    yield "data.sampler", *both("data.sampler", "uniform"), _ORDER
     yield FREEZE, *both(FREEZE, []), "its optimizer has no state of other weights"
     path = str(_at(here, MODEL, ""))
     shape = _shape(path)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from skyasync.arrays import TURN_TOKENS
 from skyasync.callbacks import RunExtension, Watched
@@ -50,11 +51,11 @@ class PromptLedger(RunExtension):
         """Note that these are rolled out now. Returns the groups that a checkpoint had, which need no rollout."""
         self._ids |= {str(prompt.id): prompt.id for prompt in prompts}
         groups = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
-        return {identity: _copy(group) for identity, group in groups.items() if group is not None}
+        return {identity: copy_group(group) for identity, group in groups.items() if group is not None}
 
     def on_rollout(self, trainer: Watched, groups: Sequence[Group]) -> None:
         for group in groups if self._saves else ():
-            self.ledger.finish(str(group.prompt.id), _copy(group))
+            self.ledger.finish(str(group.prompt.id), copy_group(group))
 
     def reject(self, before: Sequence[Group], after: Sequence[Group], why: str) -> None:
         """Note that some groups are left out of the current step: those of ``before`` that are not in ``after``."""
@@ -88,6 +89,12 @@ class PromptLedger(RunExtension):
         self._rejected, self.undone = {}, ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
         return self.ledger.line()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return self._prompts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._prompts.load_state_dict(state)
 
     async def save(self, folder: Path) -> None:
         """Write the open prompts into a checkpoint: finished groups, and the tokens so far of those in flight."""
@@ -139,8 +146,8 @@ class PromptLedger(RunExtension):
         return versions
 
 
-def _copy(group: Group) -> Group:
-    """A hook may set a reward or replace a segment; arrays are never changed, and shared."""
+def copy_group(group: Group) -> Group:
+    """The group as it is now: a hook may set a reward or replace a segment; arrays are never changed, and shared."""
     trajectories = []
     for trajectory in group.trajectories:
         own = copy.copy(trajectory)

@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from skyasync.arrays import Floats, Ints, ints
+from skyasync.arrays import TURN_TOKENS, Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
 from skyasync.observability.progress import LatestSample
 from skyasync.observability.usage import UsageMeter
+from skyasync.rollout import partial_rollouts, schedule
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
 from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer.context import Metrics, RunContext
+from skyasync.trainer.extensions.schedule_log import ScheduleLog
 
 if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import UpdateBatch
@@ -37,9 +39,11 @@ class Reporter(RunExtension):
     Attributes:
         last_metrics: the newest value of every metric that was logged.
         last_sample: the newest sample that was written, in short.
+        schedule_log: of the groups as they arrive and are trained.
     """
 
-    def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
+    def __init__(self, context: RunContext, decode: Callable[..., str] | None, schedule_log: ScheduleLog) -> None:
+        self.schedule_log = schedule_log
         self.last_metrics: Metrics = {}
         self.last_sample: LatestSample | None = None
         self._context, self._decode = context, decode
@@ -100,6 +104,19 @@ class Reporter(RunExtension):
         if self._context.run_dir is not None:
             await self._write("ledger's line", step, self._context.run_dir.write_ledger, step, prompts)
 
+    async def scheduled(self, step: int, rollout: Rollout) -> None:
+        """Write the schedule of a step, and the groups of it that are written whole."""
+        line, whole = self.schedule_log.trained(step, rollout)
+        run_dir = self._context.run_dir
+        if run_dir is None:
+            return
+        if whole:
+            file = run_dir.path / schedule.FOLDER / f"step_{step:06d}.safetensors"
+            state = partial_rollouts.RolloutState({}, whole)
+            in_thread = [asyncio.to_thread] if state.tokens >= TURN_TOKENS else []
+            await self._write("groups", step, *in_thread, _write_groups, file, state)
+        await self._write("schedule", step, run_dir.write_schedule, step, line.row())
+
     async def _write_trajectories(self, what: str, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
         assert self._context.run_dir is not None
         total = self._context.length.steps
@@ -125,6 +142,11 @@ class Reporter(RunExtension):
     def log(self, metrics: Metrics, step: int) -> None:
         self._context.tracker.log(metrics, step=step)
         self.last_metrics = {**self.last_metrics, **metrics}
+
+
+def _write_groups(file: Path, state: partial_rollouts.RolloutState) -> None:
+    file.parent.mkdir(exist_ok=True)
+    partial_rollouts.write(file, state)
 
 
 class Profiler(RunExtension):

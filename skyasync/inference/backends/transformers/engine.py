@@ -388,6 +388,7 @@ class TransformersEngine(InferenceEngine):
         self._updater.apply(received)
         self._content.complete(update)
         self._decoder.version = update.version
+        self._queue_step()  # requests may have waited for this version
 
     @in_thread
     def sleep(self) -> None:
