@@ -43,7 +43,8 @@ class Layout:
 
     ``experts``: ``[packed rows, width, layers, top_k]`` if the batch has routed experts.
 
-    ``images``: of each row, if any row has some; such rows are not packed.
+    ``images``: of each row, if any row has some. ``tokens`` have marks in their places (``skyasync.models.vision``).
+    ``rope``: ``[packed rows, width, 3]``, positions of models that have them in time, height and width.
     """
 
     tokens: Tensor
@@ -56,6 +57,7 @@ class Layout:
     blocks: tuple[PackedBlock, ...] = ()
     experts: Tensor | None = None
     images: tuple[Images, ...] | None = None
+    rope: Tensor | None = None
 
     def to(self, device: torch.device) -> Layout:
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
@@ -250,7 +252,7 @@ def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: 
 def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     """Of rows in the order of their ``bundle``, which counts from 0; ``prefix`` is shared within a bundle."""
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
-    plain.experts, plain.images = batch.routed_experts, batch.images
+    plain.experts, plain.images, plain.rope = batch.routed_experts, batch.images, batch.rope
     lengths, counts = batch.attention_mask.sum(1), torch.bincount(bundle)
     if int(counts.max()) == 1:
         return plain
@@ -276,12 +278,12 @@ def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
     owners = torch.full((packed_size,), -1, dtype=torch.int32)
     owners[cells] = torch.where(is_own, torch.arange(1, rows + 1, dtype=torch.int32)[:, None], 0)[valid]
 
-    experts = None
-    if batch.routed_experts is not None:
-        kind = batch.routed_experts.shape[2:]
-        experts = batch.routed_experts.new_zeros(packed_size, *kind)
-        experts[cells] = batch.routed_experts[valid]
-        experts = experts.view(len(counts), width, *kind)
+    def packed(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        whole = values.new_zeros(packed_size, *values.shape[2:])
+        whole[cells] = values[valid]
+        return whole.view(len(counts), width, *values.shape[2:])
 
     shape = (len(counts), width)
     return replace(
@@ -290,7 +292,8 @@ def _layout(batch: TokenBatch, bundle: Tensor, prefix: Tensor) -> Layout:
         positions=positions.view(shape),
         owners=owners.view(shape),
         predictors=target.flatten()[plain.cells - 1],
-        experts=experts,
+        experts=packed(batch.routed_experts),
+        rope=packed(batch.rope),
     )
 
 
@@ -306,5 +309,6 @@ def _packed(layout: Layout, widths: Tensor, counts: Tensor) -> Layout:
         owners=None,
         predictors=(valid.flatten().cumsum(0) - 1)[layout.predictors],
         experts=None if layout.experts is None else layout.experts[valid][None],
+        rope=None if layout.rope is None else layout.rope[valid][None],
         blocks=blocks_of(widths, (counts > 1).tolist(), layout.owners),
     )

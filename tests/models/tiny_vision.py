@@ -109,8 +109,13 @@ def as_batch(prompts: list[list[int]], answers: list[list[int]], images: list[Im
 def logprobs(model: TokenModel, batch: TokenBatch, tokens: int = 60) -> Tensor:
     """Through the micro-batches, several rows or one in each."""
     whole = torch.zeros(batch.tokens.shape)
+    assert model.vision is not None
     micros = MicroBatches(
-        batch, max_tokens=tokens, share_prefixes=can_share_prefixes(model.model.config), hidden_size=1
+        model.vision.marked(batch, model.model),
+        max_tokens=tokens,
+        share_prefixes=can_share_prefixes(model.model.config),
+        hidden_size=1,
+        packs=model.packs,
     )
     for micro in micros:
         own = model(micro.layout, OutputRequest())["logprobs"]

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -322,8 +323,9 @@ class FSDPBackend(ModelBackend):
         trainer, context = self.spec.trainer, self.spec.mesh_shape.context
         tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
         masks = context == 1 or trainer.parallel.context_kind != "ring"  # which takes none
+        vision = self.model.vision
         micro_batches = MicroBatches(
-            batch,
+            vision.marked(batch, self.model.model) if vision else batch,
             max_tokens=tokens * context,
             max_rows=max_rows,
             share_prefixes=can_share_prefixes(self.model.model.config) and masks,
@@ -333,7 +335,8 @@ class FSDPBackend(ModelBackend):
         most = torch.tensor(len(micro_batches), device=self.device)
         if self.ranks.world_size > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX)
-        yield from micro_batches
+        for micro in micro_batches:
+            yield replace(micro, batch=batch.select(micro.rows).trim()) if vision else micro
         for _ in range(int(most) - len(micro_batches)):
             yield empty_micro_batch(batch)
 

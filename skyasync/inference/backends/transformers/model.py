@@ -167,7 +167,7 @@ class EmbeddedModel:
         while len(prompts) * len(columns) < even_rows(len(prompts) * len(columns)):
             columns = torch.cat([columns, columns[-1:]])
         cache = DynamicCache()
-        inputs = self._vision.inputs(tokens, images) if self._vision and any(images) else {}
+        inputs = self._vision.prompt_inputs(tokens, images) if self._vision and any(images) else {}
         logits = self._model(
             input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=columns, **inputs
         ).logits
