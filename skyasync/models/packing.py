@@ -25,7 +25,7 @@ from torch import Tensor
 from skyasync.models import MAX_PADDING, MIN_SAVED_TOKENS
 from skyasync.models.attention import PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
-from skyasync.models.images import Images
+from skyasync.models.images import Images, ImageTokens
 
 
 @dataclass
@@ -197,7 +197,9 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     tokens[mask] = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
     loss_mask = mask.clone()
     loss_mask[:, :1] = False
-    return TokenBatch(tokens, mask, loss_mask, group_ids=torch.arange(len(sequences)))
+    images = tuple(map(ImageTokens.images_of, sequences))
+    each = torch.arange(len(sequences))
+    return TokenBatch(tokens, mask, loss_mask, group_ids=each, images=images if any(images) else None)
 
 
 def _by_group(batch: TokenBatch, lengths: Tensor, hidden_size: int, max_tokens: int, max_rows: int) -> _Bundles:

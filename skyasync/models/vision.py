@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from skyasync.arrays import Ints, ints
 from skyasync.errors import UserError
 from skyasync.models.batch import B
-from skyasync.models.images import FAMILIES, Image, Images, decoded, read_image
+from skyasync.models.images import FAMILIES, Image, Images, ImageTokens, decoded, read_image
 
 if TYPE_CHECKING:
     from skyasync.models.packing import Layout
@@ -67,7 +67,12 @@ class ImageProcessor:
             known = ", ".join(FAMILIES)
             raise UserError(f"{path} is a model of type {config.model_type}; types that can read images here: {known}")
         self._join = FAMILIES[config.model_type].joined
-        self._processor: Any = AutoProcessor.from_pretrained(path)
+        try:
+            self._processor: Any = AutoProcessor.from_pretrained(path)
+        except ImportError as error:
+            raise UserError(
+                f"{path}: its processor of images cannot be loaded: {' '.join(str(error).split())}"
+            ) from error
         self.placeholder: int = config.image_token_id
         self.banned = placeholders(config)
         self._of = lru_cache(CACHED)(self._process)
@@ -152,6 +157,12 @@ class ImageProcessor:
 processor_of = lru_cache(4)(ImageProcessor)
 
 
+def blank_prompt(path: str, tokens: Sequence[int]) -> ImageTokens:
+    """An image and then the tokens, for the model of this folder or hub name."""
+    processor = processor_of(path)
+    return ImageTokens(processor.expand([processor.placeholder, *tokens], (processor.blank,)), (processor.blank,))
+
+
 class Vision:
     """What a loaded vision-language model needs in addition to tokens."""
 
@@ -182,6 +193,8 @@ class Vision:
     def marked(self, batch: B, model: PreTrainedModel) -> B:
         """The batch with marks of its images in the places of their placeholders, and with positions of M-RoPE.
 
+        A placeholder is no loss token: no policy can sample it.
+
         A mark is a negative number by an image's content: tokens of different images differ, as those of texts do.
 
         Raises:
@@ -194,10 +207,12 @@ class Vision:
             self.processor.collapse(row, own)
         marked, where = copy(batch), batch.tokens == self.processor.placeholder
         marks = [mark for image in flat for mark in [_mark(image)] * self.processor.placeholders_in(image)]
+        marked.loss_mask = batch.loss_mask.bool() & ~where
         marked.tokens = batch.tokens.masked_scatter(where, torch.tensor(marks))
         if GRID in self.processor.features(flat[:1]):
             grids = torch.cat([self.processor.features([image])[GRID] for image in flat])
-            positions, _ = model.base_model.get_rope_index(batch.tokens, where.long(), image_grid_thw=grids)
+            base: Any = model.base_model
+            positions, _ = base.get_rope_index(batch.tokens, where.long(), image_grid_thw=grids)
             marked.rope = positions.permute(1, 2, 0)
         return marked
 
@@ -217,7 +232,8 @@ class Vision:
         marks: list[int] = tokens[where].tolist() if any(layout.images or ()) else []
         if not marks:
             given = self._features([self.processor.blank], tokens.device)
-            features: Any = model.base_model.get_image_features(**given, return_dict=True)
+            base: Any = model.base_model
+            features = base.get_image_features(**given, return_dict=True)
             parts = [*features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
             embeddings = model.get_input_embeddings()(tokens)
             nothing = sum(each.sum() for part in parts for each in part) * 0.0

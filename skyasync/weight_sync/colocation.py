@@ -56,7 +56,7 @@ class Colocation:
     """Args: probe: the verification prompts that the policy will score."""
 
     def __init__(self, policy: Policy, engines: ColocatedClient, probe: Sequences = ()) -> None:
-        self.policy, self.engines, self.probe = policy, engines, [list(sequence) for sequence in probe]
+        self.policy, self.engines, self.probe = policy, engines, list(probe)
         self.scores: list[list[float]] | None = None  # of the prompts, by the weights that are on the host
         self.policy_is_here = True  # on the devices
         self.awake, self._changing = asyncio.Event(), asyncio.Lock()
@@ -128,7 +128,7 @@ class ColocatedPolicy(WeightTransfer):
         turns = self._turns
         if turns.policy_is_here:
             return await turns.policy.score(sequences)
-        if turns.scores is not None and [list(sequence) for sequence in sequences] == turns.probe:
+        if turns.scores is not None and list(map(list, sequences)) == list(map(list, turns.probe)):
             return turns.scores
         await turns.policy.onload()
         try:

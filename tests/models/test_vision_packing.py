@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from skyasync.models.heads import load_causal_lm
 from skyasync.models.images import Image, Images
 from skyasync.models.packing import MicroBatch, MicroBatches, plain_layout
 from skyasync.models.token_model import TokenModel, can_share_prefixes
-from tests.models.tiny_vision import FAMILIES, as_batch, noise, prompt, save_tiny
+from tests.models.tiny_vision import FAMILIES, OTHERS, as_batch, noise, prompt, save_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +20,7 @@ SMALL, LARGE, OTHER = noise(1), noise(3, 84, 56), noise(8)
 ROWS: list[Images] = [(SMALL,), (noise(2), LARGE), (), (noise(4, 56, 112),), (LARGE,), (SMALL,), ()]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *OTHERS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -80,7 +78,7 @@ def images_given(model: TokenModel, micro: MicroBatch[TokenBatch]) -> int:
     """Images that the tower computes for a micro-batch."""
     assert model.vision is not None
     given = model.vision.inputs(micro.layout, model.model)
-    return len(given["image_grid_thw"]) if "image_grid_thw" in given else given["pixel_values"].shape[1]
+    return (given["image_grid_thw"] if "image_grid_thw" in given else given["pixel_values"].flatten(0, -4)).shape[0]
 
 
 def test_a_packed_row_has_the_gradient_of_each_row_alone(folder: str, model: TokenModel) -> None:

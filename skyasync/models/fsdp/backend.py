@@ -181,7 +181,7 @@ class FSDPBackend(ModelBackend):
             wrapper.context, wrapper.vocabulary = context, vocabulary
             wrapper.routers = Routers(model) if spec.router_replay != "none" else None
             if VALUE_HEAD in spec.optimizers:
-                value_head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=torch.float32)
+                value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
                 wrapper.value_head = value_head
             return wrapper
 
