@@ -1,4 +1,4 @@
-"""A run with images that goes on from a checkpoint."""
+"""Runs with images: one goes on from a checkpoint, one has a critic."""
 
 from __future__ import annotations
 
@@ -66,3 +66,16 @@ def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(tr
         (action,) = kept[name].actions
         assert rows[name]["tokens"]["versions"] == action.versions.tolist()
         assert rows[name]["tokens"]["logprobs"] == pytest.approx(action.logprobs.tolist(), abs=1e-4)  # as written
+
+
+@pytest.mark.parametrize("backbone", ["own", pytest.param("shared", marks=pytest.mark.matrix)])
+def test_a_critic_sees_the_images_of_the_policys_samples(train_vision: Train, backbone: str) -> None:
+    ppo = (
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.backbone={backbone}",
+        "trainer.eval_interval=0",
+    )
+    run = train_vision(*SETTINGS, *ppo, f"trainer.run_name=critic_{backbone}", "trainer.max_training_steps=2")
+    losses = run.series("critic/loss")
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+    assert all(gap < 1e-5 for gap in run.series("sync/logprob_gap"))

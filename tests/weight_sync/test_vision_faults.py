@@ -56,6 +56,11 @@ async def test_fifty_syncs_never_fail(pair: Pair) -> None:
     assert max(await never_fails(pair, 50)) < 0.75
 
 
+async def test_ten_syncs_in_bfloat16_never_fail(folder: str) -> None:
+    async with running("transformers", folder, "bfloat16", probe_of(folder)) as pair:
+        assert max(await never_fails(pair, 10)) < 0.75
+
+
 async def test_a_tower_that_is_left_behind_is_named_in_the_very_sync(pair: Pair) -> None:
     pair.step()
     with arriving(pair.engine._model, stale_tower), pytest.raises(WeightSyncError, match=r"engine holds.*vis"):
@@ -124,6 +129,7 @@ async def test_vllm_proves_the_tower_and_a_stale_cache_of_its_features_is_found(
         engine: Any = pair.engine
         assert max(await never_fails(pair, 50)) < 0.75
         assert not pair.sync._unproven
+        pair.step()
         update = await pair.dispatch.transfer.publish(0)
         answer = (await engine.llm.collective_rpc(update_with, args=("stale layer", as_message(update.info))))[0]
         await pair.dispatch.transfer.release(update)
