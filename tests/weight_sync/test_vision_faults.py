@@ -20,7 +20,7 @@ from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from skyasync.weight_sync.verify.log_probabilities import choose_probe
 from tests.models.tiny_vision import answers_of, noise, prompt, save_tiny
 from tests.weight_sync.pair import Pair, arriving, never_fails, running
-from tests.weight_sync.worker_faults import update_with
+from tests.weight_sync.worker_faults import WITHOUT, update_with
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,8 @@ async def test_vllm_proves_the_tower_and_a_stale_cache_of_its_features_is_found(
         assert not pair.sync._unproven
         pair.step()
         update = await pair.dispatch.transfer.publish(0)
-        answer = (await engine.llm.collective_rpc(update_with, args=("stale layer", as_message(update.info))))[0]
+        fault = WITHOUT + "visual.blocks.1."
+        (answer,) = await engine.llm.collective_rpc(update_with, args=(fault, as_message(update.info)))
         await pair.dispatch.transfer.release(update)
         assert re.search(r"engine holds.*visual\.blocks\.1\.", answer), answer
         await pair.hand_over()
