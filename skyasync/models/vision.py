@@ -231,12 +231,12 @@ class Vision:
         where = tokens < 0
         marks: list[int] = tokens[where].tolist() if any(layout.images or ()) else []
         if not marks:
-            given = self._features([self.processor.blank], tokens.device)
             base: Any = model.base_model
-            features = base.get_image_features(**given, return_dict=True)
-            parts = [*features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+            features = base.get_image_features(**self.stand_in(layout), return_dict=True)
+            parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
             embeddings = model.get_input_embeddings()(tokens)
-            nothing = sum(each.sum() for part in parts for each in part) * 0.0
+            whole = (part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts)  # of all images
+            nothing = torch.stack([part.sum() for part in whole]).sum() * 0.0
             return inputs | {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
         known = {_mark(image): image for row in layout.images or () for image in row}
         images: list[Image] = []
@@ -245,6 +245,10 @@ class Vision:
             del marks[: self.processor.placeholders_in(images[-1])]
         inputs["input_ids"] = tokens.masked_fill(where, self.processor.placeholder)
         return inputs | self._features(images, tokens.device)
+
+    def stand_in(self, layout: Layout) -> dict[str, Tensor]:
+        """What the tower computes for rows without images."""
+        return self._features([self.processor.blank], layout.tokens.device)
 
     def _features(self, images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in self.processor.features(images).items()}

@@ -176,7 +176,7 @@ def test_a_critic_reads_images_and_its_gradient_is_that_of_each_row_alone(
         cfg.trainer.critic.backbone = "shared" if backbone == "shared" else "own"
         worker: Any = PolicyWorker(cfg, threads=1) if backbone == "shared" else CriticWorker(cfg, threads=1)
         worker.setup()
-        model = worker.backend.model
+        model: Any = worker.backend.model
         values = worker.values(batch)
         worker.forward_backward(batch)
         found.append((values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
