@@ -43,7 +43,7 @@ class Layout:
 
     ``experts``: ``[packed rows, width, layers, top_k]`` if the batch has routed experts.
 
-    ``images``: of each row, if any row has some. ``tokens`` have marks in their places (``skyasync.models.vision``).
+    ``images``: of each row, if any row has some. ``tokens`` have ids in their places (``skyasync.models.vision``).
     ``rope``: ``[packed rows, width, 3]``, positions of models that have them in time, height and width.
     """
 

@@ -5,7 +5,7 @@ the embedded engine and in the trained model alike.
 
     <image>  ──expand──▶  <image> <image> <image> <image>     tokens of engines, trajectories and batches
     <image>  ◀─collapse─  <image> <image> <image> <image>     tokens that vLLM takes, and expands by itself
-                           -7      -7      -7      -7       marks: a packed row's tokens name their image
+                           -7      -7      -7      -7       ids of images in packed rows
 """
 
 from __future__ import annotations
@@ -190,12 +190,12 @@ class Vision:
             inputs["mm_token_type_ids"] = (tokens == self.processor.placeholder).long()
         return inputs
 
-    def marked(self, batch: B, model: PreTrainedModel) -> B:
-        """The batch with marks of its images in the places of their placeholders, and with positions of M-RoPE.
+    def with_image_ids(self, batch: B, model: PreTrainedModel) -> B:
+        """The batch with ids of its images in place of their placeholders, and with positions of M-RoPE.
 
         A placeholder is no loss token: no policy can sample it.
 
-        A mark is a negative number by an image's content: tokens of different images differ, as those of texts do.
+        An id is a negative number by an image's content: tokens of different images differ, as those of texts do.
 
         Raises:
             UserError: if a row's tokens are not those of its images.
@@ -205,19 +205,19 @@ class Vision:
             return batch
         for row, own in zip(batch.tokens.tolist(), batch.images or (), strict=True):
             self.processor.collapse(row, own)
-        marked, where = copy(batch), batch.tokens == self.processor.placeholder
-        marks = [mark for image in flat for mark in [_mark(image)] * self.processor.placeholders_in(image)]
-        marked.loss_mask = batch.loss_mask.bool() & ~where
-        marked.tokens = batch.tokens.masked_scatter(where, torch.tensor(marks))
+        changed, where = copy(batch), batch.tokens == self.processor.placeholder
+        ids = [one for image in flat for one in [_image_id(image)] * self.processor.placeholders_in(image)]
+        changed.loss_mask = batch.loss_mask.bool() & ~where
+        changed.tokens = batch.tokens.masked_scatter(where, torch.tensor(ids))
         if GRID in self.processor.features(flat[:1]):
             grids = torch.cat([self.processor.features([image])[GRID] for image in flat])
             base: Any = model.base_model
             positions, _ = base.get_rope_index(batch.tokens, where.long(), image_grid_thw=grids)
-            marked.rope = positions.permute(1, 2, 0)
-        return marked
+            changed.rope = positions.permute(1, 2, 0)
+        return changed
 
     def inputs(self, layout: Layout, model: PreTrainedModel) -> dict[str, Tensor]:
-        """Arguments of the model for a layout of a marked batch.
+        """Arguments of the model for a layout of such a batch.
 
         Without an image the vision tower computes a small one, with a gradient of zero: under FSDP all ranks must call
         it, and before the language model.
@@ -229,8 +229,8 @@ class Vision:
                 own = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             inputs["position_ids"] = torch.cat([own[None], layout.rope.permute(2, 0, 1)])
         where = tokens < 0
-        marks: list[int] = tokens[where].tolist() if any(layout.images or ()) else []
-        if not marks:
+        ids: list[int] = tokens[where].tolist() if any(layout.images or ()) else []
+        if not ids:
             base: Any = model.base_model
             features = base.get_image_features(**self.stand_in(layout), return_dict=True)
             parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
@@ -238,11 +238,11 @@ class Vision:
             whole = (part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts)  # of all images
             nothing = torch.stack([part.sum() for part in whole]).sum() * 0.0
             return inputs | {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
-        known = {_mark(image): image for row in layout.images or () for image in row}
+        known = {_image_id(image): image for row in layout.images or () for image in row}
         images: list[Image] = []
-        while marks:
-            images.append(known[marks[0]])
-            del marks[: self.processor.placeholders_in(images[-1])]
+        while ids:
+            images.append(known[ids[0]])
+            del ids[: self.processor.placeholders_in(images[-1])]
         inputs["input_ids"] = tokens.masked_fill(where, self.processor.placeholder)
         return inputs | self._features(images, tokens.device)
 
@@ -258,5 +258,5 @@ class Vision:
         return logits.index_fill(-1, self.banned.to(logits.device), NEVER)
 
 
-def _mark(image: Image) -> int:
+def _image_id(image: Image) -> int:
     return -1 - int(image.digest[:15], 16)

@@ -86,9 +86,10 @@ class Meter(TorchDispatchMode):
         counts: operations, and bytes by collective.
         vocabulary: sizes of the last dimension by which logits are known.
         computes: operations without a fake tensor have results, such as those on images' sizes and positions.
+        recomputes: so have those on such results, in a backward pass that computes layers again.
     """
 
-    computes = False
+    computes = recomputes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +150,9 @@ class Meter(TorchDispatchMode):
             return NotImplemented
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.0 if args[0].is_floating_point() else 0  # a number that is needed: there is none
-        if self.computes and not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = self.computes or (self.recomputes and given)
+        if known and not any(isinstance(tensor, FakeTensor) for tensor in given):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:  # fake ones are of bfloat16 alone
@@ -213,7 +216,7 @@ class _MeasuredVision(Vision):
         try:
             return super().inputs(layout, model)
         finally:
-            self._backend.meter.computes = False
+            self._backend.meter.computes, self._backend.meter.recomputes = False, True
 
     def stand_in(self, layout: Layout) -> dict[str, Tensor]:
         vision, tokens = self._config.vision_config, max(1, layout.tokens.numel() - len(layout.targets))
@@ -221,11 +224,11 @@ class _MeasuredVision(Vision):
             side = max(1, math.isqrt(min(tokens, IMAGE_TOKENS)))
             grid = torch.tensor([[1, merge * side, merge * side]]).repeat(-(-tokens // side**2), 1)
             values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            return {"pixel_values": torch.ones(int(grid.prod(1).sum()), values), GRID: grid}
+            return {"pixel_values": torch.ones(1, 1).expand(int(grid.prod(1).sum()), values), GRID: grid}
         size = vision.image_size
         each = (size // vision.patch_size // getattr(self._config, "scale_factor", 1)) ** 2
         lead = [1] * FAMILIES[self._config.model_type].joined + [-(-tokens // each)]
-        return {"pixel_values": torch.ones(*lead, vision.num_channels, size, size)}
+        return {"pixel_values": torch.ones(1).expand(*lead, vision.num_channels, size, size)}
 
 
 class MeasuredBackend(FSDPBackend):
@@ -266,6 +269,9 @@ class MeasuredBackend(FSDPBackend):
         wrapper = super()._build()
         if wrapper.vision:
             wrapper.vision = _MeasuredVision(wrapper.model.config, self)
+            for module in wrapper.modules():
+                if "fullatt_block_indexes" in vars(module):  # windows of attention take no less memory, and are many
+                    module.fullatt_block_indexes = range(wrapper.model.config.vision_config.depth)
         if wrapper.context:
             wrapper.context = _MeasuredContext(**vars(wrapper.context))
         return wrapper

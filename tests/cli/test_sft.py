@@ -138,7 +138,7 @@ def test_demonstrations_with_images_are_learned(ray_session: None, tmp_path: Pat
     rows = [{"prompt": "How many discs?", "images": [urls[i % 2]], "completion": str(i % 2)} for i in range(24)]
     part = {"type": "image_url", "image_url": {"url": urls[2]}}
     later = {"role": "user", "content": [part, {"type": "text", "text": "How many discs?"}]}
-    turns = [{"role": "user", "content": "<image> How many discs?"}, {"role": "assistant", "content": "1"}]
+    turns = [{"role": "user", "content": "<image>How many discs?"}, {"role": "assistant", "content": "1"}]
     whole = {"messages": [*turns, later, turns[1]], "images": [urls[1]]}
     (read,) = load_demonstrations(["x"], settings(model), load_tokenizer(model), known={"x": [whole]})
     (segments,) = read.sequences

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from skyasync import BasePPOExp
 from skyasync.examples.vision.discs import ENV_CLASS
 from skyasync.examples.vision.model import build
+from skyasync.models.images import ImageTokens
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Prompt, images_in
+from skyasync.weight_sync.sync import Destination, Source, WeightSync
 from tests.end_to_end.runs import Train, Trained, read_lines, train_in
 
 pytestmark = pytest.mark.slow
@@ -75,7 +80,16 @@ def test_a_critic_sees_the_images_of_the_policys_samples(train_vision: Train, ba
         f"trainer.critic.backbone={backbone}",
         "trainer.eval_interval=0",
     )
-    run = train_vision(*SETTINGS, *ppo, f"trainer.run_name=critic_{backbone}", "trainer.max_training_steps=2")
+
+    class ShownImages(BasePPOExp):  # perhaps in another process
+        def get_weight_sync(
+            self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+        ) -> WeightSync:
+            assert probe and all(len(ImageTokens.images_of(tokens)) == 1 for tokens in probe)
+            return super().get_weight_sync(dispatch, inference_engine_client, probe)
+
+    name = f"trainer.run_name=critic_{backbone}"
+    run = train_vision(*SETTINGS, *ppo, name, "trainer.max_training_steps=2", experiment=ShownImages)
     losses = run.series("critic/loss")
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     assert all(gap < 1e-5 for gap in run.series("sync/logprob_gap"))

@@ -34,7 +34,7 @@ def micro_batches(
     model: TokenModel, batch: TokenBatch, *, packs: bool, max_tokens: int = 300
 ) -> list[MicroBatch[TokenBatch]]:
     assert model.vision is not None
-    marked = model.vision.marked(batch, model.model)
+    marked = model.vision.with_image_ids(batch, model.model)
     share = can_share_prefixes(model.model.config)
     return list(MicroBatches(marked, max_tokens=max_tokens, share_prefixes=share, hidden_size=1, packs=packs))
 
@@ -42,7 +42,7 @@ def micro_batches(
 def row_by_row(batch: TokenBatch, model: TokenModel) -> list[MicroBatch[TokenBatch]]:
     """Without packing, and without padding."""
     assert model.vision is not None
-    marked, micros = model.vision.marked(batch, model.model), []
+    marked, micros = model.vision.with_image_ids(batch, model.model), []
     for row in torch.arange(len(batch)).split(1):
         own = marked.select(row).trim()
         layout = plain_layout(own.tokens, own.attention_mask, own.loss_mask)

@@ -184,7 +184,7 @@ def logprobs(model: TokenModel, batch: TokenBatch, tokens: int = 60) -> Tensor:
     whole = torch.zeros(batch.tokens.shape)
     assert model.vision is not None
     micros = MicroBatches(
-        model.vision.marked(batch, model.model),
+        model.vision.with_image_ids(batch, model.model),
         max_tokens=tokens,
         share_prefixes=can_share_prefixes(model.model.config),
         hidden_size=1,

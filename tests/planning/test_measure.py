@@ -240,6 +240,9 @@ def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Pat
     cfg = Config()
     cfg.trainer.policy.model.path = str(only)
     use = measure(cfg, ROLES["policy"], 2, gpus=False)
+    cfg.trainer.policy.gradient_checkpointing = True
+    assert measure(cfg, ROLES["policy"], 2, gpus=False).updating[ACTIVATIONS] < use.updating[ACTIVATIONS]
+    cfg.trainer.policy.gradient_checkpointing = False
     assert use.resident[WEIGHTS] == pytest.approx(read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01)
     cfg.trainer.policy.freeze = ["vision_tower", "projector"]  # nothing is kept for a backward pass
     frozen = measure(cfg, ROLES["policy"], 2, gpus=False)

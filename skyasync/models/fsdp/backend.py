@@ -325,7 +325,7 @@ class FSDPBackend(ModelBackend):
         masks = context == 1 or trainer.parallel.context_kind != "ring"  # which takes none
         vision = self.model.vision
         micro_batches = MicroBatches(
-            vision.marked(batch, self.model.model) if vision else batch,
+            vision.with_image_ids(batch, self.model.model) if vision else batch,
             max_tokens=tokens * context,
             max_rows=max_rows,
             share_prefixes=can_share_prefixes(self.model.model.config) and masks,
