@@ -269,9 +269,10 @@ class MeasuredBackend(FSDPBackend):
         wrapper = super()._build()
         if wrapper.vision:
             wrapper.vision = _MeasuredVision(wrapper.model.config, self)
-            for module in wrapper.modules():
-                if "fullatt_block_indexes" in vars(module):  # windows of attention take no less memory, and are many
-                    module.fullatt_block_indexes = range(wrapper.model.config.vision_config.depth)
+            tower: Any
+            for tower in wrapper.modules():
+                if "fullatt_block_indexes" in vars(tower):  # windows of attention take no less memory, and are many
+                    tower.fullatt_block_indexes = range(wrapper.model.config.vision_config.depth)
         if wrapper.context:
             wrapper.context = _MeasuredContext(**vars(wrapper.context))
         return wrapper
