@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 from skyasync.config.parts import reported_metric
 from skyasync.config.schema import Config, DataConfig
@@ -157,16 +157,8 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     if not isinstance(given, Mapping):
         raise UserError(f"data row {index} is no object with columns; found {str(given)[:80]!r}")
     row = dict(given)
-    if column := image_column({**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}):
-        raise UserError(
-            f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} alone; "
-            f"drop the column if it has no part in the task"
-        )
     messages, conversation = messages_of(index, row, cfg.data)
-    try:
-        messages = read_messages(_placed(row, messages))
-    except UserError as error:
-        raise UserError(f"data row {index}: {error}") from error
+    messages = placed(index, row, messages)
     env_class = row.pop("env_class", None)
     if not env_class or not cfg.environment.env_class_from_rows:
         env_class = cfg.environment.env_class or ("reward" if judges(cfg.environment) else "")
@@ -188,14 +180,25 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     return Prompt(PromptId(0, index), messages, env_class, extras)
 
 
-def _placed(row: dict[str, Any], messages: Conversation) -> Conversation:
-    """The messages with the images of the row's columns, which are taken out of the row."""
-    if not (column := image_column({name: row.get(name) for name in READ})):
-        return messages
-    images = row.pop(column)
-    return with_images(
-        messages, images if isinstance(images, Sequence) and not isinstance(images, str | bytes) else [images]
-    )
+def placed(index: int, row: dict[str, Any], messages: Conversation) -> Conversation:
+    """The messages with their images read, and with those of the row's columns, which are taken out of the row.
+
+    Raises:
+        UserError: for an image that cannot be read, or is in another column.
+    """
+    if column := image_column({**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}):
+        raise UserError(
+            f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} alone; "
+            f"drop the column if it has no part in the task"
+        )
+    try:
+        if column := image_column({name: row.get(name) for name in READ}):
+            images = row.pop(column)
+            several = isinstance(images, Sequence) and not isinstance(images, str | bytes)
+            messages = with_images(messages, images if several else [images])
+        return cast(Conversation, read_messages(messages))
+    except UserError as error:
+        raise UserError(f"data row {index}: {error}") from error
 
 
 def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:

@@ -15,14 +15,14 @@ import numpy as np
 
 from skyasync.arrays import NO_INTS, joined
 from skyasync.config.schema import Config, DataConfig
-from skyasync.data.datasets import is_conversation, messages_of, short_enough
+from skyasync.data.datasets import is_conversation, messages_of, placed, short_enough
 from skyasync.data.sources import Row, rows
 from skyasync.envs.base import Conversation
-from skyasync.envs.images import image_column, image_part
 from skyasync.errors import UserError
+from skyasync.models.images import images_of
 from skyasync.rollout.chat import ChatTokenizer, Tools
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import Prompt, PromptId, Segment
+from skyasync.rollout.types import Prompt, PromptId, Segment, images_in
 
 MESSAGES = "messages"
 RESPONSES = ("completion", "response")
@@ -83,12 +83,14 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
             f"data row {index} has no response: it needs the column completion (or response) next to "
             f"{data.prompt_key!r}, or messages; it has: {', '.join(map(str, row))}"
         )
+    rest = dict(row)
     if not column:
-        whole, _ = messages_of(index, dict(row), replace(data, prompt_key=MESSAGES))
-        prompt, first = whole, 0
+        prompt, _ = messages_of(index, rest, replace(data, prompt_key=MESSAGES))
+        whole, first = placed(index, rest, prompt), 0
     else:
-        prompt, _ = messages_of(index, dict(row), data)
-        given, first = row[column], len(prompt)
+        prompt, _ = messages_of(index, rest, data)
+        prompt = placed(index, rest, prompt)
+        given, first = rest.pop(column), len(prompt)
         if isinstance(given, str):
             given = [{"role": ASSISTANT, "content": given}]
         elif not is_conversation(given) or not data.apply_chat_template:
@@ -96,14 +98,11 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
                 f"data row {index}: {column!r} must be a string, or with data.apply_chat_template=true a list of "
                 f"messages with role and content; found {str(given)[:80]!r}"
             )
-        whole = [*prompt, *map(dict, given)]
+        whole = [*prompt, *placed(index, {}, [dict(message) for message in given])]
     if whole[0]["role"] == ASSISTANT or not any(message["role"] == ASSISTANT for message in whole[first:]):
         raise UserError(
             f"data row {index}: {column or MESSAGES!r} must have a message of the role {ASSISTANT!r}, after another"
         )
-    parts = [part for message in whole if isinstance(message["content"], list) for part in message["content"]]
-    if image_column(row) or any(map(image_part, parts)):
-        raise UserError(f"data row {index} has images, and demonstrations are text alone")
     return whole, first
 
 
@@ -117,9 +116,11 @@ def tokenized(chat: ChatTokenizer, messages: Conversation, first: int, tools: To
         read = chat.prompt(messages[:turn], tools)
         wrote = chat.response(messages[:turn], messages[turn], tools)
         action = Segment("action", wrote, np.full(len(wrote), np.nan), np.full(len(wrote), -1))
+        images = images_of(messages[:turn])
         if sequences and np.array_equal(read[: len(before)], before):
-            sequences[-1] += [Segment("observation", read[len(before) :]), action]
+            shown = images[len(images_in(sequences[-1])) :]
+            sequences[-1] += [Segment("observation", read[len(before) :], images=shown), action]
         else:
-            sequences.append([Segment("prompt", read), action])
+            sequences.append([Segment("prompt", read, images=images), action])
         before = joined(read, wrote)
     return sequences

@@ -155,13 +155,3 @@ def as_text(content: Any) -> Any:  # noqa: ANN401  (a text stays one)
     if not isinstance(content, list):
         return content
     return "".join(_PLACEHOLDER if image_part(part) else str(part.get("text", "")) for part in content)
-
-
-def without_images(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """The messages with their texts alone."""
-    return [
-        {**message, "content": [part for part in message["content"] if not image_part(part)]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    ]

@@ -292,7 +292,8 @@ class InferenceEngine:
         await self.stats()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of each token after the first under the current weights, temperature 1."""
+        """Log-probability of each token after the first under the current weights, temperature 1; 0 of those that
+        stand for images (``ImageTokens``)."""
         raise self.unsupported("score")
 
     async def pause(self, mode: PauseMode = "keep") -> None:

@@ -176,7 +176,8 @@ def attention_inputs(
 
 
 def pack_rows(model: PreTrainedModel) -> bool:
-    """Give a model the attention that takes blocks, if it can have it; whether it has."""
+    """Give a model, or its language model, the attention that takes blocks, if it can have it; whether it has."""
+    model = model.get_decoder() if model.config.sub_configs else model
     config = model.config
     if config._attn_implementation == "sdpa" and model._supports_attention_backend and not config.sub_configs:
         model.set_attn_implementation(NAME)

@@ -39,6 +39,7 @@ class TokenBatch:
     """``[batch, length, layers, top_k]``: the experts that the engine's routers chose, which the trained model replays;
     the dtype's largest number if they are not known. None: the trained model chooses."""
     images: tuple[Images, ...] | None = None  # of each row; None: no row has any
+    rope: Tensor | None = None  # int64 [batch, length, 3]: positions in time, height, width; None: those of text
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -10,7 +10,7 @@ import base64
 import binascii
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +36,8 @@ class VisionFamily(NamedTuple):
 
 _QWEN = VisionFamily(0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"))
 _IDEFICS = VisionFamily(1, "model.vision_model", ("model.connector",))
-FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "idefics3": _IDEFICS, "smolvlm": _IDEFICS}
+_LLAVA = VisionFamily(0, "model.vision_tower", ("model.multi_modal_projector",))
+FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "idefics3": _IDEFICS, "smolvlm": _IDEFICS, "llava": _LLAVA}
 
 
 @lru_cache
@@ -73,6 +74,18 @@ class Image:
 _KNOWN: WeakValueDictionary[str, Image] = WeakValueDictionary()
 Images = tuple[Image, ...]
 """Of one sequence, in the order of their placeholders."""
+
+
+class ImageTokens(list[int]):
+    """Tokens with the images of their placeholders, where tokens alone are expected."""
+
+    def __init__(self, tokens: Iterable[int] = (), images: Images = ()) -> None:
+        super().__init__(tokens)
+        self.images = images
+
+    @staticmethod
+    def images_of(tokens: Sequence[int]) -> Images:
+        return tokens.images if isinstance(tokens, ImageTokens) else ()
 
 
 def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401

@@ -27,7 +27,7 @@ from torch import Tensor
 from skyasync.models import MAX_PADDING, MIN_SAVED_TOKENS
 from skyasync.models.attention import NO_END, PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
-from skyasync.models.images import Images
+from skyasync.models.images import Images, ImageTokens
 from skyasync.models.prefix_tree import Bundles, cheapest_bundles, sorted_rows
 
 
@@ -47,7 +47,8 @@ class Layout:
 
     ``experts``: ``[packed rows, width, layers, top_k]`` if the batch has routed experts.
 
-    ``images``: of each row, if any row has some; such rows are not packed.
+    ``images``: of each row, if any row has some. ``tokens`` have ids in their places (``skyasync.models.vision``).
+    ``rope``: ``[packed rows, width, 3]``, positions of models that have them in time, height and width.
     """
 
     tokens: Tensor
@@ -61,6 +62,7 @@ class Layout:
     blocks: tuple[PackedBlock, ...] = ()
     experts: Tensor | None = None
     images: tuple[Images, ...] | None = None
+    rope: Tensor | None = None
 
     def to(self, device: torch.device) -> Layout:
         moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
@@ -154,7 +156,7 @@ class MicroBatches(Generic[B]):
         if trees:
             return _padded(_packed(batch, prefixes), widths)
         plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
-        return replace(plain, experts=batch.routed_experts, images=batch.images)
+        return replace(plain, experts=batch.routed_experts, images=batch.images, rope=batch.rope)
 
 
 def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> Layout:
@@ -197,7 +199,9 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     tokens[mask] = torch.tensor([t for s in sequences for t in s], dtype=torch.int64)
     loss_mask = mask.clone()
     loss_mask[:, :1] = False
-    return TokenBatch(tokens, mask, loss_mask, group_ids=torch.arange(len(sequences)))
+    images = tuple(map(ImageTokens.images_of, sequences))
+    each = torch.arange(len(sequences))
+    return TokenBatch(tokens, mask, loss_mask, group_ids=each, images=images if any(images) else None)
 
 
 def _packed(batch: TokenBatch, prefixes: Tensor) -> Layout:
@@ -232,6 +236,8 @@ def _packed(batch: TokenBatch, prefixes: Tensor) -> Layout:
         copies=copies,
         blocks=blocks_of(lengths, prefixes, indices),
         experts=None if batch.routed_experts is None else batch.routed_experts[is_own][None],
+        rope=None if batch.rope is None else batch.rope[is_own][None],
+        images=batch.images,
     )
 
 
@@ -256,4 +262,5 @@ def _padded(packed: Layout, widths: Tensor) -> Layout:
         predictors=place[packed.predictors],
         blocks=(),
         experts=None if packed.experts is None else padded(packed.experts),
+        rope=None if packed.rope is None else padded(packed.rope),
     )

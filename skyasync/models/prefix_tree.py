@@ -1,7 +1,8 @@
 """Rows of a batch as prefix trees: what rows have in common is computed once.
 
 Invariant: rows share a token only if the token itself, everything before it and the experts that are replayed for it
-are equal, bit by bit. Only rows of one group share tokens: the samples of a prompt, and the rows of their episodes.
+are equal, bit by bit. Tokens of images are ids by the images' content (``skyasync.models.vision``). Only rows of one
+group share tokens: the samples of a prompt, and the rows of their episodes.
 
     rows, sorted      shared with the row before      the tree, in the order in which it is computed
     p a q b           0                               p a q b
@@ -36,7 +37,7 @@ class SortedRows:
 def sorted_rows(batch: TokenBatch) -> SortedRows:
     order = torch.argsort(batch.group_ids, stable=True).tolist()
     lengths, groups = batch.attention_mask.sum(1), batch.group_ids.tolist()
-    sizes, tokens = lengths.tolist(), batch.tokens.to(torch.int32).numpy()
+    sizes, tokens = lengths.tolist(), batch.tokens.numpy()
     start = 0
     for end in range(1, len(order) + 1):
         if end == len(order) or groups[order[end]] != groups[order[start]]:
@@ -46,10 +47,9 @@ def sorted_rows(batch: TokenBatch) -> SortedRows:
     rows = torch.tensor(order, dtype=torch.int64)
     prefixes = torch.zeros_like(rows)
     experts = None if batch.routed_experts is None else batch.routed_experts.flatten(2).numpy()
-    images = batch.images or ((),) * len(order)
     for place in range(1, len(order)):
         first, second = order[place - 1], order[place]
-        if groups[first] != groups[second] or images[first] or images[second]:
+        if groups[first] != groups[second]:
             continue
         most = min(sizes[first], sizes[second])
         equal = tokens[first, :most] == tokens[second, :most]

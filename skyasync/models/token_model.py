@@ -55,12 +55,11 @@ def training_config(path: str, kwargs: Mapping[str, Any] | None = None) -> PreTr
 
 def can_share_prefixes(config: PreTrainedConfig) -> bool:
     """Whether every layer attends to all tokens before, so that a mask can separate packed responses."""
-    if is_vision(config):
-        return False
-    layer_types = getattr(config, "layer_types", None)
+    text: Any = config.get_text_config()
+    layer_types = getattr(text, "layer_types", None)
     if layer_types is not None:
         return all(kind == "full_attention" for kind in layer_types)
-    return getattr(config, "sliding_window", None) is None
+    return getattr(text, "sliding_window", None) is None
 
 
 class TokenModel(nn.Module):
@@ -132,25 +131,18 @@ class TokenModel(nn.Module):
         if self.routers:
             self.routers.replay(layout.experts)
         device = layout.tokens.device
-        if self.vision:
-            tokens, predictors, images = layout.tokens, layout.predictors, layout.images or ()
-            if not any(images):
-                tokens, predictors, images = self.vision.with_blank_row(tokens, predictors)
-            states = self.model.base_model(
-                input_ids=tokens, attention_mask=None, use_cache=False, **self.vision.inputs(tokens, images)
-            ).last_hidden_state
-            return states.flatten(0, 1).index_select(0, predictors)
         attention = attention_inputs(
             layout.visible_until, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
         )
-        hidden = self.model.base_model(
-            input_ids=layout.tokens, position_ids=layout.positions, use_cache=False, **attention
-        ).last_hidden_state
+        inputs: dict[str, Any] = {"input_ids": layout.tokens, "position_ids": layout.positions}
+        if self.vision:
+            inputs |= self.vision.inputs(layout, self.model)
+        hidden = self.model.base_model(use_cache=False, **inputs, **attention).last_hidden_state
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
 
     def uses_flex(self, device: torch.device) -> bool:
         """Whether FlexAttention attends."""
-        able = self.context is not None or self.model.config._attn_implementation == BLOCKS
+        able = self.context is not None or self.model.config.get_text_config()._attn_implementation == BLOCKS
         return device.type == "cuda" and able
 
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:

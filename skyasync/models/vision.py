@@ -5,26 +5,33 @@ the embedded engine and in the trained model alike.
 
     <image>  ──expand──▶  <image> <image> <image> <image>     tokens of engines, trajectories and batches
     <image>  ◀─collapse─  <image> <image> <image> <image>     tokens that vLLM takes, and expands by itself
+                           -7      -7      -7      -7       ids of images in packed rows
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from copy import copy
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from skyasync.arrays import Ints, ints
 from skyasync.errors import UserError
-from skyasync.models.images import FAMILIES, Image, Images, decoded, read_image
+from skyasync.models.batch import B
+from skyasync.models.images import FAMILIES, Image, Images, ImageTokens, decoded, read_image
+
+if TYPE_CHECKING:
+    from skyasync.models.packing import Layout
 
 NEVER = -1e9  # a logit whose probability is exactly 0, with a gradient that is not NaN
 CACHED = 64  # images whose features are kept: 24 MB of a megapixel for Qwen
+GRID = "image_grid_thw"  # of images' patches in time, height and width: the model has M-RoPE
 _NO_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -60,7 +67,12 @@ class ImageProcessor:
             known = ", ".join(FAMILIES)
             raise UserError(f"{path} is a model of type {config.model_type}; types that can read images here: {known}")
         self._join = FAMILIES[config.model_type].joined
-        self._processor: Any = AutoProcessor.from_pretrained(path)
+        try:
+            self._processor: Any = AutoProcessor.from_pretrained(path)
+        except ImportError as error:
+            raise UserError(
+                f"{path}: its processor of images cannot be loaded: {' '.join(str(error).split())}"
+            ) from error
         self.placeholder: int = config.image_token_id
         self.banned = placeholders(config)
         self._of = lru_cache(CACHED)(self._process)
@@ -83,6 +95,10 @@ class ImageProcessor:
         if tokens is None:
             tokens = self._known[image] = self._of(image).tokens
         return tokens
+
+    def placeholders_in(self, image: Image) -> int:
+        """In the tokens of an image."""
+        return self._tokens(image).count(self.placeholder)
 
     def expand(self, tokens: Sequence[int], images: Images) -> Ints:
         """The tokens with each placeholder replaced by those of its image.
@@ -141,6 +157,12 @@ class ImageProcessor:
 processor_of = lru_cache(4)(ImageProcessor)
 
 
+def blank_prompt(path: str, tokens: Sequence[int]) -> ImageTokens:
+    """An image and then the tokens, for the model of this folder or hub name."""
+    processor = processor_of(path)
+    return ImageTokens(processor.expand([processor.placeholder, *tokens], (processor.blank,)), (processor.blank,))
+
+
 class Vision:
     """What a loaded vision-language model needs in addition to tokens."""
 
@@ -152,7 +174,7 @@ class Vision:
     def processor(self) -> ImageProcessor:
         return processor_of(self._path)
 
-    def inputs(self, tokens: Tensor, images: Sequence[Images]) -> dict[str, Tensor]:
+    def prompt_inputs(self, tokens: Tensor, images: Sequence[Images]) -> dict[str, Tensor]:
         """Arguments of the model besides ``tokens`` ``[rows, width]``; none if no row has an image.
 
         Raises:
@@ -163,28 +185,78 @@ class Vision:
             return {}
         for row, own in zip(tokens.tolist(), images, strict=True):
             self.processor.collapse(row, own)
-        inputs = {name: value.to(tokens.device) for name, value in self.processor.features(flat).items()}
-        if "image_grid_thw" in inputs:  # positions in time, height and width
+        inputs = self._features(flat, tokens.device)
+        if GRID in inputs:
             inputs["mm_token_type_ids"] = (tokens == self.processor.placeholder).long()
         return inputs
+
+    def with_image_ids(self, batch: B, model: PreTrainedModel) -> B:
+        """The batch with ids of its images in place of their placeholders, and with positions of M-RoPE.
+
+        A placeholder is no loss token: no policy can sample it.
+
+        An id is a negative number by an image's content: tokens of different images differ, as those of texts do.
+
+        Raises:
+            UserError: if a row's tokens are not those of its images.
+        """
+        flat = [image for row in batch.images or () for image in row]
+        if not flat:
+            return batch
+        for row, own in zip(batch.tokens.tolist(), batch.images or (), strict=True):
+            self.processor.collapse(row, own)
+        changed, where = copy(batch), batch.tokens == self.processor.placeholder
+        ids = [one for image in flat for one in [_image_id(image)] * self.processor.placeholders_in(image)]
+        changed.loss_mask = batch.loss_mask.bool() & ~where
+        changed.tokens = batch.tokens.masked_scatter(where, torch.tensor(ids))
+        if GRID in self.processor.features(flat[:1]):
+            grids = torch.cat([self.processor.features([image])[GRID] for image in flat])
+            base: Any = model.base_model
+            positions, _ = base.get_rope_index(batch.tokens, where.long(), image_grid_thw=grids)
+            changed.rope = positions.permute(1, 2, 0)
+        return changed
+
+    def inputs(self, layout: Layout, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Arguments of the model for a layout of such a batch.
+
+        Without an image the vision tower computes a small one, with a gradient of zero: under FSDP all ranks must call
+        it, and before the language model.
+        """
+        inputs, tokens = dict[str, Tensor](), layout.tokens
+        if layout.rope is not None:
+            own = layout.positions
+            if own is None:
+                own = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            inputs["position_ids"] = torch.cat([own[None], layout.rope.permute(2, 0, 1)])
+        where = tokens < 0
+        ids: list[int] = tokens[where].tolist() if any(layout.images or ()) else []
+        if not ids:
+            base: Any = model.base_model
+            features = base.get_image_features(**self.stand_in(layout), return_dict=True)
+            parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+            embeddings = model.get_input_embeddings()(tokens)
+            whole = (part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts)  # of all images
+            nothing = torch.stack([part.sum() for part in whole]).sum() * 0.0
+            return inputs | {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+        known = {_image_id(image): image for row in layout.images or () for image in row}
+        images: list[Image] = []
+        while ids:
+            images.append(known[ids[0]])
+            del ids[: self.processor.placeholders_in(images[-1])]
+        inputs["input_ids"] = tokens.masked_fill(where, self.processor.placeholder)
+        return inputs | self._features(images, tokens.device)
+
+    def stand_in(self, layout: Layout) -> dict[str, Tensor]:
+        """What the tower computes for rows without images."""
+        return self._features([self.processor.blank], layout.tokens.device)
+
+    def _features(self, images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in self.processor.features(images).items()}
 
     def without_placeholders(self, logits: Tensor) -> Tensor:
         """``[..., vocabulary]``, differentiable."""
         return logits.index_fill(-1, self.banned.to(logits.device), NEVER)
 
-    def with_blank_row(self, tokens: Tensor, predictors: Tensor) -> tuple[Tensor, Tensor, tuple[Images, ...]]:
-        """``tokens`` ``[rows, width]`` of text with one more row, which has an image and no loss token.
 
-        The vision tower then computes, with a gradient of zero: under FSDP all ranks must call it together.
-
-        Returns:
-            The tokens, the ``predictors`` (flat indices into them), and each row's images.
-        """
-        rows, width = tokens.shape
-        blank = self.processor.blank
-        row = torch.tensor(list(self.processor.expand([self.processor.placeholder], (blank,))), device=tokens.device)
-        wider = max(width, len(row))
-        longer = tokens.new_zeros(rows + 1, wider)
-        longer[:rows, :width] = tokens
-        longer[rows, : len(row)] = row
-        return longer, predictors // width * wider + predictors % width, (*[()] * rows, (blank,))
+def _image_id(image: Image) -> int:
+    return -1 - int(image.digest[:15], 16)

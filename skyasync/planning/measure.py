@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import PreTrainedModel
 
 from skyasync.algorithms.objective import Objective
 from skyasync.config.schema import Config
@@ -46,9 +47,11 @@ from skyasync.models.fsdp.layers import decoder_layers
 from skyasync.models.fsdp.loading import WrapAndShard
 from skyasync.models.fsdp.sharding import Mesh, local
 from skyasync.models.heads import Head
+from skyasync.models.images import FAMILIES
 from skyasync.models.packing import Layout, MicroBatch
 from skyasync.models.parallel.context import Context
 from skyasync.models.token_model import TokenModel
+from skyasync.models.vision import GRID, Vision
 from skyasync.planning.memory import (
     ACTIVATIONS,
     ADAPTERS,
@@ -70,6 +73,7 @@ from skyasync.workers.roles import REWARD_ROLE, TEACHER_ROLE, Role
 
 _aten: Any = torch.ops.aten
 FLOPS = "flops"
+IMAGE_TOKENS = 1024  # of an image, at most, if images may have any size
 COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast"
 
 
@@ -81,7 +85,11 @@ class Meter(TorchDispatchMode):
         peak: of the fullest moment since ``restart``.
         counts: operations, and bytes by collective.
         vocabulary: sizes of the last dimension by which logits are known.
+        computes: operations without a fake tensor have results, such as those on images' sizes and positions.
+        recomputes: so have those on such results, in a backward pass that computes layers again.
     """
+
+    computes = recomputes = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,6 +150,11 @@ class Meter(TorchDispatchMode):
             return NotImplemented
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 0.0 if args[0].is_floating_point() else 0  # a number that is needed: there is none
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = self.computes or (self.recomputes and given)
+        if known and not any(isinstance(tensor, FakeTensor) for tensor in given):
+            with _disable_current_modes():
+                return func(*args, **(kwargs or {}))
         if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:  # fake ones are of bfloat16 alone
             result = _grouped_result(*args[:3])
         else:
@@ -191,6 +204,33 @@ class _MeasuredContext(Context):
             return super().slice(layout)
 
 
+class _MeasuredVision(Vision):
+    """The tower computes images that take all tokens but those of responses."""
+
+    def __init__(self, config: Any, backend: MeasuredBackend) -> None:  # noqa: ANN401
+        super().__init__(config)
+        self._config, self._backend = config, backend
+
+    def inputs(self, layout: Layout, model: PreTrainedModel) -> dict[str, Tensor]:
+        self._backend.meter.computes = True
+        try:
+            return super().inputs(layout, model)
+        finally:
+            self._backend.meter.computes, self._backend.meter.recomputes = False, True
+
+    def stand_in(self, layout: Layout) -> dict[str, Tensor]:
+        vision, tokens = self._config.vision_config, max(1, layout.tokens.numel() - len(layout.targets))
+        if merge := getattr(vision, "spatial_merge_size", 0):  # patches of images of any size
+            side = max(1, math.isqrt(min(tokens, IMAGE_TOKENS)))
+            grid = torch.tensor([[1, merge * side, merge * side]]).repeat(-(-tokens // side**2), 1)
+            values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+            return {"pixel_values": torch.ones(1, 1).expand(int(grid.prod(1).sum()), values), GRID: grid}
+        size = vision.image_size
+        each = (size // vision.patch_size // getattr(self._config, "scale_factor", 1)) ** 2
+        lead = [1] * FAMILIES[self._config.model_type].joined + [-(-tokens // each)]
+        return {"pixel_values": torch.ones(1).expand(*lead, vision.num_channels, size, size)}
+
+
 class MeasuredBackend(FSDPBackend):
     """The backend without files, other ranks and numbers.
 
@@ -227,7 +267,12 @@ class MeasuredBackend(FSDPBackend):
 
     def _build(self) -> TokenModel:
         wrapper = super()._build()
-        wrapper.vision = None  # what a tower computes is not counted, its weights are
+        if wrapper.vision:
+            wrapper.vision = _MeasuredVision(wrapper.model.config, self)
+            tower: Any
+            for tower in wrapper.modules():
+                if "fullatt_block_indexes" in vars(tower):  # windows of attention take no less memory, and are many
+                    tower.fullatt_block_indexes = range(wrapper.model.config.vision_config.depth)
         if wrapper.context:
             wrapper.context = _MeasuredContext(**vars(wrapper.context))
         return wrapper

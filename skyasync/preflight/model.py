@@ -12,11 +12,10 @@ from pathlib import Path
 
 from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
 from skyasync.config.schema import Config, ParallelConfig
-from skyasync.config.schema.algorithm import CRITIC
 from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES
-from skyasync.models.images import FAMILIES
+from skyasync.models.images import FAMILIES, reads_images
 
 ANSWER_S = 2.0
 MODEL = "trainer.policy.model.path"
@@ -24,6 +23,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 #: What only the configurations of models for pictures, films or sounds have.
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
+_REASONS = {"gemma3": "the tokens of Gemma 3's images depend on the text around them"}
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENDING = {"full_attention", "sliding_attention"}
@@ -51,12 +51,15 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
         raise UserError(f"{key}={path}: its config.json names no model_type")
     family = read_json(folder / CONFIG, f"{key}={path}")["model_type"]  # not that of its part for text
     if shape.get("vision_config") and family in FAMILIES:
-        _check_vision(path, cfg, key)
+        _check_vision(path, family, cfg, key)
     elif sees := next((name for name in _SENSES if shape.get(name)), ""):
         raise UserError(
             f"{key}={path}: its config.json has a {sees}, the mark of a model that reads more than text, and its type "
             f"is {family}; types that read images and can be trained: {', '.join(FAMILIES)}"
+            + (f" ({_REASONS[family]})" if family in _REASONS else "")
         )
+    elif key.startswith(("trainer.ref.", "trainer.critic.")) and reads_images(cfg.trainer.policy.model.path):
+        raise UserError(f"{key}={path} reads text alone, and the policy reads images: name a model that reads them")
     size, heads = cfg.generator.inference_engine_tensor_parallel_size, shape.get(_HEADS)
     if isinstance(heads, int) and heads % size:
         raise UserError(
@@ -102,15 +105,17 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
         )
 
 
-def _check_vision(path: str, cfg: Config, key: str) -> None:
+def _check_vision(path: str, family: str, cfg: Config, key: str) -> None:
     """Raises ``UserError`` for a setting that is not supported for a model that reads images."""
-    trainer, generator, estimator = cfg.trainer, cfg.generator, cfg.trainer.algorithm.advantage_estimator
-    lora = trainer.policy.lora
+    trainer, generator, lora = cfg.trainer, cfg.generator, cfg.trainer.policy.lora
     settings = {
-        f"{key}, since only the policy and its reference read images": not key.startswith(
-            ("trainer.policy.", "trainer.ref.")
+        f"{key}, since only the policy, its reference and its critic read images,": not key.startswith(
+            ("trainer.policy.", "trainer.ref.", "trainer.critic.")
         ),
         f"generator.backend={backend(cfg)}": not ENGINES.about(backend(cfg)).can["reads_images"],
+        "generator.backend=vllm, which has other names for LLaVA's weights than transformers,": (
+            family == "llava" and backend(cfg) == "vllm"
+        ),
         "generator.engines": bool(generator.engines),
         "generator.agent_func_path": bool(generator.agent_func_path),
         "trainer.dump_trajectories": trainer.dump_trajectories,
@@ -121,7 +126,6 @@ def _check_vision(path: str, cfg: Config, key: str) -> None:
         "trainer.policy.torch_compile": trainer.policy.torch_compile,
         "trainer.parallel.tensor": trainer.parallel.tensor > 1,
         "trainer.parallel.context": trainer.parallel.context > 1,
-        f"trainer.algorithm.advantage_estimator={estimator}, which needs a critic,": CRITIC(cfg),
         "trainer.teacher.model.path": bool(trainer.teacher.model.path),
         "trainer.reward.models": bool(trainer.reward.models),
         f"trainer.strategy={trainer.strategy}": trainer.strategy != "fsdp2",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
 
 RELEASE_S = 10.0  # for the policy to remove the weight files that it retains
 PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
+BLANK_TOKENS = 32  # after an image, if no prompt among them has one
 
 
 class Components:
@@ -83,7 +84,8 @@ class Components:
 
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, at the same time unless they share devices, and hand them to the trainer."""
-        from skyasync.envs.images import without_images
+        from skyasync.models.images import ImageTokens, images_of, reads_images
+        from skyasync.models.vision import blank_prompt
         from skyasync.observability.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.run.resource_monitor import ResourceMonitor
@@ -94,9 +96,12 @@ class Components:
         experiment, cfg, settings = self._experiment, self._experiment.cfg, self._experiment.cfg.trainer
         updates, stream = trainer.context.length.updates, trainer.context.prompts
         chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
-        texts = (without_images(stream.preview(position).messages) for position in range(stream.rows))
-        prompts = (chat.prompt(messages).tolist() for messages in texts)
-        probe = choose_probe(prompts, PROBE_TOKENS)
+        rows = (stream.prompt(position).messages for position in range(stream.rows))
+        prompts = (ImageTokens(chat.prompt(messages).tolist(), images_of(messages)) for messages in rows)
+        sees = reads_images(path := getattr(trainer.tokenizer, "name_or_path", ""))
+        probe = choose_probe(prompts, PROBE_TOKENS, cuts=not sees)
+        if sees and not any(map(ImageTokens.images_of, probe)):
+            probe.append(blank_prompt(path, probe[0][:BLANK_TOKENS]))
         source, destination = self.dispatch, self.client
         if settings.placement.colocate_all or cfg.generator.hybrid_engines:
             verified = probe if cfg.generator.verify_weight_sync else ()

@@ -73,7 +73,7 @@ class Colocation:
     def __init__(
         self, policy: Policy, engines: ColocatedClient, probe: Sequences = (), hybrid: Collection[int] = ()
     ) -> None:
-        self.policy, self.engines, self.probe = policy, engines, [list(sequence) for sequence in probe]
+        self.policy, self.engines, self.probe = policy, engines, list(probe)
         self.hybrid = frozenset(hybrid)
         self._only = (self.hybrid,) if hybrid else ()  # the engines that sleep; all of them
         self.scores: list[list[float]] | None = None  # of the prompts, by the weights that are on the host
@@ -163,7 +163,7 @@ class ColocatedPolicy(WeightTransfer):
         turns = self._turns
         if turns.policy_is_here:
             return await turns.policy.score(sequences)
-        if turns.scores is not None and [list(sequence) for sequence in sequences] == turns.probe:
+        if turns.scores is not None and list(map(list, sequences)) == list(map(list, turns.probe)):
             return turns.scores
         await turns.policy.onload()
         try:

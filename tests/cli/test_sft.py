@@ -9,8 +9,13 @@ from typing import Any
 import pytest
 
 from skyasync.__main__ import command
+from skyasync.data.demonstrations import load_demonstrations
 from skyasync.examples.tiny.model import build
+from skyasync.models.images import data_url
+from skyasync.rollout.tokenizer import load_tokenizer
+from skyasync.rollout.types import images_in
 from tests.end_to_end.runs import Trained, arguments
+from tests.models.tiny_vision import noise, prompt, save_tiny
 from tests.trainer.test_supervised import demonstrations, plain, settings
 
 BATCH, STEPS = 6, 4
@@ -86,9 +91,10 @@ def test_reinforcement_learning_starts_from_the_written_model(whole: Trained) ->
         ({"prompt": "q", "answer": "a"}, "data row 0 has no response: it needs the column completion (or response) "
                                          "next to 'prompt', or messages; it has: prompt, answer"),
         ({"completion": "a"}, "data row 0 has no column 'prompt' (data.prompt_key)"),
-        ({"prompt": "q", "completion": "a", "image": "x.png"}, "data row 0 has images, and demonstrations are text"),
+        ({"prompt": "q", "completion": "a", "image": "x.png"}, "data row 0: the image 'x.png' cannot be read"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]},
-                       {"role": "assistant", "content": "a"}]}, "data row 0 has images"),
+                       {"role": "assistant", "content": "a"}]}, "data row 0: the image 'x.png' cannot be read"),
+        ({"prompt": "q", "completion": "a", "videos": ["x.mp4"]}, "data row 0: the row has videos: images are read"),
         ({"prompt": "q", "completion": 3}, "data row 0: 'completion' must be a string"),
         ({"messages": [{"role": "user", "content": "q"}]}, "must have a message of the role 'assistant', after"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "must have a message of the role 'assistant', after"),
@@ -122,3 +128,26 @@ def test_a_setting_without_effect_is_one_line(
         learn(tmp_path, model, data, "run", setting)
     assert ended.value.code == 2
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_demonstrations_with_images_are_learned(ray_session: None, tmp_path: Path) -> None:
+    """One answer for each of two images, to the same question."""
+    model, file = save_tiny("qwen3_vl", tmp_path / "model"), tmp_path / "rows.jsonl"
+    urls = [data_url(noise(i)) for i in range(3)]
+    rows = [{"prompt": "How many discs?", "images": [urls[i % 2]], "completion": str(i % 2)} for i in range(24)]
+    part = {"type": "image_url", "image_url": {"url": urls[2]}}
+    later = {"role": "user", "content": [part, {"type": "text", "text": "How many discs?"}]}
+    turns = [{"role": "user", "content": "<image>How many discs?"}, {"role": "assistant", "content": "1"}]
+    whole = {"messages": [*turns, later, turns[1]], "images": [urls[1]]}
+    (read,) = load_demonstrations(["x"], settings(model), load_tokenizer(model), known={"x": [whole]})
+    (segments,) = read.sequences
+    assert [segment.images for segment in segments] == [(noise(1),), (), (noise(2),), ()]
+    assert len(segments[0].tokens) == len(prompt(model, (noise(1),)))
+    assert images_in(segments) == (noise(1), noise(2))
+
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run = learn(tmp_path, model, file, "run", "trainer.max_training_steps=12", "trainer.max_prompt_length=64",
+                "trainer.policy.optimizer_config.lr=1e-2", "trainer.train_batch_size=8")  # fmt: skip
+    losses = run.series("sft/loss")
+    assert losses[-1] < 0.2 < losses[0], "without the images it stays above ln 2 / 2 = 0.35"

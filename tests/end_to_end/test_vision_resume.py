@@ -1,13 +1,18 @@
-"""A run with images that goes on from a checkpoint."""
+"""Runs with images: one goes on from a checkpoint, one has a critic."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from skyasync import BasePPOExp
 from skyasync.examples.vision.discs import ENV_CLASS
 from skyasync.examples.vision.model import build
+from skyasync.models.images import ImageTokens
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Prompt, images_in
+from skyasync.weight_sync.sync import Destination, Source, WeightSync
 from tests.end_to_end.runs import Train, Trained, read_lines, train_in
 
 pytestmark = pytest.mark.slow
@@ -66,3 +71,25 @@ def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(tr
         (action,) = kept[name].actions
         assert rows[name]["tokens"]["versions"] == action.versions.tolist()
         assert rows[name]["tokens"]["logprobs"] == pytest.approx(action.logprobs.tolist(), abs=1e-4)  # as written
+
+
+@pytest.mark.parametrize("backbone", ["own", pytest.param("shared", marks=pytest.mark.matrix)])
+def test_a_critic_sees_the_images_of_the_policys_samples(train_vision: Train, backbone: str) -> None:
+    ppo = (
+        "trainer.algorithm.advantage_estimator=gae",
+        f"trainer.critic.backbone={backbone}",
+        "trainer.eval_interval=0",
+    )
+
+    class ShownImages(BasePPOExp):  # perhaps in another process
+        def get_weight_sync(
+            self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+        ) -> WeightSync:
+            assert probe and all(len(ImageTokens.images_of(tokens)) == 1 for tokens in probe)
+            return super().get_weight_sync(dispatch, inference_engine_client, probe)
+
+    name = f"trainer.run_name=critic_{backbone}"
+    run = train_vision(*SETTINGS, *ppo, name, "trainer.max_training_steps=2", experiment=ShownImages)
+    losses = run.series("critic/loss")
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+    assert all(gap < 1e-5 for gap in run.series("sync/logprob_gap"))

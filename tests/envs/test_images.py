@@ -149,6 +149,26 @@ def test_settings_that_are_not_supported_with_images_are_rejected(tmp_path: Path
         check_model(str(tmp_path), load_config(given))
 
 
+def test_roles_and_engines_that_do_not_read_a_models_images_are_named(tmp_path: Path) -> None:
+    for name, shape in (
+        ("llava", {"model_type": "llava", "vision_config": {"depth": 2}}),
+        ("gemma", {"model_type": "gemma3", "vision_config": {"depth": 2}}),
+        ("text", {"model_type": "llama"}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(shape))
+    cfg = load_config(["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "generator.backend=vllm"])
+    with pytest.raises(UserError, match=r"generator.backend=vllm, which has other names for LLaVA's weights"):
+        check_model(str(tmp_path / "llava"), cfg)
+    with pytest.raises(UserError, match=r"the tokens of Gemma 3's images depend on the text around them"):
+        check_model(str(tmp_path / "gemma"), cfg)
+    cfg.generator.backend, cfg.trainer.policy.model.path = "transformers", str(tmp_path / "llava")
+    with pytest.raises(UserError, match=r"only the policy, its reference and its critic read images"):
+        check_model(str(tmp_path / "llava"), cfg, key="trainer.reward.models.judge.path")
+    with pytest.raises(UserError, match=r"trainer.critic.model.path=.*text reads text alone, and the policy"):
+        check_model(str(tmp_path / "text"), cfg, key="trainer.critic.model.path")
+
+
 @pytest.mark.parametrize(
     "key",
     ["data.image_key=images", "data.max_images_per_prompt=2", "data.return_multi_modal_inputs=true",

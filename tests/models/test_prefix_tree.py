@@ -18,7 +18,6 @@ from skyasync.models import packing
 from skyasync.models.backend import LOGPROBS, TOKEN_LOGPROBS, OutputRequest
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
-from skyasync.models.images import Image
 from skyasync.models.packing import MicroBatches, plain_layout
 from skyasync.models.prefix_tree import cheapest_bundles, sorted_rows
 from skyasync.models.token_model import TokenModel
@@ -278,13 +277,15 @@ def test_rows_share_a_token_only_with_the_same_experts() -> None:
     assert (layout.experts[0, layout.predictors[layout.copies[own]], 1, 0] == 1).all()
 
 
-def test_rows_with_images_share_nothing() -> None:
-    """Their placeholders are the same tokens, whatever they show."""
+def test_ids_of_images_are_compared_whole() -> None:
+    """They have 60 bits; these two are equal in the lower 32."""
     batch = episodes(count=1)
-    batch.images = (*[()] * (len(batch) - 2), (Image(b"one"),), (Image(b"another"),))
+    batch.tokens = batch.tokens.clone()
+    batch.tokens[:, 3] = torch.where(torch.arange(len(batch)) % 2 == 0, -5 - (1 << 40), -5 - (2 << 40))
     found = sorted_rows(batch)
-    prefixes = torch.zeros_like(found.rows).scatter_(0, found.rows, found.prefixes)
-    assert prefixes[-2:].tolist() == [0, 0] and prefixes[:-2].any()
+    odd = found.rows % 2
+    assert odd.diff().ne(0).sum() == 1
+    assert found.prefixes[1:][odd.diff() != 0].tolist() == [3] and (found.prefixes > 4).any()
 
 
 def test_ranks_get_whole_episodes_and_equal_work() -> None:

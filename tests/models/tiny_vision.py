@@ -1,4 +1,4 @@
-"""Tiny vision-language models with random weights that images really change, one with M-RoPE and one without."""
+"""Tiny vision-language models with random weights that images really change: a model of each supported type."""
 
 from __future__ import annotations
 
@@ -9,12 +9,26 @@ import torch
 from PIL import Image as PIL
 from torch import Tensor
 from transformers import (
+    CLIPImageProcessor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessor,
     Idefics3Processor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessor,
+    SmolVLMVideoProcessor,
 )
+from transformers.models.smolvlm import processing_smolvlm
 
 from skyasync.examples.vision.model import qwen3_vl, vision_tokenizer
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine
@@ -25,7 +39,10 @@ from skyasync.models.packing import MicroBatches
 from skyasync.models.token_model import TokenModel, can_share_prefixes
 from skyasync.models.vision import processor_of
 
-FAMILIES = ("qwen3_vl", "idefics3")
+FAMILIES = ("qwen3_vl", "idefics3")  # one with M-RoPE and one without
+UNUSED = ("vision_tower.encoder.layers.1.", "vision_tower.post_layernorm.")
+"""LLaVA takes the states before its tower's last layer."""
+OTHERS = ("qwen2_5_vl", "smolvlm", "llava")
 MARKS = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -36,7 +53,9 @@ TEMPLATE = (
 
 
 def save_tiny(family: str, folder: Path) -> str:
-    model, processor = qwen3_vl() if family == "qwen3_vl" else idefics3()
+    model, processor = {
+        "qwen3_vl": qwen3_vl, "qwen2_5_vl": qwen2_5_vl, "idefics3": idefics3, "smolvlm": smolvlm, "llava": llava
+    }[family]()  # fmt: skip
     redraw(model)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -53,29 +72,83 @@ def redraw(model: PreTrainedModel, seed: int = 0) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def idefics3() -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
-    tokenizer = vision_tokenizer(MARKS, TEMPLATE)
-    edge = {"longest_edge": 56}
-    images = Idefics3ImageProcessor(size=edge, max_image_size=edge, do_image_splitting=False)
-    processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
-    text = {
+def qwen2_5_vl() -> tuple[PreTrainedModel, ProcessorMixin]:
+    like, processor = qwen3_vl()
+    text = like.config.text_config.to_dict() | {"model_type": "qwen2_5_vl_text"}
+    text["rope_parameters"].pop("mrope_interleaved")
+    vision = {
+        "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 14, "window_size": 112,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128, "fullatt_block_indexes": [1],
+    }  # fmt: skip
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: vars(like.config)[name] for name in names}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    parts = (processor.image_processor, processor.tokenizer, processor.video_processor)
+    return ended(Qwen2_5_VLForConditionalGeneration(config)), Qwen2_5_VLProcessor(
+        *parts, chat_template=processor.chat_template
+    )
+
+
+def llama(tokenizer: PreTrainedTokenizerFast) -> dict[str, object]:
+    return {
         "model_type": "llama", "vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 352,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
         "max_position_embeddings": 1024, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None,
         "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": True,  # vLLM reads it here
     }  # fmt: skip
-    vision = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "image_size": 56, "patch_size": 14,
-    }  # fmt: skip
-    image = tokenizer.convert_tokens_to_ids("<image>")
+
+
+TOWER = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+    "patch_size": 14,
+}  # fmt: skip
+EDGE = {"longest_edge": 56}
+
+
+def ended(model: PreTrainedModel) -> PreTrainedModel:
+    model.generation_config.eos_token_id = model.config.get_text_config().eos_token_id
+    return model
+
+
+def idefics3() -> tuple[PreTrainedModel, ProcessorMixin]:
+    tokenizer = vision_tokenizer(MARKS, TEMPLATE)
+    images = Idefics3ImageProcessor(size=EDGE, max_image_size=EDGE, do_image_splitting=False)
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
     config = Idefics3Config(
-        text_config=text, vision_config=vision, image_token_id=image, scale_factor=2, tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
+        text_config=llama(tokenizer), vision_config=TOWER, image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    model = Idefics3ForConditionalGeneration(config)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return model, processor
+    return ended(Idefics3ForConditionalGeneration(config)), processor
+
+
+def smolvlm() -> tuple[PreTrainedModel, ProcessorMixin]:
+    processing_smolvlm.num2words = processing_smolvlm.num2words or str  # videos' frames in words
+    tokenizer = vision_tokenizer(MARKS, TEMPLATE)
+    options = {"size": EDGE, "max_image_size": EDGE, "do_image_splitting": False}
+    processor = processing_smolvlm.SmolVLMProcessor(
+        SmolVLMImageProcessor(**options), tokenizer, SmolVLMVideoProcessor(**options), image_seq_len=4,
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+    config = SmolVLMConfig(
+        text_config=llama(tokenizer), vision_config=TOWER, image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        scale_factor=2, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return ended(SmolVLMForConditionalGeneration(config)), processor
+
+
+def llava() -> tuple[PreTrainedModel, ProcessorMixin]:
+    """No marks surround its images."""
+    tokenizer = vision_tokenizer(("<image>",), TEMPLATE)
+    images = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    processor = LlavaProcessor(
+        images, tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )  # fmt: skip
+    config = LlavaConfig(
+        text_config=llama(tokenizer), vision_config=TOWER | {"model_type": "clip_vision_model", "projection_dim": 64},
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"), image_seq_length=16, tie_word_embeddings=True,
+    )  # fmt: skip
+    return ended(LlavaForConditionalGeneration(config)), processor
 
 
 def noise(seed: int, width: int = 56, height: int = 56) -> Image:
@@ -109,8 +182,13 @@ def as_batch(prompts: list[list[int]], answers: list[list[int]], images: list[Im
 def logprobs(model: TokenModel, batch: TokenBatch, tokens: int = 60) -> Tensor:
     """Through the micro-batches, several rows or one in each."""
     whole = torch.zeros(batch.tokens.shape)
+    assert model.vision is not None
     micros = MicroBatches(
-        batch, max_tokens=tokens, share_prefixes=can_share_prefixes(model.model.config), hidden_size=1
+        model.vision.with_image_ids(batch, model.model),
+        max_tokens=tokens,
+        share_prefixes=can_share_prefixes(model.model.config),
+        hidden_size=1,
+        packs=model.packs,
     )
     for micro in micros:
         own = model(micro.layout, OutputRequest())["logprobs"]

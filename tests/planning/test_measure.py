@@ -19,6 +19,7 @@ from tests.models.tiny_vision import save_tiny
 from tests.planning.models import configuration
 
 pytestmark = pytest.mark.slow
+MATRIX = [pytest.param(family, marks=pytest.mark.matrix) for family in ("qwen3_vl", "smolvlm", "llava")]
 
 
 @pytest.fixture(scope="module")
@@ -230,13 +231,20 @@ def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(fo
     assert peak(policy(cfg).scoring) >= peak(use.scoring)
 
 
-def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Path) -> None:
-    """A folder with nothing but config.json; the tower's weights are counted."""
-    folder = Path(save_tiny("qwen3_vl", tmp_path / "whole"))
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", *MATRIX])
+def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Path, family: str) -> None:
+    """A folder with nothing but config.json; the tower's weights are counted, and what it computes for long prompts."""
+    folder = Path(save_tiny(family, tmp_path / "whole"))
     (only := tmp_path / "only").mkdir()
     (only / "config.json").write_text((folder / "config.json").read_text())
     cfg = Config()
     cfg.trainer.policy.model.path = str(only)
     use = measure(cfg, ROLES["policy"], 2, gpus=False)
+    cfg.trainer.policy.gradient_checkpointing = True
+    assert measure(cfg, ROLES["policy"], 2, gpus=False).updating[ACTIVATIONS] < use.updating[ACTIVATIONS]
+    cfg.trainer.policy.gradient_checkpointing = False
     assert use.resident[WEIGHTS] == pytest.approx(read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01)
-    assert use.updating[ACTIVATIONS] > 0
+    cfg.trainer.policy.freeze = ["vision_tower", "projector"]  # nothing is kept for a backward pass
+    frozen = measure(cfg, ROLES["policy"], 2, gpus=False)
+    assert use.updating[ACTIVATIONS] > 1.04 * frozen.updating[ACTIVATIONS]
+    assert use.flops > 1.01 * frozen.flops

@@ -10,6 +10,7 @@ from unittest.mock import patch
 from tests.weight_sync.pair import LAYER, SWAPPED
 
 BIT_OF = "bit of "  # a tensor: the least one of the last element of this rank's part, behind all looks at what came
+WITHOUT = "without "  # weights with this in their names, as the trainer sends them
 EXPERTS = tuple(f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1))
 
 
@@ -65,15 +66,17 @@ def looks(worker: Any, info: dict[str, Any]) -> list[int]:
 def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
     load = engine.model.load_weights
 
-    def without_a_layer(weights: Any) -> None:
-        load((name, tensor) for name, tensor in weights if LAYER not in name)
+    def without(part: str) -> Callable[[Any], None]:
+        return lambda weights: load((name, tensor) for name, tensor in weights if part not in name)
 
     def swapped(weights: Any) -> None:
         names = dict(zip(SWAPPED, SWAPPED[::-1], strict=True))
         load((names.get(name, name), tensor) for name, tensor in weights)
 
     if fault == "stale layer":
-        stack.enter_context(patch.object(engine.model, "load_weights", without_a_layer))
+        stack.enter_context(patch.object(engine.model, "load_weights", without(LAYER)))
+    elif fault.startswith(WITHOUT):
+        stack.enter_context(patch.object(engine.model, "load_weights", without(fault.removeprefix(WITHOUT))))
     elif fault == "swapped pair":
         stack.enter_context(patch.object(engine.model, "load_weights", swapped))
     elif fault == "swapped experts":

@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,7 +183,7 @@ class FSDPBackend(ModelBackend):
             wrapper.context, wrapper.vocabulary = context, vocabulary
             wrapper.routers = Routers(model) if spec.router_replay != "none" else None
             if VALUE_HEAD in spec.optimizers:
-                value_head = nn.Linear(model.config.hidden_size, 1, bias=False, dtype=torch.float32)
+                value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
                 wrapper.value_head = value_head
             return wrapper
 
@@ -334,8 +335,9 @@ class FSDPBackend(ModelBackend):
         """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
         trainer, context = self.spec.trainer, self.spec.mesh_shape.context
         tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
+        vision = self.model.vision
         micro_batches = MicroBatches(
-            batch,
+            vision.with_image_ids(batch, self.model.model) if vision else batch,
             max_tokens=tokens * context,
             max_rows=max_rows,
             share_prefixes=self.shares_prefixes,
@@ -345,7 +347,8 @@ class FSDPBackend(ModelBackend):
         most = torch.tensor(len(micro_batches), device=self.device)
         if self.ranks.world_size > 1:
             dist.all_reduce(most, dist.ReduceOp.MAX)
-        yield from micro_batches
+        for micro in micro_batches:
+            yield replace(micro, batch=batch.select(micro.rows).trim()) if vision else micro
         for _ in range(int(most) - len(micro_batches)):
             yield empty_micro_batch(batch)
 

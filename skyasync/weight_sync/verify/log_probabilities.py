@@ -61,13 +61,17 @@ def gap(expected: Scores, actual: Scores) -> Gap:
     return Gap(math.fsum(gaps) / max(len(gaps), 1), max(gaps, default=0.0))
 
 
-def choose_probe(prompts: Iterable[list[int]], tokens: int) -> list[list[int]]:
-    """The first prompts, whole, that have no more than ``tokens`` together; of the first one at most as many."""
+def choose_probe(prompts: Iterable[list[int]], tokens: int, *, cuts: bool = True) -> list[list[int]]:
+    """The first prompts, whole, that have no more than ``tokens`` together; of the first one at most as many.
+
+    Args:
+        cuts: the first one may be cut; images cannot be.
+    """
     chosen: list[list[int]] = []
     for prompt in prompts:
         if chosen and len(prompt) > tokens:
             break
-        chosen.append(prompt[:tokens])
+        chosen.append(prompt[:tokens] if cuts and len(prompt) > tokens else prompt)
         tokens -= len(prompt)
     return chosen
 

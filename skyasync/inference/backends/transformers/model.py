@@ -34,7 +34,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.interface import EngineConfig
 from skyasync.models.config import ONE_AT_A_TIME, load_config
-from skyasync.models.images import Images
+from skyasync.models.images import Images, ImageTokens
 from skyasync.models.router_replay import Routers
 from skyasync.models.vision import Vision, is_vision
 
@@ -167,7 +167,7 @@ class EmbeddedModel:
         while len(prompts) * len(columns) < even_rows(len(prompts) * len(columns)):
             columns = torch.cat([columns, columns[-1:]])
         cache = DynamicCache()
-        inputs = self._vision.inputs(tokens, images) if self._vision and any(images) else {}
+        inputs = self._vision.prompt_inputs(tokens, images) if self._vision else {}
         logits = self._model(
             input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=columns, **inputs
         ).logits
@@ -212,16 +212,21 @@ class EmbeddedModel:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of each token after the first, temperature 1, in float32; one list per sequence."""
+        """Log-probability of each token after the first, temperature 1, in float32; one list per sequence. Those of
+        images have 0."""
         scores: list[list[float]] = [[] for _ in sequences]
         order = sorted((i for i in range(len(sequences)) if len(sequences[i]) > 1), key=lambda i: len(sequences[i]))
         while order:
             count = max(1, FORWARD_TOKENS // len(sequences[order[-1]]))
             batch, order = order[-count:], order[:-count]
             tokens = self._right_padded([sequences[i] for i in batch])
-            logits = self._allowed(self._model(input_ids=tokens, use_cache=False).logits[:, :-1]).float()
-            chosen = logits.gather(2, tokens[:, 1:, None])[..., 0]
-            for i, row in zip(batch, (chosen - logits.logsumexp(dim=2)).cpu(), strict=True):
+            images = [ImageTokens.images_of(sequences[i]) for i in batch]
+            inputs = self._vision.prompt_inputs(tokens, images) if self._vision else {}
+            logits = self._allowed(self._model(input_ids=tokens, use_cache=False, **inputs).logits[:, :-1]).float()
+            chosen = logits.gather(2, tokens[:, 1:, None])[..., 0] - logits.logsumexp(dim=2)
+            if any(images) and self._vision:
+                chosen = chosen.masked_fill(tokens[:, 1:] == self._vision.processor.placeholder, 0.0)
+            for i, row in zip(batch, chosen.cpu(), strict=True):
                 scores[i] = row[: len(sequences[i]) - 1].tolist()
         return scores
 

@@ -52,7 +52,7 @@ from skyasync.inference.interface import (
     refusal,
 )
 from skyasync.models.config import load_config
-from skyasync.models.images import Images, decoded
+from skyasync.models.images import Images, ImageTokens, decoded
 from skyasync.models.vision import NEVER, ImageProcessor, is_vision, processor_of
 from skyasync.utils.task_group import not_halfway
 from skyasync.weight_sync.delta import Encoded
@@ -363,13 +363,17 @@ class VLLMEngine(InferenceEngine):
         if len(sequence) < 2:
             return []
         prompt = [int(token) for token in sequence]  # also of an array, whose numbers the core cannot read
+        images = ImageTokens.images_of(sequence)
         while True:  # until neither a weight update nor pause("abort") has cut it
             self._scores += 1
             scores: Any = None
-            async for output in self.outputs(f"score-{self._scores}", prompt, scoring_parameters()):
+            async for output in self.outputs(f"score-{self._scores}", prompt, scoring_parameters(), images):
                 scores = output.prompt_logprobs
             if scores and len(scores) == len(sequence):  # the entry of the first token is empty
-                return list(scores.logprobs)
+                if not images or self._images is None:
+                    return list(scores.logprobs)
+                placeholder = self._images.placeholder
+                return [0.0 if t == placeholder else s for t, s in zip(prompt[1:], scores.logprobs, strict=True)]
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ended = []
