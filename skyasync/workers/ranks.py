@@ -22,6 +22,7 @@ from torch import Tensor
 
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
+from skyasync.models import MeshShape
 from skyasync.models.batch import TokenBatch
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.process_identity import ProcessIdentity
@@ -93,7 +94,7 @@ class RankGroup:
         self._processes: list[ProcessIdentity] = []
         self._heartbeats: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # rank -> time of the request
         self._hidden_size = 0
-        self._ranks_per_shard = 1  # that get the same rows
+        self._shape = MeshShape(self.ranks)
         reference = role.worker if isinstance(role.worker, str) else ""
         # In Ray's errors and process titles.
         name = role.worker.rpartition(":")[2] if isinstance(role.worker, str) else role.worker.__name__
@@ -116,7 +117,7 @@ class RankGroup:
         device = "cuda" if self._placement.num_gpus else "cpu"
         threads = self._role.threads(cfg) or max(1, int(self._placement.num_cpus))
         name, parts = self._role.name, user_parts()
-        self._ranks_per_shard = self._role.mesh_shape(cfg, self.ranks).non_data
+        self._shape = self._role.mesh_shape(cfg, self.ranks)
         workers = [
             actor.construct.remote(name, parts, cfg, rank, self.ranks, device, threads, total_steps=total_steps)
             for rank, actor in enumerate(self._alive())
@@ -149,12 +150,12 @@ class RankGroup:
 
         Ranks that share rows return the same: the result of the first is taken.
         """
-        actors, shared = self._alive(), self._ranks_per_shard
-        shards = split_for_ranks(batch, self.ranks // shared, self._hidden_size)
+        actors, shape = self._alive(), self._shape
+        shards = split_for_ranks(batch, shape.data, self._hidden_size)
         selected = [batch.select(rows).trim() for rows in shards]
         puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in selected])
-        calls = [actor.call.remote(method, puts[rank // shared]) for rank, actor in enumerate(actors)]
-        results = (await self._gather(calls))[::shared]
+        calls = [actor.call.remote(method, puts[shape.data_rank(rank)]) for rank, actor in enumerate(actors)]
+        results = (await self._gather(calls))[:: shape.non_data][: shape.data]
         return None if results[0] is None else joined(batch, shards, results)
 
     async def call(self, method: str, *args: object) -> list[Any]:

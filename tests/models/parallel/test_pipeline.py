@@ -1,0 +1,144 @@
+"""Stages of layers change neither what a model says nor its gradient, whatever the widths of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from skyasync.config.schema import Config
+from skyasync.models.batch import UpdateBatch
+from skyasync.models.parallel.pipeline import layers_of_stages
+from skyasync.workers.policy import PolicyWorker
+from skyasync.workers.ranks import split_for_ranks
+from tests.models.parallel.test_parallel import parallel
+from tests.models.test_shapes import WIDE, distance
+from tests.workers.conftest import make_batch
+from tests.workers.processes import Rank, Ranks
+from tests.workers.test_critic import EXPERTS
+
+DEEP: dict[str, Any] = {**WIDE, "num_hidden_layers": 5}
+MODELS = {
+    "llama": LlamaConfig(**DEEP),
+    "qwen3_tied": Qwen3Config(**DEEP, head_dim=8, tie_word_embeddings=True),
+    "gemma2_tied": Gemma2Config(**DEEP, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0),
+    "qwen3_moe": Qwen3MoeConfig(**DEEP, **EXPERTS, head_dim=8, moe_intermediate_size=16),
+}
+SEEDS = (0, 1, 2)
+
+Gradients = Mapping[str, Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("deep")
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return {name: str(folder / name) for name in MODELS}
+
+
+def settings(path: str, *, pipeline: int = 1, recomputed: bool = False, **sizes: int) -> Config:
+    cfg = parallel(path, **sizes)
+    cfg.trainer.parallel.pipeline = pipeline
+    cfg.trainer.policy.reduce_gradients = "update" if recomputed else "micro_batch"
+    cfg.trainer.policy.gradient_checkpointing = recomputed
+    return cfg
+
+
+def packing(seed: int) -> UpdateBatch:
+    """Groups of rows that share prompts, of lengths that differ: two to eight micro-batches of different widths."""
+    parts = [make_batch(2, 3 + seed, seed, 9 + 5 * seed), make_batch(1, 2, seed + 10, 40)]
+    batch = UpdateBatch.concatenate(parts)
+    batch.advantages = batch.advantages.abs()
+    return batch
+
+
+def updates(rank: Rank) -> list[tuple[Any, Any, Any, dict[str, Any], Any]]:
+    """Of each packing: this rank's rows, their log-probabilities twice, gradients by name, the step's metrics."""
+    worker, found = rank.worker, []
+    shape = worker.backend.spec.mesh_shape
+    for seed in SEEDS:
+        batch = packing(seed)
+        rows = split_for_ranks(batch, shape.data)[shape.data_rank(rank.rank)]
+        mine = batch.select(rows).trim()
+        said, before = worker.logprobs(mine), worker.forward_backward(mine)
+        gradients = {
+            name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).numpy().copy()
+            for name, p in worker.backend.model.named_parameters()
+            if p.grad is not None
+        }
+        worker.examine()
+        gradients |= {name: grad for name, grad in _after_examination(worker, gradients).items()}
+        metrics: dict[str, Any] = {}
+        if seed == SEEDS[-1]:
+            metrics = worker.optimizer_step()
+        worker.drop_gradient()
+        found.append((rows.numpy(), said.numpy(), before.numpy(), gradients, metrics))
+    return found
+
+
+def _after_examination(worker: PolicyWorker, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Embeddings that two stages have: their gradients are complete when they are examined."""
+    stage = worker.backend.stage
+    if stage is None or stage.embeddings() is None:
+        return {}
+    weight = stage.embeddings()
+    (name,) = [name for name, p in worker.backend.model.named_parameters() if p is weight]
+    return {name: weight.grad.full_tensor().numpy().copy()}
+
+
+ONE: dict[str, Any] = {}
+
+
+def of_one(path: str) -> Any:
+    if path not in ONE:
+        worker = PolicyWorker(settings(path), threads=1)
+        worker.setup()
+        ONE[path] = updates(Rank(0, 1, worker))
+    return ONE[path]
+
+
+def apart(found: Gradients, expected: Gradients) -> float:
+    """Of a stage's gradients from one rank's, relative."""
+    first, second = (torch.cat([torch.from_numpy(each[name]).flatten() for name in found]) for each in (found, expected))
+    return distance(first, second)
+
+
+CASES = [
+    ("llama", 2, {"pipeline": 2}),
+    ("qwen3_tied", 2, {"pipeline": 2}),
+    ("gemma2_tied", 2, {"pipeline": 2, "recomputed": True}),
+    ("qwen3_moe", 2, {"pipeline": 2}),
+    ("qwen3_tied", 4, {"pipeline": 2, "tensor": 2}),
+    ("llama", 4, {"pipeline": 4, "recomputed": True}),
+    ("qwen3_tied", 4, {"pipeline": 4}),
+    ("qwen3_tied", 4, {"pipeline": 2}),
+    ("llama", 4, {"pipeline": 2, "recomputed": True}),
+    ("llama", 4, {"pipeline": 2, "context": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "count", "sizes"), CASES, ids=str)
+def test_stages_have_one_ranks_gradient_over_any_widths(
+    models: dict[str, str], name: str, count: int, sizes: dict[str, Any], ranks: Callable[[int], Ranks]
+) -> None:
+    alone = of_one(models[name])
+    ranks(count).set_up(PolicyWorker, settings(models[name], **sizes))
+    answers = ranks(count).call(updates)
+    for number, (_, logprobs, _, expected, metrics) in enumerate(alone):
+        seen: set[str] = set()
+        for of_rank in answers:
+            rows, said, before, gradients, told = of_rank[number]
+            assert abs(said - logprobs[rows, : said.shape[1]]).max() < 1e-5
+            assert abs(before - said).max() < 1e-6
+            assert apart(gradients, expected) < 1e-6
+            assert told == pytest.approx(metrics, rel=1e-5)
+            seen |= gradients.keys()
+        assert seen == expected.keys()
