@@ -40,12 +40,15 @@ class MeshShape:
     nodes), then data, context and tensor:
 
         pipeline 2 x data 2 x tensor 2:   ranks 0 and 1, 4 and 5 share the first half of the rows, the others the second
+
+    ``expert`` neighbours of the data dimension divide a mixture's experts among them.
     """
 
     data: int = 1
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -61,9 +64,9 @@ class MeshShape:
         return rank // self.non_data % self.data
 
     @classmethod
-    def of(cls, ranks: int, context: int = 1, tensor: int = 1, pipeline: int = 1) -> MeshShape:
+    def of(cls, ranks: int, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> MeshShape:
         """The data dimension takes all of ``ranks`` that the other dimensions leave."""
-        shape = cls(ranks // (context * tensor * pipeline), context, tensor, pipeline)
+        shape = cls(ranks // (context * tensor * pipeline), context, tensor, pipeline, expert)
         if shape.ranks != ranks:
             raise ValueError(
                 f"{ranks} ranks are no multiple of pipeline {pipeline} times context {context} times tensor {tensor}"

@@ -122,6 +122,8 @@ INPUTS = [
     ([*FOUR, "trainer.parallel.tensor=2", "trainer.parallel.context=2"], "trainer.parallel.context=2", "choose"),
     ([*FOUR, "trainer.parallel.context=2", "trainer.policy.model.path={x}/recurrent"], "linear_attention", "splits"),
     ([*FOUR, "trainer.parallel.tensor=2", "trainer.policy.model.path={x}/planless"], "gpt2", "no tensor-parallel plan"),
+    ([*FOUR, "trainer.parallel.pipeline=4"], "trainer.parallel.pipeline=4", "2 layers"),
+    ([*FOUR, "trainer.parallel.pipeline=2", "trainer.policy.model.path={x}/planless"], "gpt2", "stages of layers"),
     (["ray.address=nowhere"], "ray.address='nowhere'", "host:port"),
 ]  # fmt: skip
 

@@ -38,6 +38,9 @@ class ParallelConfig:
     """How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes keys
     and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in bfloat16 it has
     not been run)."""
+    expert: int = key(0, low=0)
+    """Ranks of the data dimension that divide a mixture's experts, and send each other the tokens of their rows for
+    these (all-to-all); 0 leaves whole experts to trainer.parallel.tensor."""
     tensor: int = key(1, low=1)
     """Ranks that split the matrices of the same rows, by transformers' plan for the model, and divide a mixture's
     experts."""

@@ -172,6 +172,10 @@ class FSDPBackend(ModelBackend):
                 from skyasync.models.parallel.tensor import split
 
                 vocabulary = split(model, mesh.tensor)
+            if mesh and mesh.expert:
+                from skyasync.models.parallel.expert import divide_experts
+
+                divide_experts(model, mesh.expert)
             if spec.lora.rank:
                 from skyasync.models.lora import Adapters
 
@@ -240,7 +244,8 @@ class FSDPBackend(ModelBackend):
         if self.mesh is None:
             return prepare(head.load(self.spec.path, dtype))
         stages = self.mesh.shape.pipeline
-        min_chunks = self.ranks.world_size // stages if self.mesh.tensor else 1  # two dimensions divide rows evenly
+        divided = self.mesh.tensor or self.mesh.expert  # two dimensions divide rows evenly
+        min_chunks = self.ranks.world_size // stages if divided else 1
         return load_sharded(self.spec.path, head, dtype, device, prepare, self._placement(), min_chunks, stages=stages)
 
     def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
@@ -248,7 +253,8 @@ class FSDPBackend(ModelBackend):
         assert self.mesh is not None
         optimizers = self.spec.optimizers
         by_rows = bool(optimizers) and is_low_precision(optimizers[MODEL])  # it counts a rank's rows from its first
-        return shard_placement(1 if self.mesh.tensor or by_rows else self.mesh.shard.size(-1))
+        by_rows = by_rows or self.mesh.tensor is not None or self.mesh.expert is not None
+        return shard_placement(1 if by_rows else self.mesh.shard.size(-1))
 
     def _shard(self, wrapper: TokenModel) -> TokenModel:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
@@ -262,6 +268,11 @@ class FSDPBackend(ModelBackend):
             "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.promote_types(master, torch.float32)),
             "offload_policy": offload if self.spec.cpu_offload == PARAMETERS else OffloadPolicy(),
         }
+        if self.mesh.expert:
+            from skyasync.models.parallel.expert import divided_experts
+
+            for module in divided_experts(wrapper.model):
+                fully_shard(module, **options | {"mesh": self.mesh.expert_shard})
         for module in decoder_layers(wrapper):
             fully_shard(module, **options)
         fully_shard(wrapper, **options)

@@ -147,7 +147,7 @@ class TrainedPart:
         if scale != 1.0:
             for gradient in gradients:
                 gradient.mul_(scale)
-        if mesh is None or (mesh.tensor is None and mesh.pipeline is None):
+        if mesh is None or (mesh.tensor is None and mesh.pipeline is None and mesh.expert is None):
             norm = torch.nn.utils.get_total_norm(gradients)
             self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             return self.norm

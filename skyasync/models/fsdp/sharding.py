@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from skyasync.models import MeshShape
 
-PIPELINE, DATA, CONTEXT, TENSOR, REPLICA, SHARD = "pipeline", "data", "context", "tensor", "replica", "shard"
+PIPELINE, DATA, CONTEXT, TENSOR, EXPERT = "pipeline", "data", "context", "tensor", "expert"
+REPLICA, SHARD = "replica", "shard"
 
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 """What ``cpu_offload`` keeps in host memory: the optimizer state between steps, or all that is sharded, always."""
@@ -64,9 +65,20 @@ class Mesh:
     context_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     pipeline: PipelineGroups | None = None
+    expert: DeviceMesh | None = None  # of the ranks that divide experts, and of those that shard each one
+    expert_shard: DeviceMesh | None = None
 
     @classmethod
     def make(cls, device_type: str, shape: MeshShape, fsdp_size: int = 0) -> Mesh:
+        if shape.expert > 1:
+            whole = init_device_mesh(device_type, (shape.ranks,))
+            mesh = init_device_mesh(
+                device_type, (shape.data // shape.expert, shape.expert), mesh_dim_names=(SHARD, EXPERT)
+            )
+            quiet_about_two_dimensions()
+            return cls(
+                shape, whole, data_group=dist.group.WORLD, expert=mesh[EXPERT], expert_shard=mesh[SHARD]
+            )
         if shape.non_data == shape.pipeline == 1:
             if fsdp_size in (0, shape.ranks):
                 mesh = init_device_mesh(device_type, (shape.ranks,))
@@ -77,12 +89,16 @@ class Mesh:
         sizes, names = (shape.data, shape.context, shape.tensor), (DATA, CONTEXT, TENSOR)
         stages, outer = ((shape.pipeline,), (PIPELINE,)) if shape.pipeline > 1 else ((), ())
         mesh = init_device_mesh(device_type, (*stages, *sizes), mesh_dim_names=(*outer, *names))
-        # It warns of every kind of parameter that two dimensions shard: gathering it takes two collectives.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        quiet_about_two_dimensions()
         groups = [mesh[name].get_group() if size > 1 else None for name, size in zip(names, sizes, strict=True)]
         pipeline = PipelineGroups.of(mesh) if shape.pipeline > 1 else None
         shard, tensor = mesh[DATA, CONTEXT]._flatten(SHARD), mesh[TENSOR] if shape.tensor > 1 else None
         return cls(shape, shard, tensor, *groups, pipeline=pipeline)
+
+
+def quiet_about_two_dimensions() -> None:
+    """torch warns of every kind of parameter that two dimensions shard: gathering it takes two collectives."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
