@@ -49,9 +49,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in MODELS}
 
 
-def settings(path: str, *, pipeline: int = 1, recomputed: bool = False, **sizes: int) -> Config:
+def settings(path: str, *, pipeline: int = 1, expert: int = 0, recomputed: bool = False, **sizes: int) -> Config:
     cfg = parallel(path, **sizes)
-    cfg.trainer.parallel.pipeline = pipeline
+    cfg.trainer.parallel.pipeline, cfg.trainer.parallel.expert = pipeline, expert
     cfg.trainer.policy.reduce_gradients = "update" if recomputed else "micro_batch"
     cfg.trainer.policy.gradient_checkpointing = recomputed
     return cfg
