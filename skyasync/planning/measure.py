@@ -432,6 +432,11 @@ _MEASURED: dict[tuple[object, ...], RankUse] = {}
 def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
     shape = read_shape(role.model(cfg).path, f"{role.section}.model.path", role.head, role.config_kwargs(cfg))
     trainer, generator, mesh = cfg.trainer, cfg.generator, role.mesh_shape(cfg, ranks)
+    if mesh.expert > 1:
+        raise UserError(
+            f"trainer.parallel.expert={mesh.expert}: skyasync plan measures tensors without numbers, and how many "
+            f"tokens an expert gets depends on numbers: plan without it, which needs more memory"
+        )
     if mesh.pipeline > 1:
         raise UserError(
             f"trainer.parallel.pipeline={mesh.pipeline}: skyasync plan measures one rank, and stages differ (the first "

@@ -130,6 +130,7 @@ def _check_vision(path: str, cfg: Config, key: str) -> None:
         "trainer.policy.lora.base_dtype": bool(lora.base_dtype),
         "trainer.policy.torch_compile": trainer.policy.torch_compile,
         "trainer.parallel.pipeline": trainer.parallel.pipeline > 1,
+        "trainer.parallel.expert": trainer.parallel.expert > 1,
         "trainer.parallel.tensor": trainer.parallel.tensor > 1,
         "trainer.parallel.context": trainer.parallel.context > 1,
         f"trainer.algorithm.advantage_estimator={estimator}, which needs a critic,": CRITIC(cfg),
@@ -177,11 +178,20 @@ def check_same_tokens(path: str, policy: str, key: str) -> None:
 def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
     """Raises ``UserError`` for what does not divide a model, or what its layers cannot do."""
     tensor, context, file = parallel.tensor, parallel.context, config_file(path)
-    if file is None or tensor * context * parallel.pipeline == 1:
+    if file is None or tensor * context * parallel.pipeline * max(1, parallel.expert) == 1:
         return
     shape = read_shape(file, f"{key}={path}")
     if parallel.pipeline > 1:
         _check_stages(parallel.pipeline, path, shape)
+    if parallel.expert > 1:
+        counts = [count for name in _EXPERTS if isinstance(count := shape.get(name), int) and count]
+        setting = f"trainer.parallel.expert={parallel.expert}"
+        if not counts:
+            raise UserError(f"{setting}: {shape['model_type']} ({path}) is no mixture of experts: set it to 0")
+        if counts[0] % parallel.expert:
+            raise UserError(
+                f"{setting} does not divide the {counts[0]} experts of {path}: choose a divisor, {_divisors(counts[0])}"
+            )
     if tensor * context == 1:
         return
     sizes = {"context": context, "tensor": tensor}

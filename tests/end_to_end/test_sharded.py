@@ -1,5 +1,6 @@
-"""Sharded policies, two ranks and four, in float32 and bfloat16, in both plans, in one piece and in two stages of layers:
-one run, handed from one to the next.
+"""Sharded policies: two ranks and four, in float32 and bfloat16, in both plans, whole and in two stages of layers.
+
+One run is handed from one to the next.
 
 Each part of it goes on from the newest checkpoint of the part before,
 leaves one after each of its own steps, and exports.

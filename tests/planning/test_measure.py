@@ -240,3 +240,11 @@ def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Pat
     use = measure(cfg, ROLES["policy"], 2, gpus=False)
     assert use.resident[WEIGHTS] == pytest.approx(read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01)
     assert use.updating[ACTIVATIONS] > 0
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "expert"])
+def test_axes_that_are_not_measured_are_said_to_be(axis: str, folder: Path) -> None:
+    cfg = settings(folder)
+    setattr(cfg.trainer.parallel, axis, 2)
+    with pytest.raises(UserError, match=rf"trainer\.parallel\.{axis}=2: skyasync plan"):
+        policy(cfg)

@@ -124,6 +124,9 @@ INPUTS = [
     ([*FOUR, "trainer.parallel.tensor=2", "trainer.policy.model.path={x}/planless"], "gpt2", "no tensor-parallel plan"),
     ([*FOUR, "trainer.parallel.pipeline=4"], "trainer.parallel.pipeline=4", "2 layers"),
     ([*FOUR, "trainer.parallel.pipeline=2", "trainer.policy.model.path={x}/planless"], "gpt2", "stages of layers"),
+    ([*FOUR, "trainer.parallel.expert=2"], "trainer.parallel.expert=2", "no mixture of experts"),
+    (["trainer.placement.policy_num_gpus_per_node=3", "trainer.parallel.expert=3",
+      "trainer.policy.model.path={x}/experts"], "trainer.parallel.expert=3", "the 4 experts"),
     (["ray.address=nowhere"], "ray.address='nowhere'", "host:port"),
 ]  # fmt: skip
 

@@ -31,7 +31,7 @@ OWN_DEVICES = (_OWN_REF, _OWN_CRITIC, _OWN_TEACHER)
 @dataclass
 class ParallelConfig:
     pipeline: int = key(1, low=1)
-    """Stages of consecutive layers, each on ranks of its own, which compute micro-batches one after the other (1F1B)."""
+    """Stages of consecutive layers, each on ranks of its own, which compute micro-batches in turn (1F1B)."""
     context: int = key(1, low=1)
     """Ranks that split each sequence of the same rows, for long ones (Ulysses)."""
     context_kind: str = key("ulysses", choices=("ulysses", "ring"))
@@ -88,7 +88,8 @@ def check_placement(cfg: Config) -> Iterator[str]:
     if ranks % (sharing := prod(sizes.values())):
         product = " times ".join(f"trainer.parallel.{n}={v}" for n, v in sizes.items() if v > 1 or n != "pipeline")
         yield (
-            f"{product} does not divide the {ranks} ranks of trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
+            f"{product} does not divide the {ranks} ranks of "
+            f"trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
             f"trainer.placement.policy_num_gpus_per_node={placement.policy_num_gpus_per_node}: make them "
             f"{-(-ranks // sharing) * sharing}, or the axes divisors of {ranks}"
         )
@@ -99,7 +100,10 @@ def check_placement(cfg: Config) -> Iterator[str]:
         )
     if parallel.pipeline > 1:
         yield from _check_pipeline(cfg)
-    split = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    if parallel.expert > 1:
+        yield from _check_expert(cfg, ranks)
+    axes = {**sizes, "expert": parallel.expert}
+    split = [f"trainer.parallel.{name}={v}" for name, v in axes.items() if v > 1]
     if split and trainer.policy.torch_compile:
         yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: remove one of them"
 
@@ -145,5 +149,27 @@ def _check_pipeline(cfg: Config) -> Iterator[str]:
         )
     for setting, (given, reason) in refused.items():
         if given:
-            yield f"{setting} {reason}, so it does not go with trainer.parallel.pipeline={trainer.parallel.pipeline}: " \
-                  "remove one of them"
+            pipeline = f"trainer.parallel.pipeline={trainer.parallel.pipeline}"
+            yield f"{setting} {reason}, so it does not go with {pipeline}: remove one of them"
+
+
+def _check_expert(cfg: Config, ranks: int) -> Iterator[str]:
+    """What ranks with different rows that divide experts cannot have."""
+    parallel, policy = cfg.trainer.parallel, cfg.trainer.policy
+    setting = f"trainer.parallel.expert={parallel.expert}"
+    for name in ("pipeline", "context", "tensor"):
+        if (size := vars(parallel)[name]) > 1:
+            yield (
+                f"{setting} sends tokens among ranks of the data dimension alone, and trainer.parallel.{name}={size} "
+                f"has not been tried with it: set {setting.partition('=')[0]}=0, or the other to 1"
+            )
+    if ranks % parallel.expert:
+        yield f"{setting} does not divide the {ranks} ranks of trainer.placement: choose a divisor of {ranks}"
+    refused = {
+        f"trainer.policy.lora.rank={policy.lora.rank}": policy.lora.rank,
+        "trainer.policy.optimizer_config.name=adamw_8bit": policy.optimizer_config.name == "adamw_8bit",
+        "trainer.policy.optimizer_config.bf16_stochastic_round=true": policy.optimizer_config.bf16_stochastic_round,
+    }
+    for other, given in refused.items():
+        if given:
+            yield f"{other} goes by rows of whole matrices or frozen ones, and {setting} divides experts: remove one"

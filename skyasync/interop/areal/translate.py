@@ -24,7 +24,7 @@ def _sizes(value: Value) -> dict[str, int]:
 
 
 def _ranks(value: Value, context: ConversionContext) -> list[Value]:
-    """Ranks of the policy, and the axes that they are divided by (``d2p2t2``); ``e4``: its experts, by the data axis."""
+    """Ranks of the policy, and the axes that they are divided by (``d2p2t2``), or experts by the data axis (``e4``)."""
     sizes = _sizes(value)
     if not sizes:
         raise NoCounterpartError("")

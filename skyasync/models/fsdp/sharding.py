@@ -76,9 +76,7 @@ class Mesh:
                 device_type, (shape.data // shape.expert, shape.expert), mesh_dim_names=(SHARD, EXPERT)
             )
             quiet_about_two_dimensions()
-            return cls(
-                shape, whole, data_group=dist.group.WORLD, expert=mesh[EXPERT], expert_shard=mesh[SHARD]
-            )
+            return cls(shape, whole, data_group=dist.group.WORLD, expert=mesh[EXPERT], expert_shard=mesh[SHARD])
         if shape.non_data == shape.pipeline == 1:
             if fsdp_size in (0, shape.ranks):
                 mesh = init_device_mesh(device_type, (shape.ranks,))

@@ -33,7 +33,9 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     size, family = mesh.size(), type(model).__name__
     if DISPATCHED not in model.ep_plan.values():
-        raise UserError(f"{KEY}={size}: transformers has no plan by which experts of {family} are sent tokens: set it to 0")
+        raise UserError(
+            f"{KEY}={size}: transformers has no plan by which experts of {family} are sent tokens: set it to 0"
+        )
     for module in divided_experts(model):
         count = int(module.num_experts)  # type: ignore[arg-type]
         if count % size:

@@ -112,7 +112,9 @@ def of_one(path: str) -> Any:
 
 def apart(found: Gradients, expected: Gradients) -> float:
     """Of a stage's gradients from one rank's, relative."""
-    first, second = (torch.cat([torch.from_numpy(each[name]).flatten() for name in found]) for each in (found, expected))
+    first, second = (
+        torch.cat([torch.from_numpy(each[name]).flatten() for name in found]) for each in (found, expected)
+    )
     return distance(first, second)
 
 
@@ -180,7 +182,9 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[dict[str, Any], dict[st
     sent = {name: tensor.clone().numpy() for name, tensor in read_weights(written[0]).items()} if written else {}
     if written:
         worker.transfer_weights("file", "remove", written[0])
-    gathered = {name: tensor.numpy() for name, tensor in full_weights(worker.backend.sharded_weights(), torch.float32).items()}
+    gathered = {
+        name: tensor.numpy() for name, tensor in full_weights(worker.backend.sharded_weights(), torch.float32).items()
+    }
     assert not sent or all((sent[name] == gathered[name]).all() for name in sent | gathered)
     worker.export(f"{folder}_export")
     return before, state(worker), gathered
