@@ -105,8 +105,8 @@ class Role:
         if not self.on_policys_devices(cfg):
             return MeshShape(ranks)
         parallel = cfg.trainer.parallel
-        axes = parallel.context, parallel.tensor, parallel.pipeline, max(1, parallel.expert)
-        return MeshShape.of(ranks, *axes)
+        dimensions = parallel.context, parallel.tensor, parallel.pipeline, max(1, parallel.expert)
+        return MeshShape.of(ranks, *dimensions)
 
     def settings(self, cfg: Config) -> Any:
         """Its section; None without one."""

@@ -102,8 +102,8 @@ def check_placement(cfg: Config) -> Iterator[str]:
         yield from _check_pipeline(cfg)
     if parallel.expert > 1:
         yield from _check_expert(cfg, ranks)
-    axes = {**sizes, "expert": parallel.expert}
-    split = [f"trainer.parallel.{name}={v}" for name, v in axes.items() if v > 1]
+    dimensions = {**sizes, "expert": parallel.expert}
+    split = [f"trainer.parallel.{name}={v}" for name, v in dimensions.items() if v > 1]
     if split and trainer.policy.torch_compile:
         yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: remove one of them"
 

@@ -28,9 +28,9 @@ def _ranks(value: Value, context: ConversionContext) -> list[Value]:
     sizes = _sizes(value)
     if not sizes:
         raise NoCounterpartError("")
-    axes = [sizes.get(letter, 1) for letter in "tcp"]
+    dimensions = [sizes.get(letter, 1) for letter in "tcp"]
     experts = sizes.get("e", 1)
-    return [sizes.get("d", 1) * prod(axes), *axes, experts if experts > 1 else 0]
+    return [sizes.get("d", 1) * prod(dimensions), *dimensions, experts if experts > 1 else 0]
 
 
 def _engines(value: Value, context: ConversionContext) -> list[Value]:

@@ -331,19 +331,19 @@ class FSDPBackend(ModelBackend):
         with sharded_afterwards(self.model), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
             following = next(micros, None)
-            ahead, begun = self.stage.ahead if self.stage else 0, deque[tuple[Tensor, Tensor | None]]()
-            while following is not None or begun:
+            warmup, pending = self.stage.warmup if self.stage else 0, deque[tuple[Tensor, Tensor | None]]()
+            while following is not None or pending:
                 if following is not None:
                     micro, following = following, next(micros, None)
                     outputs, result = self._compute(micro, loss)
                     if STATES not in outputs:
                         put_rows(whole, returns, micro, outputs, batch)
-                    begun.append((result, self.stage.received if self.stage else None))
-                    if following is not None and len(begun) <= ahead:
+                    pending.append((result, self.stage.received if self.stage else None))
+                    if following is not None and len(pending) <= warmup:
                         continue
-                result, received = begun.popleft()
+                result, received = pending.popleft()
                 if self.spec.reduce_gradients == "update" and isinstance(self.model, FSDPModule):
-                    last = following is None and not begun  # over ranks: after the last micro-batch
+                    last = following is None and not pending  # over ranks: after the last micro-batch
                     self.model.set_requires_gradient_sync(last)
                 if self.stage:
                     self.stage.backward(result, received)

@@ -34,14 +34,14 @@ HOST, LOOPBACK = torch.device("cpu"), "127.0.0.1"
 class PipelineGroups:
     """The ranks that have one coordinate in all other dimensions, one per stage, in the order of the stages.
 
-    States and gradients travel in groups of their own: NCCL runs what a group sends in the order of the calls, and a
-    stage that waits for a gradient must not hold up the states that the next stage needs first.
+    States and gradients travel in groups of their own. NCCL runs what a group sends in the order of the calls. A stage
+    that waits for a gradient must not hold up the states that the next stage needs first.
     """
 
     ranks: tuple[int, ...]
     states: dist.ProcessGroup
     gradients: dist.ProcessGroup
-    ends: dist.ProcessGroup  # of the first and the last stage
+    first_and_last: dist.ProcessGroup
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> PipelineGroups:
@@ -89,9 +89,10 @@ class Mesh:
         mesh = init_device_mesh(device_type, (*stages, *sizes), mesh_dim_names=(*outer, *names))
         quiet_about_two_dimensions()
         groups = [mesh[name].get_group() if size > 1 else None for name, size in zip(names, sizes, strict=True)]
+        data_group, context_group, tensor_group = groups
         pipeline = PipelineGroups.of(mesh) if shape.pipeline > 1 else None
         shard, tensor = mesh[DATA, CONTEXT]._flatten(SHARD), mesh[TENSOR] if shape.tensor > 1 else None
-        return cls(shape, shard, tensor, *groups, pipeline=pipeline)
+        return cls(shape, shard, tensor, data_group, context_group, tensor_group, pipeline)
 
 
 def quiet_about_two_dimensions() -> None:

@@ -4,7 +4,7 @@
                                     ◀─gradients─         ◀─gradients─
 
 All stages get the same rows and cut them into the same micro-batches, so each knows the shapes of what it receives:
-micro-batches may differ in width. The order is 1F1B: a stage is ``ahead`` of its backward passes by as many forward
+micro-batches may differ in width. The order is 1F1B: a stage is ahead of its backward passes by as many forward
 passes as there are stages after it, then a backward pass follows each forward pass:
 
     first of 3 stages   F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
@@ -53,7 +53,7 @@ class Stage:
 
     Attributes:
         received: states from the stage before, of the last forward pass; their gradient goes back there.
-        ahead: forward passes before the first backward pass.
+        warmup: forward passes before the first backward pass.
 
     Raises:
         UserError: for a model that cannot be cut so.
@@ -64,12 +64,12 @@ class Stage:
         self._ranks, self._sent = groups.ranks, deque[tuple[dist.Work, Tensor]]()
         size, self._number = len(groups.ranks), groups.ranks.index(dist.get_rank())
         check(model, size)
-        self.is_first, self.ahead = self._number == 0, size - 1 - self._number
-        self.is_last = self.ahead == 0
+        self.is_first, self.warmup = self._number == 0, size - 1 - self._number
+        self.is_last = self.warmup == 0
         self.received: Tensor | None = None
         self._hidden_size = int(model.config.get_text_config().hidden_size)
         base: Any = model.base_model
-        self._ends = list(accumulate(layers_of_stages(len(base.layers), size)))
+        self._boundaries = list(accumulate(layers_of_stages(len(base.layers), size)))
         names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
         self._specs = {
             name: ((tensor.dtype, tuple(tensor.shape)), self._stage_of(name))
@@ -85,14 +85,14 @@ class Stage:
         """The stage of a parameter or a buffer; the first of two."""
         part, _, rest = name.removeprefix(f"{self._model.base_model_prefix}.").partition(".")
         if part == "layers":
-            return bisect(self._ends, int(rest.partition(".")[0]))
+            return bisect(self._boundaries, int(rest.partition(".")[0]))
         return 0 if part == "embed_tokens" else len(self._ranks) - 1
 
     def _cut(self, base: Any) -> None:  # noqa: ANN401
         """Layers of other stages are passed over; this stage's first one is given what was received."""
-        model, first = self._model, ([0, *self._ends])[self._number]
+        model, first = self._model, ([0, *self._boundaries])[self._number]
         for number in range(len(base.layers)):
-            if not first <= number < self._ends[self._number]:
+            if not first <= number < self._boundaries[self._number]:
                 base.layers[number] = self._entry if number == first - 1 else PipelineIdentityLayer()
         if not self.is_first and not (self._tied and self.is_last):
             base.embed_tokens = PipelineIdentityLayer()
@@ -177,7 +177,7 @@ class Stage:
         """Of tied embeddings: those of the first and the last stage. Once before each optimizer step."""
         weight = self.embeddings()
         if weight is not None and weight.grad is not None:
-            dist.all_reduce(local(weight.grad), group=self._groups.ends)
+            dist.all_reduce(local(weight.grad), group=self._groups.first_and_last)
 
     def weights(self, own: Mapping[str, Tensor]) -> dict[str, StageTensor]:
         """Those of all stages, in the order of the whole model.
