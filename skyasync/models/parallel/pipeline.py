@@ -212,11 +212,11 @@ class _Entry(nn.Module):
 def check(model: PreTrainedModel, stages: int) -> None:
     """Raises ``UserError`` for a model that cannot be cut into so many stages."""
     base, family = model.base_model, type(model).__name__
-    config = model.config.get_text_config()
+    config: Any = model.config.get_text_config()
     if set(config.base_model_pp_plan or ()) != PARTS:
         raise UserError(f"{KEY}={stages}: transformers has no plan by which {family} can be cut: set {KEY}=1")
     strange = sorted({name for name, _ in base.named_parameters() if name.partition(".")[0] not in PARTS})
-    if strange or getattr(config, "num_kv_shared_layers", 0):
+    if strange or getattr(config, "num_kv_shared_layers", None):
         what = f"{strange[0]} outside its layers" if strange else "layers that share keys and values"
         raise UserError(f"{KEY}={stages}: {family} has {what}, which stages cannot have: set {KEY}=1")
     if len(base.layers) < stages:  # type: ignore[arg-type]
