@@ -37,7 +37,6 @@ RENAMED = {
 #: Former settings that did nothing. In files, such as a run's config.yaml, they are passed over.
 REMOVED = {
     "trainer.parallel.data": "rows are divided among all ranks that trainer.parallel.context and tensor leave",
-    "trainer.parallel.expert": "experts are divided among the ranks of trainer.parallel.tensor",
     "trainer.restart_from": "workers restart from the newest checkpoint (trainer.ckpt_interval)",
     "generator.run_engines_locally": "engines are the run's own unless generator.engines names servers",
     "generator.async_engine": "requests are always asynchronous",

@@ -35,33 +35,40 @@ MAX_PADDING = 0.05
 class MeshShape:
     """Sizes of the dimensions of a model's device mesh; their product is the number of ranks.
 
-    Invariant: rows are divided over the data dimension alone. The ranks of one data coordinate, which are neighbours,
-    get the same rows and return the same values. The last dimension varies fastest:
+    Invariant: rows are divided over the data dimension alone. The ranks of one data coordinate get the same rows and
+    return the same values. The pipeline dimension varies slowest (stages send least, so they may be on different
+    nodes), then data, context and tensor:
 
-        data 2 x context 1 x tensor 2:   rank 0 and 1 share the first half of the rows, rank 2 and 3 the second
+        pipeline 2 x data 2 x tensor 2:   ranks 0 and 1, 4 and 5 share the first half of the rows, the others the second
+
+    ``expert`` neighbours of the data dimension divide a mixture's experts among them.
     """
 
     data: int = 1
     context: int = 1
     tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.data * self.non_data
+        return self.pipeline * self.data * self.non_data
 
     @property
     def non_data(self) -> int:
-        """Ranks that have the same rows."""
+        """Ranks of a stage that have the same rows: neighbours."""
         return self.context * self.tensor
 
     def data_rank(self, rank: int) -> int:
         """The coordinate of a rank in the data dimension."""
-        return rank // self.non_data
+        return rank // self.non_data % self.data
 
     @classmethod
-    def of(cls, ranks: int, context: int = 1, tensor: int = 1) -> MeshShape:
+    def of(cls, ranks: int, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> MeshShape:
         """The data dimension takes all of ``ranks`` that the other dimensions leave."""
-        shape = cls(ranks // (context * tensor), context, tensor)
+        shape = cls(ranks // (context * tensor * pipeline), context, tensor, pipeline, expert)
         if shape.ranks != ranks:
-            raise ValueError(f"{ranks} ranks are no multiple of context {context} times tensor {tensor}")
+            raise ValueError(
+                f"{ranks} ranks are no multiple of pipeline {pipeline} times context {context} times tensor {tensor}"
+            )
         return shape

@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -140,6 +141,8 @@ class ValueHead(Head):
             log.setLevel(level)
 
     def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
+        if isinstance(getattr(model, SCORE_LAYER, None), PipelineIdentityLayer):
+            return  # the last stage has it
         if not isinstance(getattr(model, SCORE_LAYER, None), nn.Linear):
             raise UserError(
                 f"{path}: {type(model).__name__} has no linear head named {SCORE_LAYER}: it can hold no values"

@@ -32,10 +32,12 @@ from skyasync.models.vision import Vision, is_vision
 
 if TYPE_CHECKING:
     from skyasync.models.parallel.context import Context
+    from skyasync.models.parallel.pipeline import Stage
     from skyasync.models.parallel.vocabulary import Vocabulary
     from skyasync.models.router_replay import Routers
 
 ATTENTION = "sdpa"
+STATES = "states"
 SCORE_LAYER = "score"
 """The head's name in transformers' classes for sequence classification."""
 
@@ -76,12 +78,14 @@ class TokenModel(nn.Module):
         routers: of a mixture of experts that replays the engine's choices.
         packs: it takes packed sequences.
         vision: of a vision-language model.
+        stage: this rank's layers, if the model is a pipeline.
     """
 
     context: Context | None = None
     routers: Routers | None = None
     vocabulary: Vocabulary | None = None
     vision: Vision | None = None
+    stage: Stage | None = None
 
     def __init__(self, model: PreTrainedModel, distribution: SampledDistribution | None = None) -> None:
         super().__init__()
@@ -95,7 +99,8 @@ class TokenModel(nn.Module):
     def forward(self, layout: Layout, request: OutputRequest | None = None) -> dict[str, Tensor]:
         """The outputs requested (by default log-probabilities), by name, with gradient if that is enabled.
 
-        The layers get no gradient if values are all that is requested and their ``value_gradient`` is 0.
+        The layers get no gradient if values are all that is requested and their ``value_gradient`` is 0. A stage before
+        the last of a pipeline has the ``STATES`` for the next one alone.
         """
         request = request or OutputRequest()
         names = request.names
@@ -103,6 +108,8 @@ class TokenModel(nn.Module):
         head_alone = names == {VALUES} and not request.value_gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and not head_alone):
             hidden = self.hidden(own)
+        if self.stage and not self.stage.is_last:
+            return {STATES: hidden}
         outputs: dict[str, Tensor] = {}
         if names & {LOGPROBS, ENTROPY, TOKEN_LOGPROBS}:
             outputs |= self._scores(hidden, own, request)
@@ -127,17 +134,20 @@ class TokenModel(nn.Module):
         return sum_over_group(rows, self.context.group) if self.context else rows
 
     def hidden(self, layout: Layout) -> Tensor:
-        """``[m, hidden]``: the states that predict the m loss tokens."""
+        """``[n, hidden]``: the states that predict the n loss tokens; all states of a stage before the last."""
         if self.routers:
             self.routers.replay(layout.experts)
         device = layout.tokens.device
         attention = attention_inputs(
             layout.visible_until, layout.blocks, device, flexible=self.uses_flex(device), context=self.context
         )
-        inputs: dict[str, Any] = {"input_ids": layout.tokens, "position_ids": layout.positions}
+        inputs: dict[str, Any] = {"position_ids": layout.positions}
+        inputs |= self.stage.inputs(layout.tokens) if self.stage else {"input_ids": layout.tokens}
         if self.vision:
             inputs |= self.vision.inputs(layout, self.model)
-        hidden = self.model.base_model(use_cache=False, **inputs, **attention).last_hidden_state
+        hidden: Tensor = self.model.base_model(use_cache=False, **inputs, **attention).last_hidden_state
+        if self.stage and not self.stage.is_last:
+            return hidden
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
 
     def uses_flex(self, device: torch.device) -> bool:

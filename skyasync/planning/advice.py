@@ -83,7 +83,7 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
         choices["trainer.placement.policy_num_gpus_per_node"] += lower
     ranks, sharing = choices["trainer.placement.policy_num_gpus_per_node"], cfg.trainer.parallel
     choices["trainer.placement.policy_num_gpus_per_node"] = [
-        n for n in ranks if n * placement.policy_num_nodes % (sharing.context * sharing.tensor) == 0
+        n for n in ranks if n * placement.policy_num_nodes % (sharing.context * sharing.tensor * sharing.pipeline) == 0
     ]
     return {key: values for key, values in choices.items() if values and key not in without}
 

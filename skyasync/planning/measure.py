@@ -477,6 +477,17 @@ _MEASURED: dict[tuple[object, ...], RankUse] = {}
 def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
     shape = read_shape(role.model(cfg).path, f"{role.section}.model.path", role.head, role.config_kwargs(cfg))
     trainer, generator, mesh = cfg.trainer, cfg.generator, role.mesh_shape(cfg, ranks)
+    if mesh.expert > 1:
+        raise UserError(
+            f"trainer.parallel.expert={mesh.expert}: skyasync plan measures tensors without numbers, and how many "
+            f"tokens an expert gets depends on numbers: plan without it, which needs more memory"
+        )
+    if mesh.pipeline > 1:
+        raise UserError(
+            f"trainer.parallel.pipeline={mesh.pipeline}: skyasync plan measures one rank, and stages differ (the first "
+            f"holds most micro-batches, the last the logits): plan with trainer.parallel.pipeline=1 on "
+            f"{ranks // mesh.pipeline} ranks, of which a stage has 1/{mesh.pipeline} of the layers"
+        )
     cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
     key = (role.name, ranks, gpus, shape, repr(trainer), repr(generator.sampling_params), str(Lengths.of(cfg)))
     if key in _MEASURED:

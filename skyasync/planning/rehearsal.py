@@ -83,17 +83,19 @@ def smaller(cfg: Config) -> dict[str, Any]:
     """The sizes that a rehearsal changes: key -> value."""
     trainer, generator = cfg.trainer, cfg.generator
     placement, parallel = trainer.placement, trainer.parallel
-    context, tensor = min(parallel.context, 2), min(parallel.tensor, 2)
+    context, tensor, pipeline = min(parallel.context, 2), min(parallel.tensor, 2), min(parallel.pipeline, 2)
     ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    data = min(ranks // (parallel.context * parallel.tensor) or 1, 2)
+    data = min(ranks // (parallel.context * parallel.tensor * parallel.pipeline) or 1, 2)
     updates = -(-trainer.train_batch_size // (trainer.policy_mini_batch_size or trainer.train_batch_size))
     mini_batch = min(trainer.policy_mini_batch_size or trainer.train_batch_size, max(data, 2))
     batch = mini_batch * min(updates, 2)
     changed: dict[str, Any] = {
         "trainer.placement.policy_num_nodes": 1,
-        "trainer.placement.policy_num_gpus_per_node": data * context * tensor,
+        "trainer.placement.policy_num_gpus_per_node": data * context * tensor * pipeline,
         "trainer.parallel.context": context,
         "trainer.parallel.tensor": tensor,
+        "trainer.parallel.pipeline": pipeline,
+        "trainer.parallel.expert": min(parallel.expert, 2),
         "trainer.train_batch_size": batch,
         "trainer.policy_mini_batch_size": trainer.policy_mini_batch_size and mini_batch,
         "trainer.stream_groups": min(trainer.stream_groups, batch),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
 from skyasync.config.schema import Config, ParallelConfig
@@ -33,6 +35,13 @@ _WITHOUT_TENSOR_PLAN = """
 bamba bloom codegen dbrx diffllama falcon falcon_h1 falcon_mamba gpt2 gpt_bigcode gpt_neo gptj granitemoe
 granitemoehybrid granitemoeshared jamba lfm2 lfm2_moe mamba mamba2 mpt nemotron nemotron_h opt persimmon
 phimoe recurrent_gemma stablelm xglm zamba zamba2
+"""
+#: Those that cannot be cut into stages of layers.
+_WITHOUT_STAGES = """
+bamba biogpt bitnet bloom codegen dbrx diffllama falcon falcon_h1 falcon_mamba gpt2 gpt_bigcode gpt_neo gpt_neox gptj
+granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe lfm2 lfm2_moe
+llama4_text mamba mamba2 mpt nanochat nemotron nemotron_h olmoe opt persimmon phi phimoe recurrent_gemma stablelm xglm
+zamba zamba2 zaya
 """
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
@@ -124,6 +133,8 @@ def _check_vision(path: str, family: str, cfg: Config, key: str) -> None:
         "trainer.policy.lora.export=adapter": lora.export == "adapter",
         "trainer.policy.lora.base_dtype": bool(lora.base_dtype),
         "trainer.policy.torch_compile": trainer.policy.torch_compile,
+        "trainer.parallel.pipeline": trainer.parallel.pipeline > 1,
+        "trainer.parallel.expert": trainer.parallel.expert > 1,
         "trainer.parallel.tensor": trainer.parallel.tensor > 1,
         "trainer.parallel.context": trainer.parallel.context > 1,
         "trainer.teacher.model.path": bool(trainer.teacher.model.path),
@@ -170,9 +181,22 @@ def check_same_tokens(path: str, policy: str, key: str) -> None:
 def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
     """Raises ``UserError`` for what does not divide a model, or what its layers cannot do."""
     tensor, context, file = parallel.tensor, parallel.context, config_file(path)
-    if file is None or tensor * context == 1:
+    if file is None or tensor * context * parallel.pipeline * max(1, parallel.expert) == 1:
         return
     shape = read_shape(file, f"{key}={path}")
+    if parallel.pipeline > 1:
+        _check_stages(parallel.pipeline, path, shape)
+    if parallel.expert > 1:
+        counts = [count for name in _EXPERTS if isinstance(count := shape.get(name), int) and count]
+        setting = f"trainer.parallel.expert={parallel.expert}"
+        if not counts:
+            raise UserError(f"{setting}: {shape['model_type']} ({path}) is no mixture of experts: set it to 0")
+        if counts[0] % parallel.expert:
+            raise UserError(
+                f"{setting} does not divide the {counts[0]} experts of {path}: choose a divisor, {_divisors(counts[0])}"
+            )
+    if tensor * context == 1:
+        return
     sizes = {"context": context, "tensor": tensor}
     both = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
     if others := sorted(set(shape.get("layer_types") or ()) - _ATTENDING):
@@ -192,6 +216,18 @@ def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
         raise UserError(
             f"trainer.parallel.tensor={tensor}: transformers has no tensor-parallel plan for {family} ({path}): set "
             f"trainer.parallel.tensor=1"
+        )
+
+
+def _check_stages(stages: int, path: str, shape: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` for a model that cannot be cut into so many stages."""
+    setting, layers, family = f"trainer.parallel.pipeline={stages}", shape.get("num_hidden_layers"), shape["model_type"]
+    if isinstance(layers, int) and layers < stages:
+        raise UserError(f"{setting} is more than the {layers} layers of {path}: a stage has one at least")
+    if family in _WITHOUT_STAGES.split():
+        raise UserError(
+            f"{setting}: transformers has no plan by which {family} ({path}) can be cut into stages of layers: set "
+            f"trainer.parallel.pipeline=1"
         )
 
 

@@ -12,13 +12,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
-from skyasync.weight_sync.tensors import TensorSpecs, meta_tensors, specs_of
+from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, meta_tensors, specs_of
 
 
 class FullTensors:
@@ -91,6 +92,35 @@ def specs_in(weights: Mapping[str, Any], dtype: torch.dtype) -> TensorSpecs:
     return {name: (dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape)) for name, w in weights.items()}
 
 
+class StageTensor:
+    """A weight of one stage of a pipeline, with the interface of a sharded tensor: all stages gather it.
+
+    Args:
+        own: this rank's shard, or None on other stages.
+        device: where it is received.
+        source: the rank of the pipeline that has it.
+    """
+
+    def __init__(
+        self, spec: TensorSpec, own: Tensor | None, device: torch.device, source: int, group: dist.ProcessGroup
+    ) -> None:
+        self.dtype, self.shape = spec
+        self._own, self._device, self._source, self._group = own, device, source, group
+
+    def to(self, dtype: torch.dtype) -> StageTensor:
+        own = None if self._own is None else self._own.detach().to(dtype)
+        return StageTensor((dtype, self.shape), own, self._device, self._source, self._group)
+
+    def full_tensor(self) -> Tensor:
+        if self._own is None:
+            whole = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        else:
+            own = self._own.detach()
+            whole = (own.full_tensor() if isinstance(own, DTensor) else own).to(self.dtype).contiguous()
+        dist.broadcast(whole, src=self._source, group=self._group)
+        return whole
+
+
 def gathered(tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Full tensors, one at a time. Collective: all ranks iterate.
 
@@ -98,8 +128,9 @@ def gathered(tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> It
         dtype: shards of a wider floating-point dtype travel as this one, in fewer bytes.
     """
     for name, value in tensors.items():
-        if dtype and isinstance(value, DTensor) and value.is_floating_point() and value.itemsize > dtype.itemsize:
-            value = value.detach().to(dtype)
+        sharded = isinstance(value, DTensor | StageTensor)
+        if dtype and sharded and value.dtype.is_floating_point and value.dtype.itemsize > dtype.itemsize:
+            value = (value.detach() if isinstance(value, DTensor) else value).to(dtype)
         gather = getattr(value, "full_tensor", None)
         whole = gather() if gather else value
         yield name, (whole.numbers() if hasattr(whole, "numbers") else whole).detach()  # quantized codes, as numbers

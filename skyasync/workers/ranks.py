@@ -22,6 +22,7 @@ from torch import Tensor
 
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
+from skyasync.models import MeshShape
 from skyasync.models.batch import TokenBatch
 from skyasync.models.prefix_tree import SortedRows, sorted_rows
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
@@ -94,7 +95,7 @@ class RankGroup:
         self._processes: list[ProcessIdentity] = []
         self._heartbeats: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # rank -> time of the request
         self._hidden_size, self._shares_prefixes = 0, False  # of the model
-        self._ranks_per_shard = 1  # that get the same rows
+        self._shape = MeshShape(self.ranks)
         reference = role.worker if isinstance(role.worker, str) else ""
         # In Ray's errors and process titles.
         name = role.worker.rpartition(":")[2] if isinstance(role.worker, str) else role.worker.__name__
@@ -117,7 +118,7 @@ class RankGroup:
         device = "cuda" if self._placement.num_gpus else "cpu"
         threads = self._role.threads(cfg) or max(1, int(self._placement.num_cpus))
         name, parts = self._role.name, user_parts()
-        self._ranks_per_shard = self._role.mesh_shape(cfg, self.ranks).non_data
+        self._shape = self._role.mesh_shape(cfg, self.ranks)
         workers = [
             actor.construct.remote(name, parts, cfg, rank, self.ranks, device, threads, total_steps=total_steps)
             for rank, actor in enumerate(self._alive())
@@ -151,13 +152,13 @@ class RankGroup:
 
         Ranks that share rows return the same: the result of the first is taken.
         """
-        actors, shared = self._alive(), self._ranks_per_shard
-        split = batch, self.ranks // shared, self._hidden_size
+        actors, shape = self._alive(), self._shape
+        split = batch, shape.data, self._hidden_size
         shards = await asyncio.to_thread(split_for_ranks, *split, shares_prefixes=self._shares_prefixes)
         selected = [batch.select(rows).trim() for rows in shards]
         puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in selected])
-        calls = [actor.call.remote(method, puts[rank // shared]) for rank, actor in enumerate(actors)]
-        results = (await self._gather(calls))[::shared]
+        calls = [actor.call.remote(method, puts[shape.data_rank(rank)]) for rank, actor in enumerate(actors)]
+        results = (await self._gather(calls))[:: shape.non_data][: shape.data]
         return None if results[0] is None else joined(batch, shards, results)
 
     async def call(self, method: str, *args: object) -> list[Any]:

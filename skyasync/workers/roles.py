@@ -104,7 +104,9 @@ class Role:
         """How its ranks divide the work: as the policy's if they share devices, else each has rows of its own."""
         if not self.on_policys_devices(cfg):
             return MeshShape(ranks)
-        return MeshShape.of(ranks, cfg.trainer.parallel.context, cfg.trainer.parallel.tensor)
+        parallel = cfg.trainer.parallel
+        dimensions = parallel.context, parallel.tensor, parallel.pipeline, max(1, parallel.expert)
+        return MeshShape.of(ranks, *dimensions)
 
     def settings(self, cfg: Config) -> Any:
         """Its section; None without one."""

@@ -64,7 +64,7 @@ WRONG = [
     ("generator.spare_samples_per_prompt=2", "it is called generator.oversample_per_prompt now"),
     ("--generator.spare_samples_per_prompt=2", "it is called generator.oversample_per_prompt now"),
     ("generator.async_engine=false", "it needs no setting here, requests are always asynchronous: remove it"),
-    ("trainer.parallel.expert=2", "experts are divided among the ranks of trainer.parallel.tensor: remove it"),
+    ("trainer.parallel.data=2", "rows are divided among all ranks that trainer.parallel.context and tensor leave"),
     ("trainer.policy.model.dtype=float16", "did you mean 'bfloat16' or 'float32'? allowed: auto, bfloat16, float32"),
     # names that are registered somewhere
     ("trainer.plan=one_step", "unknown plan 'one_step': did you mean 'one_step_off'?"),

@@ -1,6 +1,8 @@
-"""Sharded policies, two ranks and four, in float32 and bfloat16, in both plans: one run, handed from one to the next.
+"""Sharded policies: two ranks and four, in float32 and bfloat16, in both plans, whole and in two stages of layers.
 
-Every two of the settings meet in one of the stages. Each goes on from the newest checkpoint of the stage before,
+One run is handed from one to the next.
+
+Each part of it goes on from the newest checkpoint of the part before,
 leaves one after each of its own steps, and exports.
 """
 
@@ -19,10 +21,11 @@ from tests.end_to_end.runs import Train, Trained, arguments
 pytestmark = pytest.mark.slow
 
 STAGES = [
-    (2, "float32", "sync"),
-    (4, "float32", "one_step_off"),
-    (4, "bfloat16", "sync"),
-    (2, "bfloat16", "one_step_off"),
+    (2, "float32", "sync", 2),
+    (4, "float32", "one_step_off", 1),
+    (4, "bfloat16", "sync", 1),
+    (2, "bfloat16", "one_step_off", 2),
+    (4, "float32", "sync", 2),
 ]
 STEPS = 2  # of a stage
 GAP = {"float32": 1e-4, "bfloat16": 0.2}
@@ -31,12 +34,12 @@ GAP = {"float32": 1e-4, "bfloat16": 0.2}
 def test_a_run_goes_on_with_other_ranks_another_dtype_and_another_plan(
     train: Train, sync_run: Trained, models: dict[str, str], tmp_path: Path
 ) -> None:
-    for number, (ranks, dtype, plan) in enumerate(STAGES, start=1):
+    for number, (ranks, dtype, plan, pipeline) in enumerate(STAGES, start=1):
         run = train(
             f"trainer.max_training_steps={number * STEPS}", f"trainer.plan={plan}", "trainer.resume_mode=latest",
             f"trainer.placement.policy_num_gpus_per_node={ranks}", f"trainer.policy.model.dtype={dtype}",
             "trainer.ckpt_interval=1", "trainer.ckpt_path=" + str(tmp_path / "saved"),
-            f"trainer.export_path={tmp_path / 'export'}",
+            f"trainer.export_path={tmp_path / 'export'}", f"trainer.parallel.pipeline={pipeline}",
         )  # fmt: skip
         assert run.series("step") == list(range(1, number * STEPS + 1))
         assert max(run.series("sync/logprob_gap")[-STEPS:]) <= GAP[dtype]

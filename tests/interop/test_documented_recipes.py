@@ -200,6 +200,10 @@ def test_axes_engine_options_and_recomputation_are_carried_over(tmp_path: Path) 
     assert (areal[f"{P}policy_num_gpus_per_node"], areal["trainer.parallel.tensor"]) == (4, 2)
     whole = of(tmp_path, "areal", "allocation_mode=sglang:d4t2+d2c2")
     assert (whole[f"{P}policy_num_gpus_per_node"], whole["trainer.parallel.context"]) == (4, 2)
+    staged = of(tmp_path, "areal", "actor.backend=megatron:d2p2t2", "rollout.backend=vllm:d2t2")
+    assert (staged[f"{P}policy_num_gpus_per_node"], staged["trainer.parallel.pipeline"]) == (8, 2)
+    mixture = of(tmp_path, "areal", "actor.backend=megatron:d4e4", "rollout.backend=vllm:d2t2")
+    assert (mixture[f"{P}policy_num_gpus_per_node"], mixture["trainer.parallel.expert"]) == (4, 4)
 
 
 @pytest.mark.parametrize("name", ["actor.recompute_logprob", "actor.recompute_logprobs"])

@@ -248,3 +248,11 @@ def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Pat
     frozen = measure(cfg, ROLES["policy"], 2, gpus=False)
     assert use.updating[ACTIVATIONS] > 1.04 * frozen.updating[ACTIVATIONS]
     assert use.flops > 1.01 * frozen.flops
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "expert"])
+def test_axes_that_are_not_measured_are_said_to_be(axis: str, folder: Path) -> None:
+    cfg = settings(folder)
+    setattr(cfg.trainer.parallel, axis, 2)
+    with pytest.raises(UserError, match=rf"trainer\.parallel\.{axis}=2: skyasync plan"):
+        policy(cfg)

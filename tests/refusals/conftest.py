@@ -21,7 +21,13 @@ ROWS = [{"prompt": "What comes after one?", "question": "What comes after one?",
 
 def make_model(folder: Path) -> Path:
     folder.mkdir()
-    shape = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 256, "hidden_size": 8}
+    shape = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+    }
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
     save_file({"nothing": np.zeros(1)}, folder / "model.safetensors")
     letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}

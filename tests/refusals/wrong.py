@@ -122,6 +122,11 @@ INPUTS = [
     ([*FOUR, "trainer.parallel.tensor=2", "trainer.parallel.context=2"], "trainer.parallel.context=2", "choose"),
     ([*FOUR, "trainer.parallel.context=2", "trainer.policy.model.path={x}/recurrent"], "linear_attention", "splits"),
     ([*FOUR, "trainer.parallel.tensor=2", "trainer.policy.model.path={x}/planless"], "gpt2", "no tensor-parallel plan"),
+    ([*FOUR, "trainer.parallel.pipeline=4"], "trainer.parallel.pipeline=4", "more than the 2 layers"),
+    ([*FOUR, "trainer.parallel.pipeline=2", "trainer.policy.model.path={x}/planless"], "gpt2", "stages of layers"),
+    ([*FOUR, "trainer.parallel.expert=2"], "trainer.parallel.expert=2", "no mixture of experts"),
+    (["trainer.placement.policy_num_gpus_per_node=3", "trainer.parallel.expert=3",
+      "trainer.policy.model.path={x}/experts"], "trainer.parallel.expert=3", "the 4 experts"),
     (["ray.address=nowhere"], "ray.address='nowhere'", "host:port"),
 ]  # fmt: skip
 

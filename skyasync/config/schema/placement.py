@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING
 
 from skyasync.config.keys import When, key
@@ -29,12 +30,17 @@ OWN_DEVICES = (_OWN_REF, _OWN_CRITIC, _OWN_TEACHER)
 
 @dataclass
 class ParallelConfig:
+    pipeline: int = key(1, low=1)
+    """Stages of consecutive layers, each on ranks of its own, which compute micro-batches in turn (1F1B)."""
     context: int = key(1, low=1)
     """Ranks that split each sequence of the same rows, for long ones (Ulysses)."""
     context_kind: str = key("ulysses", choices=("ulysses", "ring"))
     """How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes keys
     and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in bfloat16 it has
     not been run)."""
+    expert: int = key(0, low=0)
+    """Ranks of the data dimension that divide a mixture's experts, and send each other the tokens of their rows for
+    these (all-to-all); 0 leaves whole experts to trainer.parallel.tensor."""
     tensor: int = key(1, low=1)
     """Ranks that split the matrices of the same rows, by transformers' plan for the model, and divide a mixture's
     experts."""
@@ -77,11 +83,13 @@ class PlacementConfig:
 def check_placement(cfg: Config) -> Iterator[str]:
     """Mesh dimensions that do not multiply to the ranks, or that nothing can be divided over."""
     trainer, parallel, placement = cfg.trainer, cfg.trainer.parallel, cfg.trainer.placement
-    ranks, sharing = placement.policy_num_nodes * placement.policy_num_gpus_per_node, parallel.context * parallel.tensor
-    if ranks % sharing:
+    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    sizes = {name: vars(parallel)[name] for name in ("pipeline", "context", "tensor")}
+    if ranks % (sharing := prod(sizes.values())):
+        product = " times ".join(f"trainer.parallel.{n}={v}" for n, v in sizes.items() if v > 1 or n != "pipeline")
         yield (
-            f"trainer.parallel.context={parallel.context} times trainer.parallel.tensor={parallel.tensor} does not "
-            f"divide the {ranks} ranks of trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
+            f"{product} does not divide the {ranks} ranks of "
+            f"trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
             f"trainer.placement.policy_num_gpus_per_node={placement.policy_num_gpus_per_node}: make them "
             f"{-(-ranks // sharing) * sharing}, or the axes divisors of {ranks}"
         )
@@ -90,8 +98,12 @@ def check_placement(cfg: Config) -> Iterator[str]:
             f"trainer.parallel.context_kind={parallel.context_kind} has no effect with trainer.parallel.context=1, "
             f"which splits no sequences: raise it, or leave the kind at ulysses"
         )
-    sizes = {"context": parallel.context, "tensor": parallel.tensor}
-    split = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
+    if parallel.pipeline > 1:
+        yield from _check_pipeline(cfg)
+    if parallel.expert > 1:
+        yield from _check_expert(cfg, ranks)
+    dimensions = {**sizes, "expert": parallel.expert}
+    split = [f"trainer.parallel.{name}={v}" for name, v in dimensions.items() if v > 1]
     if split and trainer.policy.torch_compile:
         yield f"trainer.policy.torch_compile=true does not compile what {split[0]} divides: remove one of them"
 
@@ -113,3 +125,51 @@ def check_placement(cfg: Config) -> Iterator[str]:
             )
         if size and colocated and split:
             yield f"{key} and {split[0]} both cut the ranks into groups: choose one"
+
+
+def _check_pipeline(cfg: Config) -> Iterator[str]:
+    """What stages of layers cannot have; the rest is in ``skyasync.models.parallel.pipeline``."""
+    trainer, policy = cfg.trainer, cfg.trainer.policy
+    of_critic = CRITIC(cfg) and (trainer.placement.colocate_policy_critic or trainer.placement.colocate_all)
+    refused = {
+        f"trainer.policy.lora.rank={policy.lora.rank}": (policy.lora.rank, "puts adapters on all layers at once"),
+        f"trainer.policy.router_replay={policy.router_replay}": (
+            policy.router_replay != "none",
+            "holds one micro-batch's experts, and stages have several under way",
+        ),
+        f"trainer.critic.backbone={trainer.critic.backbone}": (
+            CRITIC(cfg) and trainer.critic.backbone == "shared",
+            "trains a head that one stage alone has",
+        ),
+    }
+    for role, section, used in (("policy", policy, True), ("critic", trainer.critic, of_critic)):
+        refused[f"trainer.{role}.optimizer_config.bf16_stochastic_round=true"] = (
+            used and section.optimizer_config.bf16_stochastic_round,
+            "rounds the two copies of tied embeddings, of the first and the last stage, apart",
+        )
+    for setting, (given, reason) in refused.items():
+        if given:
+            pipeline = f"trainer.parallel.pipeline={trainer.parallel.pipeline}"
+            yield f"{setting} {reason}, so it does not go with {pipeline}: remove one of them"
+
+
+def _check_expert(cfg: Config, ranks: int) -> Iterator[str]:
+    """What ranks with different rows that divide experts cannot have."""
+    parallel, policy = cfg.trainer.parallel, cfg.trainer.policy
+    setting = f"trainer.parallel.expert={parallel.expert}"
+    for name in ("pipeline", "context", "tensor"):
+        if (size := vars(parallel)[name]) > 1:
+            yield (
+                f"{setting} sends tokens among ranks of the data dimension alone, and trainer.parallel.{name}={size} "
+                f"has not been tried with it: set {setting.partition('=')[0]}=0, or the other to 1"
+            )
+    if ranks % parallel.expert:
+        yield f"{setting} does not divide the {ranks} ranks of trainer.placement: choose a divisor of {ranks}"
+    refused = {
+        f"trainer.policy.lora.rank={policy.lora.rank}": policy.lora.rank,
+        "trainer.policy.optimizer_config.name=adamw_8bit": policy.optimizer_config.name == "adamw_8bit",
+        "trainer.policy.optimizer_config.bf16_stochastic_round=true": policy.optimizer_config.bf16_stochastic_round,
+    }
+    for other, given in refused.items():
+        if given:
+            yield f"{other} goes by rows of whole matrices or frozen ones, and {setting} divides experts: remove one"

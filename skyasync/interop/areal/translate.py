@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import prod
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, NoCounterpartError, is_number
@@ -23,12 +24,13 @@ def _sizes(value: Value) -> dict[str, int]:
 
 
 def _ranks(value: Value, context: ConversionContext) -> list[Value]:
-    """Ranks of the policy, and the axes that they are divided by; its experts go with the tensor axis."""
+    """Ranks of the policy, and the axes that they are divided by (``d2p2t2``), or experts by the data axis (``e4``)."""
     sizes = _sizes(value)
-    if not sizes or sizes.get("p", 1) > 1:
-        raise NoCounterpartError("layers are not divided among the policy's ranks: no pipeline in training")
-    tensor, context_parallel = sizes.get("t", 1), sizes.get("c", 1)
-    return [sizes.get("d", 1) * tensor * context_parallel, tensor, context_parallel]
+    if not sizes:
+        raise NoCounterpartError("")
+    dimensions = [sizes.get(letter, 1) for letter in "tcp"]
+    experts = sizes.get("e", 1)
+    return [sizes.get("d", 1) * prod(dimensions), *dimensions, experts if experts > 1 else 0]
 
 
 def _engines(value: Value, context: ConversionContext) -> list[Value]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -69,12 +70,13 @@ from skyasync.models.fsdp.sharding import (
 from skyasync.models.heads import HEADS, Head, copy_own_part, new_head
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
-from skyasync.models.token_model import SCORE_LAYER, TokenModel, can_share_prefixes
+from skyasync.models.token_model import SCORE_LAYER, STATES, TokenModel, can_share_prefixes
 from skyasync.weight_sync.adapters import Adapter
 from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 
 if TYPE_CHECKING:
     from skyasync.models.lora import Adapters
+    from skyasync.models.parallel.pipeline import Stage
 
 
 @BACKENDS.register("fsdp2")
@@ -86,9 +88,11 @@ class FSDPBackend(ModelBackend):
         trained: the parts that have an optimizer, ``MODEL`` first.
         adapters: of a model whose own weights are frozen.
         mesh: of the ranks; None if one rank holds the whole model.
+        stage: this rank's layers, if the model is a pipeline.
     """
 
     mesh: Mesh | None = None
+    stage: Stage | None = None
     adapters: Adapters | None = None
     _file_layout: FileLayout | None = None
 
@@ -171,6 +175,10 @@ class FSDPBackend(ModelBackend):
                 from skyasync.models.parallel.tensor import split
 
                 vocabulary = split(model, mesh.tensor)
+            if mesh and mesh.expert:
+                from skyasync.models.parallel.expert import divide_experts
+
+                divide_experts(model, mesh.expert)
             if spec.lora.rank:
                 from skyasync.models.lora import Adapters
 
@@ -182,6 +190,10 @@ class FSDPBackend(ModelBackend):
             wrapper = TokenModel(model, spec.distribution).eval()
             wrapper.context, wrapper.vocabulary = context, vocabulary
             wrapper.routers = Routers(model) if spec.router_replay != "none" else None
+            if mesh and mesh.pipeline:
+                from skyasync.models.parallel.pipeline import Stage
+
+                self.stage = wrapper.stage = Stage(model, mesh.pipeline, self.dtype)
             if VALUE_HEAD in spec.optimizers:
                 value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
                 wrapper.value_head = value_head
@@ -234,15 +246,18 @@ class FSDPBackend(ModelBackend):
         """The model of the files after ``prepare``, which gets a model without memory if there is a mesh."""
         if self.mesh is None:
             return prepare(head.load(self.spec.path, dtype))
-        min_chunks = self.ranks.world_size if self.mesh.tensor else 1  # two dimensions divide rows evenly
-        return load_sharded(self.spec.path, head, dtype, device, prepare, self._placement(), min_chunks)
+        stages = self.mesh.shape.pipeline
+        divided = self.mesh.tensor or self.mesh.expert  # two dimensions divide rows evenly
+        min_chunks = self.ranks.world_size // stages if divided else 1
+        return load_sharded(self.spec.path, head, dtype, device, prepare, self._placement(), min_chunks, stages=stages)
 
     def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
         """How FSDP2 cuts a parameter; None: by rows."""
         assert self.mesh is not None
         optimizers = self.spec.optimizers
         by_rows = bool(optimizers) and is_low_precision(optimizers[MODEL])  # it counts a rank's rows from its first
-        return shard_placement(1 if self.mesh.tensor or by_rows else self.mesh.shard.size(-1))
+        by_rows = by_rows or self.mesh.tensor is not None or self.mesh.expert is not None
+        return shard_placement(1 if by_rows else self.mesh.shard.size(-1))
 
     def _shard(self, wrapper: TokenModel) -> TokenModel:
         """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
@@ -256,6 +271,11 @@ class FSDPBackend(ModelBackend):
             "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.promote_types(master, torch.float32)),
             "offload_policy": offload if self.spec.cpu_offload == PARAMETERS else OffloadPolicy(),
         }
+        if self.mesh.expert:
+            from skyasync.models.parallel.expert import divided_experts
+
+            for module in divided_experts(wrapper.model):
+                fully_shard(module, **options | {"mesh": self.mesh.expert_shard})
         for module in decoder_layers(wrapper):
             fully_shard(module, **options)
         fully_shard(wrapper, **options)
@@ -276,8 +296,12 @@ class FSDPBackend(ModelBackend):
             if self.adapters:
                 self.adapters.set_dropout(False)
         learnt = [p for p in model.parameters() if p.requires_grad]
+        copy = None
+        if self.stage:
+            self.stage.check_trained(learnt)
+            copy = None if self.stage.is_first else self.stage.embeddings()
         self.optimizer = make_optimizer(wrapper, learnt, spec.optimizers[MODEL], spec.trainer.seed)
-        self.trained[MODEL] = TrainedPart(model, self.optimizer, spec.optimizers[MODEL].max_grad_norm)
+        self.trained[MODEL] = TrainedPart(model, self.optimizer, spec.optimizers[MODEL].max_grad_norm, copy)
         if wrapper.value_head is not None:
             settings = spec.optimizers[VALUE_HEAD]
             optimizer = make_optimizer(wrapper, wrapper.value_head.parameters(), settings)
@@ -294,36 +318,58 @@ class FSDPBackend(ModelBackend):
         with frozen, torch.no_grad(), sharded_afterwards(self.model):
             for micro in self._micro_batches(batch, self.spec.trainer.micro_forward_batch_size_per_gpu):
                 outputs = self.model(micro.layout.to(self.device), request)
-                put_rows(whole, request.names, micro, outputs, batch)
-        return whole
+                if self.stage and not self.stage.is_last:
+                    self.stage.send_states(outputs[STATES])
+                else:
+                    put_rows(whole, request.names, micro, outputs, batch)
+        return self.stage.from_last(whole) if self.stage else whole
 
     def forward_backward(self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()) -> dict[str, Tensor]:
         whole = {name: torch.zeros(batch.tokens.shape) for name in returns}
         dropout: AbstractContextManager[None] = nullcontext()
+        self._passes += 1
         if self.adapters:  # their dropout draws what a resumed run draws again
-            self._passes += 1
             seed = hash((self.spec.trainer.seed, self.step, self._passes, self.ranks.rank))
             dropout = self.adapters.dropping(seed)
         with sharded_afterwards(self.model), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
             following = next(micros, None)
-            while following is not None:
-                micro, following = following, next(micros, None)
+            warmup, pending = self.stage.warmup if self.stage else 0, deque[tuple[Tensor, Tensor | None]]()
+            while following is not None or pending:
+                if following is not None:
+                    micro, following = following, next(micros, None)
+                    outputs, result = self._compute(micro, loss)
+                    if STATES not in outputs:
+                        put_rows(whole, returns, micro, outputs, batch)
+                    pending.append((result, self.stage.received if self.stage else None))
+                    if following is not None and len(pending) <= warmup:
+                        continue
+                result, received = pending.popleft()
                 if self.spec.reduce_gradients == "update" and isinstance(self.model, FSDPModule):
-                    self.model.set_requires_gradient_sync(following is None)  # over ranks: after the last micro-batch
-                own = micro.batch.each(lambda tensor: tensor.to(self.device))
-                outputs = self.model(micro.layout.to(self.device), loss.request(own))
-                terms = loss(outputs, own)
-                for part, term in terms.items():
-                    self.trained[part].totals.add(term)
-                if MODEL in terms:
-                    real = len(micro.rows) > 0  # else it is for the collectives alone
-                    computed = torch.tensor(micro.layout.tokens.numel() * real, device=self.device)
-                    counts = {ROW_TOKENS: own.attention_mask.sum() * real, COMPUTED_TOKENS: computed}
-                    self.trained[MODEL].totals.add_sums(counts)
-                sum(term.loss for term in terms.values()).backward()  # type: ignore[union-attr]
-                put_rows(whole, returns, micro, outputs, batch)
-        return whole
+                    last = following is None and not pending  # over ranks: after the last micro-batch
+                    self.model.set_requires_gradient_sync(last)
+                if self.stage:
+                    self.stage.backward(result, received)
+                else:
+                    result.backward()
+        return self.stage.from_last(whole) if self.stage else whole
+
+    def _compute(self, micro: MicroBatch[UpdateBatch], loss: LossFn) -> tuple[dict[str, Tensor], Tensor]:
+        """The outputs of a micro-batch, and its loss; of a stage before the last: the states, which it sends."""
+        own = micro.batch.each(lambda tensor: tensor.to(self.device))
+        outputs = self.model(micro.layout.to(self.device), loss.request(own))
+        if self.stage and not self.stage.is_last:
+            self.stage.send_states(outputs[STATES])
+            return outputs, outputs[STATES]
+        terms = loss(outputs, own)
+        for part, term in terms.items():
+            self.trained[part].totals.add(term)
+        if MODEL in terms:
+            real = len(micro.rows) > 0  # else it is for the collectives alone
+            computed = torch.tensor(micro.layout.tokens.numel() * real, device=self.device)
+            counts = {ROW_TOKENS: own.attention_mask.sum() * real, COMPUTED_TOKENS: computed}
+            self.trained[MODEL].totals.add_sums(counts)
+        return outputs, sum(term.loss for term in terms.values())  # type: ignore[return-value]
 
     @property
     def shares_prefixes(self) -> bool:
@@ -357,15 +403,22 @@ class FSDPBackend(ModelBackend):
     def examine(self, scale: float = 1.0) -> str:
         if self._problem is None:
             problems: list[str] = []
+            if self.stage and self._passes:
+                self.stage.add_embedding_gradients()
             for name, part in self.trained.items():
-                if part.totals.sums:
+                if part.totals.sums or (self.stage and self._passes):  # the last stage has the totals
                     problems += self._examine(name, part, scale)
             self._problem = "; ".join(problems)
         return self._problem
 
     def _examine(self, name: str, part: TrainedPart, scale: float) -> list[str]:
         """Scale the gradient of a part and note its metrics; what of them is not finite."""
-        metrics = self._metrics[name] = part.totals.reduce(self.mesh.data_group if self.mesh else None, self.device)
+        metrics: dict[str, float] = {}
+        if part.totals.sums:
+            metrics = part.totals.reduce(self.mesh.data_group if self.mesh else None, self.device)
+        if self.stage:
+            metrics = self.stage.from_last(metrics)
+        self._metrics[name] = metrics
         metrics["loss"] *= scale
         whose = "critic's " if name == VALUE_HEAD else ""
         if not math.isfinite(metrics["loss"]):
@@ -444,13 +497,23 @@ class FSDPBackend(ModelBackend):
 
     def sharded_weights(self) -> Mapping[str, Any]:
         """Those of layers with adapters have a ``full_tensor`` that adds these."""
-        return self.adapters.merged() if self.adapters else checkpoint.own_tensors(self.model.model)
+        if self.adapters:
+            return self.adapters.merged()
+        own = checkpoint.own_tensors(self.model.model)
+        return self.stage.weights(own) if self.stage else own
 
     def file_layout(self) -> FileLayout | None:
-        model = self.model.model
-        if self._file_layout is None and FileLayout.differs(model):
-            self._file_layout = FileLayout(model, specs_in(self.sharded_weights(), self.dtype), self.adapters)
+        if self._file_layout is None and FileLayout.differs(self.model.model):
+            specs = specs_in(self.sharded_weights(), self.dtype)
+            self._file_layout = FileLayout(self._whole_model(), specs, self.adapters)
         return self._file_layout
+
+    def _whole_model(self) -> PreTrainedModel:
+        """The model with the layers of all stages, which have no memory then."""
+        if self.stage is None:
+            return self.model.model
+        with torch.device("meta"):
+            return HEADS[self.spec.head].with_config(self.spec.config_kwargs).empty(self.spec.path, self.dtype)
 
     def adapter(self) -> Adapter:
         assert self.adapters is not None, "the policy has no adapters"
@@ -472,7 +535,8 @@ class FSDPBackend(ModelBackend):
 
     def restore(self, folder: Path) -> None:
         role, key = self.spec.role, f"{self.spec.section}.model.path"
-        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra)
+        all_names = self.stage.union if self.stage else None
+        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra, all_names)
         if self.spec.cpu_offload == OPTIMIZER:
             self._offloaded.move_optimizer_state(self.optimizer, HOST)
 
@@ -484,16 +548,16 @@ class FSDPBackend(ModelBackend):
                 adapters.export(tensors, folder)
                 checkpoint.export_tokenizer(path, folder)
             return
-        model, weights = self.model.model, self.sharded_weights()
+        model, weights, whole = self.model.model, self.sharded_weights(), self._whole_model()
         if part == VALUE_HEAD:
             critic, adapters = HEADS[VALUE].with_config(self.spec.value_head_kwargs), None
             with torch.device("meta"):
-                model = critic.empty(path, self.dtype)
+                model = whole = critic.empty(path, self.dtype)
             names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             assert self.model.value_head is not None
             head = {f"{SCORE_LAYER}.weight": self.model.value_head.weight.detach()}
             weights = {name: value for name, value in weights.items() if name in names} | head
-        full = FullTensors(weights, self.dtype, FileLayout(model, specs_in(weights, self.dtype), adapters))
+        full = FullTensors(weights, self.dtype, FileLayout(whole, specs_in(weights, self.dtype), adapters))
         if self.ranks.rank != 0:
             full.only_gather()
             return

@@ -13,9 +13,10 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,12 +30,14 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
@@ -137,12 +140,14 @@ def load(
     role: str = "policy",
     key: str = "trainer.policy.model.path",
     extra: ExtraPart | None = None,
+    all_names: Callable[[Collection[str]], set[str]] | None = None,
 ) -> int:
     """Restore model, optimizer and random state.
 
     Args:
         role, key: the role, and the key that chose its model, for errors.
         extra: what was saved with them.
+        all_names: of all ranks together, by those of this one: stages of a pipeline have tensors of their own.
 
     Returns:
         The number of optimizer steps taken.
@@ -171,7 +176,7 @@ def load(
         }
         optimizer_states.append(empty)
         state |= _tensors(prefix, module, empty["state"])
-    if strange := sorted(saved ^ state.keys()):
+    if strange := sorted(saved ^ (all_names(state.keys()) if all_names else state.keys())):
         where = "the checkpoint" if strange[0] in saved else f"the {role}"
         if strange[0].startswith("critic."):
             setting = extra.setting if extra else "trainer.critic.backbone=own, or without a critic"
@@ -277,11 +282,19 @@ class _SummingFiles(FileSystem):
             yield cast(io.IOBase, file)
 
 
+class _OwnFiles(HuggingFaceStorageWriter):
+    """Which tensor goes into which file is each rank's own: torch's takes rank 0's for all, which may lack tensors."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        storage = {**plan.storage_data, "fqn_to_index_mapping": self.fqn_to_index_mapping}
+        return super().write_data(replace(plan, storage_data=storage), planner)
+
+
 class CheckpointWriter:
     """The files of one checkpoint, and which tensor goes into which."""
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        numbers: dict[str, int] = {}  # all ranks take rank 0's, whose shards are the largest
+        numbers: dict[str, int] = {}
         number, filled = 1, 0
         for name, value in state.items():
             size = (value.to_local() if isinstance(value, DTensor) else value).nbytes
@@ -289,7 +302,7 @@ class CheckpointWriter:
                 number, filled = number + 1, 0
             numbers[name], filled = number, filled + size
         self._folder, self._files = folder, _SummingFiles()
-        self.storage = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
+        self.storage = _OwnFiles(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
         self.storage.fs, self.storage.sync_files = self._files, False
 
     def result(self, write: Callable[[], Any]) -> SaveResult:

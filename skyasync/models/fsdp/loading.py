@@ -52,6 +52,8 @@ def load_sharded(
     shard: WrapAndShard,
     place: Placement,
     min_chunks: int = 1,
+    *,
+    stages: int = 1,
 ) -> TokenModel:
     """A model from a folder or hub name, of which each rank holds its shards, on ``device``.
 
@@ -62,6 +64,7 @@ def load_sharded(
         shard: wraps a model whose parameters have no memory yet, and applies FSDP to it.
         place: where that cuts a parameter; None: by rows.
         min_chunks: into which rows of joined parameters must divide, so that each rank has some.
+        stages: of a pipeline; ``shard`` leaves each rank the layers of its own.
 
     Raises:
         UserError: if it is no such model, or its files contradict its configuration.
@@ -71,15 +74,22 @@ def load_sharded(
             empty = head.empty(path, dtype)
         converters = [c for c in get_model_conversion_mapping(empty) if isinstance(c, WeightConverter)]
         if not can_be_sliced(empty, converters, place, min_chunks):
+            if stages > 1:
+                raise UserError(
+                    f"trainer.parallel.pipeline={stages}: {path} holds tensors that must be joined whole, which one "
+                    f"rank does for all layers: set it to 1"
+                )
             return _from_rank_zero(path, head, empty, dtype, device, shard).to(device)
         wrappers: list[TokenModel] = []
+        counts: list[int] = []  # of parameters, tied ones once
 
         def distribute(model: PreTrainedModel) -> None:
             model.tie_weights()  # before sharding, so that a tied weight is one shard
             wrappers.append(shard(model))
+            counts.append(len(list(model.parameters())))
 
         model = _read(path, head, empty, dtype, distribute, sequential=bool(converters))
-        _check_ties(path, empty, model)
+        _check_ties(path, counts[0], model)
         (wrapper,) = wrappers
         # On a CPU a loaded weight may be a view of its file, which an export may overwrite.
         for parameter in wrapper.parameters():
@@ -209,7 +219,7 @@ def _from_rank_zero(
     sender, source = _ShardSender(wrapper.model, device), None
     if dist.get_rank() == 0:
         source = sender.send(lambda begin: _read(path, head, empty, dtype, begin, sequential=True))
-        _check_ties(path, wrapper.model, source)
+        _check_ties(path, len(list(wrapper.model.parameters())), source)
     else:
         sender.receive()
     for name, buffer in wrapper.model.named_buffers():
@@ -300,9 +310,9 @@ def _send_shards(whole: Tensor | None, parameter: Tensor, device: torch.device) 
                 dist.send(shards[rank % count].to(device).contiguous(), dst=rank)
 
 
-def _check_ties(path: str, expected: PreTrainedModel, loaded: PreTrainedModel) -> None:
+def _check_ties(path: str, parameters: int, loaded: PreTrainedModel) -> None:
     """transformers leaves weights untied if a file has different ones for both names; FSDP has tied them already."""
-    if len(list(expected.parameters())) != len(list(loaded.parameters())):
+    if parameters != len(list(loaded.parameters())):
         raise UserError(
             f"{path}: config.json ties the embeddings to the head, but the files hold two different tensors for them: "
             f"set tie_word_embeddings to false in config.json"

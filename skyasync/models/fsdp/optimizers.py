@@ -128,11 +128,16 @@ _ROUNDING = 1e-3
 
 @dataclass
 class TrainedPart:
-    """A part of a model with its own optimizer, gradient norm and metrics."""
+    """A part of a model with its own optimizer, gradient norm and metrics.
+
+    Args:
+        copy: a parameter that another rank has as well, and counts in the norm.
+    """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
     max_grad_norm: float
+    copy: nn.Parameter | None = None
     totals: Totals = field(default_factory=Totals)
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
 
@@ -142,13 +147,14 @@ class TrainedPart:
         if scale != 1.0:
             for gradient in gradients:
                 gradient.mul_(scale)
-        if mesh is None or mesh.tensor is None:
+        if mesh is None or (mesh.tensor is None and mesh.pipeline is None and mesh.expert is None):
             norm = torch.nn.utils.get_total_norm(gradients)
             self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             return self.norm
         # torch's function takes tensors of one mesh. What the tensor dimension replicates counts on its first rank.
-        first = mesh.tensor.get_local_rank() == 0
-        counted = [local(g) for g in gradients if first or is_tensor_parallel(g)]
+        first = mesh.tensor is None or mesh.tensor.get_local_rank() == 0
+        copied = None if self.copy is None else self.copy.grad
+        counted = [local(g) for g in gradients if g is not copied and (first or is_tensor_parallel(g))]
         squares = torch.zeros((), dtype=torch.float64, device=local(gradients[0]).device)
         if counted:
             squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()

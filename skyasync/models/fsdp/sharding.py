@@ -21,12 +21,37 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from skyasync.models import MeshShape
 
-DATA, CONTEXT, TENSOR, REPLICA, SHARD = "data", "context", "tensor", "replica", "shard"
+PIPELINE, DATA, CONTEXT, TENSOR, EXPERT = "pipeline", "data", "context", "tensor", "expert"
+REPLICA, SHARD = "replica", "shard"
 
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 """What ``cpu_offload`` keeps in host memory: the optimizer state between steps, or all that is sharded, always."""
 
 HOST, LOOPBACK = torch.device("cpu"), "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """The ranks that have one coordinate in all other dimensions, one per stage, in the order of the stages.
+
+    States and gradients travel in groups of their own. NCCL runs what a group sends in the order of the calls. A stage
+    that waits for a gradient must not hold up the states that the next stage needs first.
+    """
+
+    ranks: tuple[int, ...]
+    states: dist.ProcessGroup
+    gradients: dist.ProcessGroup
+    first_and_last: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> PipelineGroups:
+        """All ranks call it: a group is made by everybody."""
+        own: list[PipelineGroups] = []
+        for ranks in mesh.mesh.flatten(1).T.tolist():
+            groups = [dist.new_group(members) for members in (ranks, ranks, [ranks[0], ranks[-1]])]
+            if mesh.get_rank() in ranks:
+                own.append(cls(tuple(ranks), *groups))
+        return own[0]
 
 
 @dataclass(frozen=True)
@@ -39,10 +64,20 @@ class Mesh:
     data_group: dist.ProcessGroup | None = None
     context_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
+    pipeline: PipelineGroups | None = None
+    expert: DeviceMesh | None = None  # of the ranks that divide experts, and of those that shard each one
+    expert_shard: DeviceMesh | None = None
 
     @classmethod
     def make(cls, device_type: str, shape: MeshShape, fsdp_size: int = 0) -> Mesh:
-        if shape.non_data == 1:
+        if shape.expert > 1:
+            whole = init_device_mesh(device_type, (shape.ranks,))
+            mesh = init_device_mesh(
+                device_type, (shape.data // shape.expert, shape.expert), mesh_dim_names=(SHARD, EXPERT)
+            )
+            quiet_about_two_dimensions()
+            return cls(shape, whole, data_group=dist.group.WORLD, expert=mesh[EXPERT], expert_shard=mesh[SHARD])
+        if shape.non_data == shape.pipeline == 1:
             if fsdp_size in (0, shape.ranks):
                 mesh = init_device_mesh(device_type, (shape.ranks,))
             else:  # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among replicas
@@ -50,11 +85,19 @@ class Mesh:
                 mesh = init_device_mesh(device_type, (replicas, fsdp_size), mesh_dim_names=(REPLICA, SHARD))
             return cls(shape, mesh, data_group=dist.group.WORLD if shape.ranks > 1 else None)
         sizes, names = (shape.data, shape.context, shape.tensor), (DATA, CONTEXT, TENSOR)
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-        # It warns of every kind of parameter that two dimensions shard: gathering it takes two collectives.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+        stages, outer = ((shape.pipeline,), (PIPELINE,)) if shape.pipeline > 1 else ((), ())
+        mesh = init_device_mesh(device_type, (*stages, *sizes), mesh_dim_names=(*outer, *names))
+        quiet_about_two_dimensions()
         groups = [mesh[name].get_group() if size > 1 else None for name, size in zip(names, sizes, strict=True)]
-        return cls(shape, mesh[DATA, CONTEXT]._flatten(SHARD), mesh[TENSOR] if shape.tensor > 1 else None, *groups)
+        data_group, context_group, tensor_group = groups
+        pipeline = PipelineGroups.of(mesh) if shape.pipeline > 1 else None
+        shard, tensor = mesh[DATA, CONTEXT]._flatten(SHARD), mesh[TENSOR] if shape.tensor > 1 else None
+        return cls(shape, shard, tensor, data_group, context_group, tensor_group, pipeline)
+
+
+def quiet_about_two_dimensions() -> None:
+    """torch warns of every kind of parameter that two dimensions shard: gathering it takes two collectives."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:

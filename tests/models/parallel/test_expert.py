@@ -1,0 +1,75 @@
+"""Experts that ranks with different rows divide: tokens travel, and the gradient is one rank's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+
+from skyasync.workers.policy import PolicyWorker
+from tests.models.parallel.test_pipeline import apart, go_on, joined, of_one, settings, updates
+from tests.models.test_shapes import WIDE
+from tests.workers.processes import Ranks
+from tests.workers.test_critic import EXPERTS
+
+pytestmark = pytest.mark.slow
+
+EIGHT = {**EXPERTS, "head_dim": 8, "moe_intermediate_size": 16, "num_experts": 8}
+MODELS = {
+    "qwen3_moe": Qwen3MoeConfig(**WIDE, **EIGHT),
+    "mixtral_tied": MixtralConfig(**WIDE, num_local_experts=4, tie_word_embeddings=True),
+}
+CASES: list[tuple[str, int, dict[str, Any]]] = [
+    ("qwen3_moe", 2, {"expert": 2}),
+    ("mixtral_tied", 2, {"expert": 2, "recomputed": True}),
+    ("qwen3_moe", 4, {"expert": 2, "recomputed": True}),
+    ("qwen3_moe", 4, {"expert": 4}),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("mixtures")
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    return {name: str(folder / name) for name in MODELS}
+
+
+@pytest.mark.parametrize(("name", "count", "sizes"), CASES, ids=str)
+def test_divided_experts_have_one_ranks_gradient(
+    models: dict[str, str], name: str, count: int, sizes: dict[str, Any], ranks: Callable[[int], Ranks]
+) -> None:
+    alone = of_one(models[name])
+    ranks(count).close()
+    ranks(count).set_up(PolicyWorker, settings(models[name], **sizes))
+    answers = ranks(count).call(updates)
+    for number, (_, logprobs, _, expected, metrics) in enumerate(alone):
+        for of_rank in answers:
+            rows, said, _, gradients, told = of_rank[number]
+            assert abs(said - logprobs[rows, : said.shape[1]]).max() < 1e-5
+            assert gradients.keys() == expected.keys()
+            assert apart(gradients, expected) < 1e-6
+            assert told == pytest.approx(metrics, rel=1e-5)
+
+
+def test_checkpoints_and_weights_of_divided_experts_are_the_whole_models(
+    models: dict[str, str], ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
+    before: dict[str, Any] = {}
+    ways: list[tuple[int, dict[str, int]]] = [(2, {"expert": 2}), (1, {}), (4, {"expert": 2}), (2, {"tensor": 2})]
+    for number, (count, sizes) in enumerate(ways):
+        ranks(count).close()
+        ranks(count).set_up(PolicyWorker, settings(models["qwen3_moe"], **sizes))
+        found = ranks(count).call(go_on, str(tmp_path / str(number - 1)) if number else "", str(tmp_path / str(number)))
+        loaded, after = (joined([each[i] for each in found]) for i in (0, 1))
+        assert all((loaded[name] == value).all() for name, value in before.items()), f"{sizes} loads otherwise"
+        before = after
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
+        weights = dict(exported.named_parameters())
+        assert found[0][2].keys() == weights.keys()
+        assert all((weights[name].detach().numpy() == weight).all() for name, weight in found[0][2].items())
