@@ -14,6 +14,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -130,10 +131,8 @@ class OpenEnvEnv(ServedEnv):
 
     async def _exchange(self, message: str, *, again: bool = False) -> Answer:
         assert self._socket is not None
-        try:
+        with suppress(aiohttp.ClientError):  # the server has closed the socket: what it said before is read
             await self._socket.send_str(message)
-        except aiohttp.ClientError:
-            pass  # the server has closed the socket: what it said before is read
         received = await self._socket.receive()
         if received.type is not aiohttp.WSMsgType.TEXT:
             if self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
@@ -171,8 +170,9 @@ class OpenEnvEnv(ServedEnv):
 
     @property
     def _plays_tools(self) -> bool:
-        """Whether an action is a call of one of the server's tools (MCP)."""
-        return {"tool_name", "arguments"} <= set(self._schema.get("properties") or ())
+        """Whether an action is a call of one of the server's tools (MCP), which some schemas leave open."""
+        entries = set(self._schema.get("properties") or ()) - {"metadata"}
+        return not entries or {"tool_name", "arguments"} <= entries
 
     def _tool_calls(self, text: str) -> list[dict[str, Any]]:
         _, calls = read_tool_calls(text)

@@ -111,7 +111,7 @@ class ServedEnv(BaseTextEnv):
         """What the server makes of a response. ``self.turns`` counts it already."""
         raise NotImplementedError
 
-    async def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:  # type: ignore[override]
+    async def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
         if type(self).description is None:
             type(self).description = await self.request("GET", self.description_path, first=True)
             if not self.is_described_by(self.description):
