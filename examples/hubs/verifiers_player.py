@@ -56,10 +56,7 @@ async def play(env: Any, task: Any, http: httpx.AsyncClient, sessions_key: str) 
 
 async def play_all(folder: Path, config: dict[str, Any]) -> None:
     """Session after session, task after task, until the run's endpoint is gone."""
-    file = folder / "endpoint.json"
-    while not (file.exists() and file.read_text()):
-        await asyncio.sleep(0.5)
-    found = json.loads(file.read_text())
+    found = json.loads((folder / "endpoint.json").read_text())  # there once the run has started
     env = vf.load_environment(resolve_env_config(config))
     tasks = list(itertools.islice(env.taskset.load(), 1000))
     samples = int(os.environ.get("SAMPLES", "4"))  # generator.n_samples_per_prompt: the sessions of one task
