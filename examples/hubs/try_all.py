@@ -37,7 +37,7 @@ TRIALS = {
     "echo_env": Trial("openenv", {}, ONE_AT_A_TIME),
     "grid_world_env": Trial("openenv", {"show": ["message"]}, ONE_AT_A_TIME),
     "connect4_env": Trial("openenv", {"show": ["legal_actions"]}, ONE_AT_A_TIME),
-    "maze_env": Trial("openenv", {"seed": 1}, ONE_AT_A_TIME),
+    "maze_env": Trial("openenv", {"seed": 1, "execution_errors": "show"}, ONE_AT_A_TIME),
     "reasoning_gym_env": Trial(
         "openenv",
         {"seed": 1, "reset": {"dataset_name": "number_sorting", "dataset_config": {"max_numbers": 4}, "size": 8}},
@@ -98,7 +98,7 @@ def play(name: str, given: argparse.Namespace, folder: Path) -> str:
     try:
         wait_for("/schema" if trial.hub == "openenv" else "/openapi.json", server)
         command = [
-            sys.executable, "-m", "skyasync", "--config", str(HERE / "config.yaml"),
+            sys.executable, "-m", "skyasync", "--config", str(HERE / "trial.yaml"),
             f"environment.env_class={trial.hub}:http://127.0.0.1:{PORT}",
             f"data.train_data=[{rows(name, trial, given, folder)}]",
             f"trainer.runs_dir={folder}/runs", f"trainer.run_name={name}", *trial.settings, *given.settings,

@@ -43,6 +43,8 @@ class OpenEnvEnv(ServedEnv):
             A response with a JSON object of the action's entries is taken as it is. Of a text for a number the last
             number counts, for one of several names the last name.
         action_with: entries that every action has.
+        execution_errors: "fail", or "show" where the environment raises for what the model may do: an error of a step
+            then costs a turn, is shown to the model, and is counted too.
         show: names of the observation's entries that the model reads; by default all that are not empty.
     """
 
@@ -57,6 +59,10 @@ class OpenEnvEnv(ServedEnv):
         super().__init__(env_config, extras)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._fixed: dict[str, Any] = dict(self.settings.get("action_with") or {})
+        kinds = ("fail", "show")
+        if (kind := self.settings.get("execution_errors", "fail")) not in kinds:
+            raise UserError(unknown("execution_errors", kind, kinds))
+        self._shows_errors = kind == "show"
         self._metadata: object = {}
         self._refused = 0
 
@@ -149,7 +155,7 @@ class OpenEnvEnv(ServedEnv):
         if not isinstance(data, Mapping):
             raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is no observation")
         if answer.get("type") == "error":
-            if _code(answer) == "VALIDATION_ERROR":
+            if _code(answer) == "VALIDATION_ERROR" or (self._shows_errors and _code(answer) == "EXECUTION_ERROR"):
                 raise RefusedActionError(_what_is_wrong(data))
             raise InvalidEnvOutputError(f"{self.url} answered {_code(answer)}: {str(data.get('message'))[:300]}")
         observation, reward = data.get("observation"), data.get("reward")

@@ -184,6 +184,18 @@ def test_an_action_that_the_schema_refuses_is_shown_to_the_model():
     assert metrics["invalid_actions"] == 1.0
 
 
+def test_an_error_of_a_step_is_shown_where_the_row_says_so():
+    hub = Hub()
+    error = {"type": "error", "data": {"message": "7 is not a valid Action", "code": "EXECUTION_ERROR"}}
+    hub.answers = [observed({"message": "go"}, None), error]
+    with serving(hub) as url:
+        _, steps, metrics = episode(f"openenv:{url}", "UP", "DOWN", execution_errors="show")
+        with pytest.raises(UserError, match="unknown execution_errors 'shown': did you mean 'show'"):
+            episode(f"openenv:{url}", execution_errors="shown")
+    assert steps[0]["observations"][0]["content"] == "error: 7 is not a valid Action"
+    assert steps[1]["reward"] == -0.1 and metrics["invalid_actions"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("entry", "text", "value"),
     [
