@@ -53,7 +53,7 @@ class NemoGymEnv(ServedEnv):
         self._row = {name: value for name, value in self.extras.items() if name not in ("max_steps", "max_turns")}
         params = self._row.setdefault("responses_create_params", {"input": []})
         self._tools: list[dict[str, Any]] = [t for t in params.get("tools") or () if t.get("type") == "function"]
-        self._said: list[Item] = []
+        self._items_so_far: list[Item] = []
         self._info: Mapping[str, Any] = {}
         self._unverified = False
 
@@ -80,7 +80,7 @@ class NemoGymEnv(ServedEnv):
         items, calls = self._items(action)
         if not self._verifies:
             return await self._step(items)
-        self._said += items
+        self._items_so_far += items
         messages = [await self._call(call) for call in calls]
         if calls and self.turns != self.max_steps:
             return {"observations": messages, "reward": 0.0, "done": False, "metadata": {}}
@@ -100,7 +100,7 @@ class NemoGymEnv(ServedEnv):
         if ended:
             thought = {"type": "summary_text", "text": thoughts.replace("<think>", "").strip()}
             items.append({"type": "reasoning", "id": f"rs_{self.turns}", "summary": [thought]})
-        said, functions = read_tool_calls(text)
+        message_text, functions = read_tool_calls(text)
         calls = [
             {
                 "type": "function_call",
@@ -112,8 +112,8 @@ class NemoGymEnv(ServedEnv):
             }
             for number, call in enumerate(functions)
         ]
-        if said or not calls:
-            content = [{"type": "output_text", "text": said, "annotations": []}]
+        if message_text or not calls:
+            content = [{"type": "output_text", "text": message_text, "annotations": []}]
             message = {"type": "message", "id": f"msg_{self.turns}", "role": "assistant", "status": "completed"}
             items.append({**message, "content": content})
         return [*items, *calls], calls
@@ -126,12 +126,12 @@ class NemoGymEnv(ServedEnv):
             output = content.decode(errors="replace")
         else:
             output = json.dumps({"error": unknown("tool", call["name"], map(str, names))})
-        self._said.append({"type": "function_call_output", "call_id": call["call_id"], "output": output})
+        self._items_so_far.append({"type": "function_call_output", "call_id": call["call_id"], "output": output})
         return {"role": "tool", "name": call["name"], "content": output}
 
     async def _verify(self) -> BaseTextEnvStepOutput:
         self._unverified = True
-        body = {**self._row, "response": self._response(self._said)}
+        body = {**self._row, "response": self._response(self._items_so_far)}
         answer = self._object(await self.request("POST", "/verify", body, repeatable=True), "/verify")
         self._unverified = False
         if answer.get("mask_sample") is True:

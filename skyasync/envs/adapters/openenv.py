@@ -59,10 +59,9 @@ class OpenEnvEnv(ServedEnv):
         super().__init__(env_config, extras)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._fixed: dict[str, Any] = dict(self.settings.get("action_with") or {})
-        kinds = ("fail", "show")
-        if (kind := self.settings.get("execution_errors", "fail")) not in kinds:
-            raise UserError(unknown("execution_errors", kind, kinds))
-        self._shows_errors = kind == "show"
+        if (on_error := self.settings.get("execution_errors", "fail")) not in ("fail", "show"):
+            raise UserError(unknown("execution_errors", on_error, ("fail", "show")))
+        self._shows_errors = on_error == "show"
         self._metadata: object = {}
         self._refused = 0
 
@@ -257,12 +256,12 @@ def _last_object(text: str) -> dict[str, Any] | None:
         if start < 0:
             return None
         try:
-            found, stop = decoder.raw_decode(text, start)
+            parsed, stop = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             start = text.find("{", start + 1)
             continue
-        if stop == end and isinstance(found, dict):
-            return found
+        if stop == end and isinstance(parsed, dict):
+            return parsed
         start = text.find("{", stop)
     return None
 
@@ -277,10 +276,10 @@ def _value(text: str, entry: Schema) -> object:
         return named[-1]
     match entry.get("type"):
         case "integer" | "number" as kind:
-            found = re.findall(r"-?\d+" if kind == "integer" else r"-?\d+(?:\.\d+)?", text)
-            if not found or len(found[-1]) > 18:
+            digits = re.findall(r"-?\d+" if kind == "integer" else r"-?\d+(?:\.\d+)?", text)
+            if not digits or len(digits[-1]) > 18:
                 raise RefusedActionError("answer with a number")
-            return int(found[-1]) if kind == "integer" else float(found[-1])
+            return int(digits[-1]) if kind == "integer" else float(digits[-1])
         case "boolean":
             return _value(text, {"enum": ["true", "false"]}) == "true"
         case "string" | None:
