@@ -58,7 +58,8 @@ def train(base_url: str, base_model: str, steps: int) -> list[float]:
     """Seconds of each step: samples of every prompt, a gradient, a step of the optimizer, the next sampler."""
     service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
     client = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
-    tokenizer, rows = client.get_tokenizer(), cycle(train_prompts())
+    tokenizer: Any = client.get_tokenizer()
+    rows = cycle(train_prompts())
     sampler, seconds = client.save_weights_and_get_sampling_client().result(), list[float]()
     for _ in range(steps):
         began = time.perf_counter()
@@ -133,7 +134,8 @@ def kill(process: psutil.Process, title: str) -> None:
 def kills(times: int, folder: Path) -> None:
     """The losses of a model beside which processes are killed must be those of the same model without kills."""
     tokens = list(range(40, 60))
-    rows = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})]
+    target: Any = {"target_tokens": tokens[1:]}
+    rows = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), target)]
 
     def step(client: Any, begun: Any = None) -> float:
         future = begun or client.forward_backward(rows, "cross_entropy")
