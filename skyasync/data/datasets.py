@@ -1,7 +1,8 @@
 """Rows to prompts.
 
 A row has a prompt (a conversation, or one string for the user's message), perhaps an ``env_class``, a label, a
-domain, and whatever else the environment wants to know. Invariant: rows are never dropped silently.
+domain, and whatever else the environment wants to know. In place of a prompt it may have ``responses_create_params``
+(NeMo Gym). Invariant: rows are never dropped silently.
 """
 
 from __future__ import annotations
@@ -203,8 +204,12 @@ def placed(index: int, row: dict[str, Any], messages: Conversation) -> Conversat
 
 def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:
     """The prompt, which is taken out of the row, and whether it is a conversation there."""
-    prompt = _column(index, row, data.prompt_key, "data.prompt_key")
-    row.pop(data.prompt_key, None)
+    params = row.get("responses_create_params")
+    if isinstance(params, Mapping) and params.get("input"):
+        prompt = _responses_input(params)  # the row stays whole: its server reads it
+    else:
+        prompt = _column(index, row, data.prompt_key, "data.prompt_key")
+        row.pop(data.prompt_key, None)
     if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
         with suppress(ValueError):  # ROLL's data has conversations as JSON
             parsed = json.loads(prompt)
@@ -223,6 +228,24 @@ def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conv
     if data.system_prompt and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": data.system_prompt})
     return messages, not isinstance(prompt, str)
+
+
+def _responses_input(params: Mapping[str, Any]) -> object:
+    """The input of a request in the form of OpenAI's Responses API, as messages."""
+    given = params["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if params.get("instructions"):
+        items = [{"role": "system", "content": params["instructions"]}, *items]
+    messages = []
+    for item in items if is_conversation(items) else ():
+        content = item["content"]
+        if isinstance(content, list):
+            texts = ("input_text", "output_text", "text")
+            parts = [{"type": "text", "text": p["text"]} if p.get("type") in texts else p for p in content]
+            text = all(p.get("type") == "text" for p in parts)
+            content = "\n".join(p["text"] for p in parts) if text else parts
+        messages.append({"role": "system" if item["role"] == "developer" else item["role"], "content": content})
+    return messages or given
 
 
 def is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:

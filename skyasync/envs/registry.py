@@ -1,4 +1,4 @@
-"""Environments by name: a registered id, or ``module:Class`` for one in the user's own file.
+"""Environments by name: a registered id, ``module:Class`` for one in the user's own file, or ``openenv:URL``.
 
 Every name gives a subclass of ``BaseTextEnv``. A class with ``reset(seed)`` and a ``step`` of five values (gem,
 gymnasium) is played by ``skyasync.envs.adapters.gem``; a function that makes environments becomes a class.
@@ -19,11 +19,12 @@ ENVS = Registry(
     "environment",
     {
         "skyasync.envs.reward": "reward gsm8k",
-        **{f"skyasync.envs.adapters.{name}": name for name in ("gem", "gymnasium", "textarena")},
+        **{f"skyasync.envs.adapters.{name}": name for name in ("gem", "gymnasium", "nemo_gym", "openenv", "textarena")},
         **other_frameworks().environments,
     },
     capabilities={"extra": ""},  # the extra of this library that installs what it needs
 )
+SERVED = ("nemo_gym", "openenv")  # environments by the address of their server: ``openenv:http://...``
 EnvFactory = Callable[..., BaseTextEnv]
 Foreign = Any  # what belongs to the user's classes
 
@@ -74,7 +75,8 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[B
     Raises:
         UserError: if there is none, listing the nearest names.
     """
-    target: Any = name if ":" in name else ENVS[name]
+    kind, colon, url = name.partition(":")
+    target: Any = ENVS[kind].at(url) if kind in SERVED else name if colon else ENVS[name]
     more = dict(kwargs or {})
     if isinstance(target, EnvSpec):
         target, more = target.entry_point, {**target.kwargs, **more}

@@ -23,7 +23,7 @@ from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.environment import judges
 from skyasync.config.schema.sampling import backend
 from skyasync.envs.base import STEP_FORM, BaseTextEnv
-from skyasync.envs.registry import ENVS
+from skyasync.envs.registry import ENVS, SERVED
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
 from skyasync.observability import TRACKERS
@@ -100,7 +100,10 @@ def _check_wandb() -> None:
 
 def check_environment(name: str) -> None:
     """An ``env_class`` of the configuration or of a row."""
-    if ":" in name:
+    kind, _, url = name.partition(":")
+    if kind in SERVED:
+        ENVS[kind].at(url).check_server()
+    elif ":" in name:
         check_reference(name, "environment")
         _check_step(name)
     elif name not in ENVS.names():

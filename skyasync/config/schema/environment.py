@@ -20,7 +20,7 @@ _WHERE = "environment.domains"
 @dataclass
 class EnvironmentConfig:
     env_class: str = key("", open_ended=True)
-    """Environment of rows that name none: a registered id or module:Class."""
+    """Environment of rows that name none: a registered id, module:Class, or openenv:URL or nemo_gym:URL."""
     num_workers: int = key(1, low=1)
     """Processes that run environments or agent programs."""
     max_threads: int = key(512, low=1, when="not generator.agent_program")

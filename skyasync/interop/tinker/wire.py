@@ -91,8 +91,6 @@ def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> Tensor:
     chunks = [chunk.encoded_text.tokens for chunk in datum.model_input if chunk.HasField("encoded_text")]
     if len(chunks) < len(datum.model_input):
         raise ValueError("images and audio are not supported: the policy reads text")
-    if datum.model_input_spans:
-        raise ValueError("provenance spans are not supported: nothing is recorded while engines sample")
     read = np.frombuffer(b"".join(chunks), dtype=np.int32).astype(np.int64)
     target = _array(datum.loss_fn_inputs, "target_tokens")
     if target is None or not len(read):

@@ -122,6 +122,19 @@ def test_what_cannot_be_computed_is_rejected_with_its_reason(
     assert says in str(error.value)
 
 
+def test_where_tokens_come_from_changes_no_loss() -> None:
+    """The cookbook's recipes always say it; of the losses only one that is rejected reads it."""
+    plain = datum([1, 2, 3], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
+    read, wrote = (
+        types.PromptProvenanceSpan(sequence_id="s", offset=0, length=1),
+        types.SampledProvenanceSpan(sequence_id="s", length=1),
+    )
+    told = plain.with_provenance(model_input=[read, wrote], loss_fn_inputs=[wrote, wrote])
+    assert encoded([told], "ppo") != encoded([plain], "ppo")
+    with_spans, without = (loss_batch(encoded([each], "ppo"), **LIMITS) for each in (told, plain))
+    assert repr(with_spans) == repr(without)
+
+
 def test_a_target_that_is_not_the_following_token_is_rejected() -> None:
     wrong = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 4, 4]})
     with pytest.raises(UserError, match=r"datum 0: target_tokens\[1\] is not the token that follows"):

@@ -1,0 +1,192 @@
+"""The Tinker server on the tiny model: its time per step beside ``sync`` on the same work, and a client beside kills.
+
+python -m benchmarks.tinker ratio --steps 12     # both train one adapter on the same prompts, one after the other
+python -m benchmarks.tinker kills --times 20     # kills an engine, the ranks and the server in turn
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import psutil
+import tinker
+from tinker import types
+
+from skyasync.examples.tiny.tasks import train_prompts
+
+PROMPTS, SAMPLES, TOKENS, RANK, RATE = 32, 8, 9, 16, 3e-3
+WARM = 2  # steps that are not timed
+KEY = "tml-local"
+COMMON = ("generator.backend=transformers", f"trainer.policy.lora.rank={RANK}", f"trainer.policy.lora.alpha={RANK}")
+PORT = 20000 + os.getpid() % 10000
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[tuple[str, str, psutil.Process]]:
+    """The server's address, its base model, and its process."""
+    log = folder / f"server.{time.monotonic_ns()}.log"
+    words = ["--folder", str(folder / "state"), "--port", str(PORT), "generator.max_model_len=64", *COMMON]
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-m", "skyasync", "tinker", *words], stdout=out, stderr=out)
+    try:
+        said: dict[str, str] = {}
+        while "base_model" not in said:
+            if process.poll() is not None:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.2)
+            said = dict(line.split("=", 1) for line in log.read_text().splitlines() if "=" in line)
+        yield said["TINKER_BASE_URL"], said["base_model"], psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def train(base_url: str, base_model: str, steps: int) -> list[float]:
+    """Seconds of each step: samples of every prompt, a gradient, a step of the optimizer, the next sampler."""
+    service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
+    client = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
+    tokenizer: Any = client.get_tokenizer()
+    rows = cycle(train_prompts())
+    sampler, seconds = client.save_weights_and_get_sampling_client().result(), list[float]()
+    for _ in range(steps):
+        began = time.perf_counter()
+        asked = [next(rows) for _ in range(PROMPTS)]
+        prompts = [
+            list(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]) for row in asked
+        ]
+        params = types.SamplingParams(max_tokens=TOKENS)
+        answers = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in prompts]
+        data = []
+        for row, prompt, answer in zip(asked, prompts, answers, strict=True):
+            sequences = answer.result().sequences
+            texts = [tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences]
+            rewards = [float(text.strip() == row["answer"]) for text in texts]
+            for sequence, reward in zip(sequences, rewards, strict=True):
+                whole, zeros = [*prompt, *sequence.tokens], [0.0] * (len(prompt) - 1)
+                advantage = (reward - statistics.fmean(rewards)) / PROMPTS
+                inputs: dict[str, Any] = {
+                    "target_tokens": whole[1:],
+                    "logprobs": zeros + list(sequence.logprobs or ()),
+                    "advantages": zeros + [advantage] * len(sequence.tokens),
+                }
+                data.append(types.Datum(types.ModelInput.from_ints(whole[:-1]), inputs))
+        gradient = client.forward_backward(data, "importance_sampling")
+        step = client.optim_step(types.AdamParams(learning_rate=RATE))
+        sampler = client.save_weights_and_get_sampling_client().result()
+        step.result()
+        gradient.result()
+        seconds.append(time.perf_counter() - began)
+    service.close("success").result()
+    return seconds
+
+
+def train_sync(base_model: str, steps: int, folder: Path) -> list[float]:
+    """Seconds of each step of ``sync``, as it prints them."""
+    words = [
+        "trainer.plan=sync", f"trainer.policy.model.path={base_model}", f"trainer.train_batch_size={PROMPTS}",
+        f"generator.n_samples_per_prompt={SAMPLES}", f"generator.sampling_params.max_generate_length={TOKENS}",
+        f"trainer.policy.optimizer_config.lr={RATE}", f"trainer.max_training_steps={steps}", "trainer.epochs=9",
+        "trainer.eval_interval=0", "trainer.eval_before_train=false", "trainer.placement.colocate_all=false",
+        "trainer.max_prompt_length=32", "generator.max_model_len=64", f"trainer.runs_dir={folder}", *COMMON,
+        "data.train_data=[skyasync.examples.tiny.tasks:train_prompts]",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "skyasync", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return [float(seconds) for seconds in re.findall(r"([\d.]+) s/step", done.stdout + done.stderr)]
+
+
+def ratio(steps: int, folder: Path) -> None:
+    with server(folder) as (base_url, model, _):
+        through = train(base_url, model, steps)[WARM:]
+    alone = train_sync(model, steps, folder)[WARM:]
+    print(f"tinker {statistics.median(through):.2f} s/step ({min(through):.2f} to {max(through):.2f})")
+    print(f"sync   {statistics.median(alone):.2f} s/step ({min(alone):.2f} to {max(alone):.2f})")
+    print(f"ratio  {statistics.median(through) / statistics.median(alone):.2f}")
+
+
+def kill(process: psutil.Process, title: str) -> None:
+    """One process of the server whose title begins so, as soon as there is one."""
+    while True:
+        for child in process.children(recursive=True):
+            try:
+                if " ".join(child.cmdline()).startswith(title):
+                    child.send_signal(signal.SIGKILL)
+                    return
+            except psutil.Error:
+                continue
+        time.sleep(0.2)
+
+
+def kills(times: int, folder: Path) -> None:
+    """The losses of a model beside which processes are killed must be those of the same model without kills."""
+    tokens = list(range(40, 60))
+    target: Any = {"target_tokens": tokens[1:]}
+    rows = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), target)]
+
+    def step(client: Any, begun: Any = None) -> float:
+        future = begun or client.forward_backward(rows, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        sampler = client.save_weights_and_get_sampling_client().result()
+        answer = sampler.sample(types.ModelInput.from_ints(tokens[:5]), 2, types.SamplingParams(max_tokens=12))
+        assert len(answer.result().sequences) == 2
+        return float(future.result().metrics["loss:sum"])
+
+    wanted, found, killed = list[float](), list[float](), 0
+    titles = ("ray::_EngineActor", "ray::MultiAdapterWorker")
+    client: Any = None
+    begun: Any = None  # a request that the server did not live to answer
+    while killed < times:
+        with server(folder) as (base_url, model, process):
+            if client is None:
+                service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
+                reference = service.create_lora_training_client(model, 4, seed=1).result()
+                wanted = [step(reference) for _ in range(times + 2)]
+                client = service.create_lora_training_client(model, 4, seed=1).result()
+            found.append(step(client, begun))
+            for title in titles[: times - killed]:
+                began = time.perf_counter()
+                kill(process, title)
+                found.append(step(client))
+                killed += 1
+                print(f"{killed:2} {title}: the next step took {time.perf_counter() - began:.1f} s", flush=True)
+            if killed < times:
+                begun = client.forward_backward(rows, "cross_entropy")
+                process.send_signal(signal.SIGKILL)
+                process.wait(60)
+                killed += 1
+                print(f"{killed:2} the server", flush=True)
+    same = found == wanted[: len(found)]
+    verdict = "bitwise those" if same else "NOT those"
+    print(f"{killed} kills, {len(found)} steps without an error; losses {verdict} without kills")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("ratio", "kills"))
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--times", type=int, default=20)
+    given = parser.parse_args()
+    os.environ["TINKER_TELEMETRY"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        if given.what == "ratio":
+            ratio(given.steps, Path(folder))
+        else:
+            kills(given.times, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Environments that a server plays over HTTP: OpenEnv's and NeMo Gym's. Their programs need packages of their own.
+
+``environment.env_class=openenv:URL`` or ``nemo_gym:URL`` names such an environment. It exchanges text with the model,
+as every environment does; the server sees no tokens.
+
+Invariant: an answer has at most ``MAX_BYTES`` and comes within ``timeout_s``, or the episode fails as one whose
+environment raises. What may have changed the server's episode is sent once: after such a failure the episode is over.
+A server that refuses or loses the first request of an episode is asked again (``environment.max_retries``).
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any, ClassVar, NoReturn
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
+from skyasync.errors import TransientError, UserError
+
+MAX_BYTES = 16 << 20  # of one answer
+CHECK_S = 10.0  # for the answer of a server before the run
+BUSY = (429, 502, 503, 504)  # HTTP statuses that say "later"
+
+Answer = Any  # JSON of a server, as it came
+
+
+class ServedEnv(BaseTextEnv):
+    """Its settings are the row's columns, or else those in ``environment.env_config.openenv`` (or ``nemo_gym``).
+
+    Args (of these settings):
+        max_steps: the episode ends after so many responses; 0 leaves it to the server and ``generator.max_turns``.
+        timeout_s: the longest wait for an answer of the server.
+    """
+
+    #: What stands in front of the address, and the key in ``environment.env_config``.
+    hub: ClassVar[str]
+    #: Where the server describes itself, and the command or class that serves there.
+    description_path: ClassVar[str]
+    #: The server's address; set by ``at``.
+    url: ClassVar[str] = ""
+    #: What the server says of itself; read by the first episode of a process.
+    description: ClassVar[dict[str, Any] | None] = None
+
+    @classmethod
+    def at(cls, url: str) -> type[ServedEnv]:
+        """The environment at an address.
+
+        Raises:
+            UserError: if it is no address.
+        """
+        try:
+            parts = urlsplit(url)
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_address = False
+        if not is_address or parts.query or parts.fragment:
+            raise UserError(
+                f"environment {cls.hub}:{url}: {url or 'nothing'!r} is not the address of a server: write it as in "
+                f"{cls.hub}:http://127.0.0.1:8000"
+            )
+        return type(cls.__name__, (cls,), {"url": url.rstrip("/")})
+
+    @classmethod
+    def check_server(cls) -> None:
+        """Raises ``UserError``, in one line, if no server of this kind answers at the address. Blocks."""
+        where, opener = f"environment {cls.hub}:{cls.url}", urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(cls.url + cls.description_path, timeout=CHECK_S) as response:
+                description = _parsed(response.read(MAX_BYTES + 1), cls.description_path)
+        except urllib.error.HTTPError as error:
+            raise UserError(
+                f"{where} answers HTTP {error.code} to {cls.description_path}: {cls.not_served()}"
+            ) from None
+        except OSError as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise UserError(f"{where} does not answer ({reason}): start its server, or correct the address") from None
+        except InvalidEnvOutputError as error:
+            raise UserError(f"{where}: {error}: {cls.not_served()}") from None
+        if not cls.is_described_by(description):
+            raise UserError(f"{where}: {cls.description_path} describes something else: {cls.not_served()}")
+
+    @classmethod
+    def is_described_by(cls, description: Answer) -> bool:
+        """Whether this is the description of a server of this kind."""
+        raise NotImplementedError
+
+    @classmethod
+    def not_served(cls) -> str:
+        """The end of the line about a server that is another."""
+        return f"it is no server of {cls.hub}"
+
+    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.settings: dict[str, Any] = {**self.env_config.get(self.hub, {}), **self.extras}
+        self.max_steps = int(self.settings.get("max_steps") or self.extras.get("max_turns") or 0)
+        self.timeout_s = float(self.settings.get("timeout_s", 60.0))
+        self.metrics: dict[str, float] = {}
+        self._http: aiohttp.ClientSession | None = None
+        self._failed = ""
+
+    async def start(self) -> tuple[Conversation, str]:
+        """Begin the episode at the server; returns messages behind the row's own, and a text about its tools."""
+        raise NotImplementedError
+
+    async def play(self, action: str) -> BaseTextEnvStepOutput:
+        """What the server makes of a response. ``self.turns`` counts it already."""
+        raise NotImplementedError
+
+    async def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
+        if type(self).description is None:
+            type(self).description = await self.request("GET", self.description_path, first=True)
+            if not self.is_described_by(self.description):
+                raise InvalidEnvOutputError(f"{self.url}{self.description_path}: {self.not_served()}")
+        messages, tools = await self.start()
+        opening = [*prompt, *messages]
+        if len(opening) > 1 and opening[-1]["role"] == opening[-2]["role"]:  # one message, as templates want it
+            *opening, first, second = opening
+            opening.append({**first, "content": f"{first['content']}\n{second['content']}".strip("\n")})
+        if tools and opening[0]["role"] == "system":
+            opening[0] = {**opening[0], "content": f"{opening[0]['content']}\n\n{tools}"}
+        elif tools:
+            opening.insert(0, {"role": "system", "content": tools})
+        return opening, {}
+
+    async def step(self, action: str) -> BaseTextEnvStepOutput:
+        if self._failed:
+            raise ConnectionError(self._failed)
+        self.turns += 1
+        output = await self.play(action)
+        if self.turns == self.max_steps or output["done"]:
+            output |= {"done": True, "observations": []}
+        return output
+
+    def get_metrics(self) -> dict[str, float]:
+        return {**self.metrics, "steps": float(self.turns)}
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """The connection of this episode, with its cookies."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))  # also of addresses in digits
+        return self._http
+
+    async def request(
+        self, method: str, path: str, body: object = None, *, first: bool = False, repeatable: bool = False
+    ) -> Answer:
+        """The JSON that the server answers with.
+
+        Args:
+            first: begins the episode; ``repeatable``: changes nothing at the server. Both may be sent again.
+
+        Raises:
+            TransientError: if the server is away or busy, and may be asked again.
+            ConnectionError: if it is away.
+            InvalidEnvOutputError: if it answers an error, no JSON, or too much.
+        """
+        status, data = await self.exchange(method, path, body, again=first or repeatable)
+        if status >= 400:
+            problem = f"{self.url}{path} answered HTTP {status}: {data[:300].decode(errors='replace')}"
+            if status in BUSY:
+                self.fail(problem, again=first or repeatable)
+            raise InvalidEnvOutputError(problem)
+        return _parsed(data, f"{self.url}{path}")
+
+    async def exchange(self, method: str, path: str, body: object = None, *, again: bool = False) -> tuple[int, bytes]:
+        """The status and the content of an answer, whatever they say."""
+        what, timeout = f"{self.url}{path}", aiohttp.ClientTimeout(total=self.timeout_s)
+        try:
+            async with self.http.request(method, what, json=body, timeout=timeout, allow_redirects=False) as answer:
+                content = bytearray()
+                async for chunk in answer.content.iter_any():
+                    content += chunk
+                    if len(content) > MAX_BYTES:
+                        raise InvalidEnvOutputError(f"{what} answered with more than {MAX_BYTES >> 20} MiB")
+                return answer.status, bytes(content)
+        except TimeoutError:
+            self.fail(f"{what} did not answer within {self.timeout_s:g} s (timeout_s)", again=again)
+        except aiohttp.ClientError as error:
+            self.fail(f"{what} is away: {type(error).__name__}: {error}", again=again)
+
+    def fail(self, problem: str, *, again: bool = False) -> NoReturn:
+        """Raise for a server that did not answer, for another try or for good."""
+        if again:
+            raise TransientError(problem)
+        self._failed = problem
+        raise ConnectionError(problem)
+
+
+def _parsed(data: bytes | str, what: str) -> Answer:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise InvalidEnvOutputError(f"{what} answered no JSON: {data[:80]!r}") from None
+
+
+def numbers(values: object) -> dict[str, float]:
+    """Those entries that are numbers, or true or false, by name."""
+    if not isinstance(values, Mapping):
+        return {}
+    return {str(name): float(value) for name, value in values.items() if isinstance(value, bool | int | float)}
+
+
+def about_tools(schemas: list[dict[str, Any]]) -> str:
+    """Tells the model which tools there are and how to call them; for any chat template."""
+    shown = "\n".join(json.dumps(schema) for schema in schemas)
+    return (
+        f"Tools:\n<tools>\n{shown}\n</tools>\n"
+        'Call a tool like this: <tool_call>{"name": "TOOL", "arguments": {"NAME": "VALUE"}}</tool_call>'
+    )
