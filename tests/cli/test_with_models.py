@@ -168,7 +168,7 @@ def test_without_recorded_trajectories_the_samples_are_shown(run: Trained, tmp_p
     assert "step 3" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command(["replay", str(tmp_path)])
-    assert "has no recorded trajectories" in capsys.readouterr().err
+    assert "has neither a schedule (schedule.jsonl) nor recorded trajectories" in capsys.readouterr().err
 
 
 def test_every_metric_of_a_run_stands_in_the_reference(run: Trained) -> None:
