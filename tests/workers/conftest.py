@@ -12,7 +12,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyasync.config.schema import Config
+from skyasync.models.backend import COMPUTED_TOKENS
 from skyasync.models.batch import UpdateBatch
+from skyasync.workers.critic import CriticWorker
+from skyasync.workers.policy import PolicyWorker
 from tests.workers.processes import Ranks
 
 VOCABULARY = 96
@@ -89,6 +92,11 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
         advantages=torch.randn(len(rows), 1, generator=generator) * loss_mask,
         loss_weights=loss_mask.float() / loss_mask.sum(),
     )
+
+
+def step_metrics(worker: PolicyWorker | CriticWorker) -> dict[str, float]:
+    """Of an optimizer step, without those that depend on how rows are divided among ranks and micro-batches."""
+    return {name: value for name, value in worker.optimizer_step().items() if name != COMPUTED_TOKENS}
 
 
 def episodes(count: int = 2, turns: int = 4, branches: int = 3, seed: int = 0) -> UpdateBatch:

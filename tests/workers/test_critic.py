@@ -34,7 +34,7 @@ from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel
 from skyasync.workers.critic import CriticWorker
 from skyasync.workers.ranks import split_for_ranks
-from tests.workers.conftest import config_for, make_batch
+from tests.workers.conftest import config_for, make_batch, step_metrics
 from tests.workers.processes import Rank, Ranks
 
 pytestmark = pytest.mark.slow
@@ -148,7 +148,7 @@ def test_the_gradient_equals_one_written_by_hand(untied_model: str) -> None:
     (batch.loss_weights * loss).sum().backward()
     worker.forward_backward(batch)
     assert distance(gradient(worker), torch.cat([p.grad.flatten() for p in model.parameters()])) < 1e-5
-    metrics = worker.optimizer_step()
+    metrics = step_metrics(worker)
     mask = batch.loss_mask
     bounded = ((values - batch.values).abs() > 0.2) & ((clipped - batch.returns) ** 2 > (values - batch.returns) ** 2)
     assert metrics["loss"] == pytest.approx((batch.loss_weights * loss).sum().item(), rel=1e-5)
@@ -161,7 +161,7 @@ def test_no_clip_is_a_squared_error(untied_model: str) -> None:
     worker = critic(untied_model, value_clip=0.0)
     batch, current = learning(), worker.values(learning())
     worker.forward_backward(batch)
-    metrics = worker.optimizer_step()
+    metrics = step_metrics(worker)
     expected = float((batch.loss_weights * (current - batch.returns) ** 2 / 2).sum())
     assert (metrics["loss"], metrics["clip_frac"]) == (pytest.approx(expected, rel=1e-5), 0.0)
 
@@ -195,7 +195,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(
 def gradient_of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     batch = learning(groups=5)
     rank.worker.forward_backward(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim())
-    return gradient(rank.worker).numpy(), rank.worker.optimizer_step()
+    return gradient(rank.worker).numpy(), step_metrics(rank.worker)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_tied", "qwen3_moe"])
@@ -207,7 +207,7 @@ def test_the_gradient_on_several_ranks_is_that_of_one(
     one = started(cfg)
     one.forward_backward(learning(groups=5))
     expected = gradient(one)
-    metrics = one.optimizer_step()
+    metrics = step_metrics(one)
     ranks(count).set_up(CriticWorker, cfg)
     for found, other in ranks(count).call(gradient_of_rank):
         assert distance(torch.from_numpy(found), expected) < 1e-6

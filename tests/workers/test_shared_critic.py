@@ -19,7 +19,7 @@ from skyasync.models.batch import UpdateBatch
 from skyasync.models.heads import HEADS
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from tests.workers.conftest import config_for, make_batch
+from tests.workers.conftest import config_for, make_batch, step_metrics
 from tests.workers.processes import Rank, Ranks
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def test_the_gradient_is_the_policys_and_a_share_of_a_value_loss_written_by_hand
     assert distance(found, expected + coef * by_hand) < 1e-5
     assert coef or torch.equal(found, expected), "detached, it changes no bit of the policy's gradient"
     assert distance(of_head, whole(weight.grad)) < 1e-5
-    metrics = worker.optimizer_step()
+    metrics = step_metrics(worker)
     assert metrics["critic/loss"] == pytest.approx((batch.loss_weights * loss).sum().item(), rel=1e-5)
     assert metrics["critic/grad_norm"] == pytest.approx(float(of_head.norm()), rel=1e-5)
     assert (metrics["lr"], metrics["critic/lr"]) == (1e-2, 3e-2)
@@ -133,7 +133,7 @@ def test_in_the_warm_up_the_head_alone_is_trained(untied_model: str) -> None:
     batch.critic_alone = True
     worker.forward_backward(batch)
     assert not len(gradients(worker)[0])
-    metrics = worker.optimizer_step()
+    metrics = step_metrics(worker)
     assert all(name.startswith("critic/") for name in metrics) and worker.backend.step == 0
     assert all(
         torch.equal(whole(p), was) for p, was in zip(worker.backend.model.model.parameters(), before, strict=True)

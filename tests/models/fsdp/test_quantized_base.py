@@ -18,7 +18,7 @@ from skyasync.models.fsdp.quantized_base import QuantizedRows, round_to_quantize
 from skyasync.models.heads import load_causal_lm
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from tests.workers.conftest import config_for, make_batch
+from tests.workers.conftest import config_for, make_batch, step_metrics
 from tests.workers.processes import Rank, Ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not find_spec("bitsandbytes"), reason="the extra quant")]
@@ -51,7 +51,7 @@ def learnt(worker: PolicyWorker) -> tuple[Tensor, dict[str, float], Tensor]:
     for _ in range(2):
         worker.forward_backward(make_batch())
         gradient = torch.cat([_whole(p.grad) for p in worker.backend.model.parameters() if p.grad is not None])
-        metrics = worker.optimizer_step()
+        metrics = step_metrics(worker)
     return gradient, metrics, worker.logprobs(make_batch())
 
 
@@ -101,7 +101,7 @@ def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
     rank.worker.forward_backward(batch.select(rows).trim())
     gradient = torch.cat([_whole(p.grad) for p in rank.worker.backend.model.parameters() if p.grad is not None])
-    return gradient.numpy(), rank.worker.optimizer_step()
+    return gradient.numpy(), step_metrics(rank.worker)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from skyasync.workers.ranks import split_for_ranks
 from tests.models.test_shapes import SHAPES, WIDE, distance, gradient, ragged, settings
 from tests.models.test_shapes import shapes as shapes
 from tests.workers import calls
+from tests.workers.conftest import step_metrics
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS
 
@@ -61,7 +62,7 @@ def of_one(path: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
         logprobs = worker.logprobs(ragged())
         worker.forward_backward(ragged())
         found = gradient(worker)
-        ONE[path] = logprobs, found, worker.optimizer_step()
+        ONE[path] = logprobs, found, step_metrics(worker)
     return ONE[path]
 
 
@@ -73,7 +74,7 @@ def step(rank: Rank) -> Any:
     logprobs = worker.logprobs(mine)
     worker.forward_backward(mine)
     found = gradient(worker).numpy()
-    return rows.numpy(), logprobs.numpy(), found, worker.optimizer_step()
+    return rows.numpy(), logprobs.numpy(), found, step_metrics(worker)
 
 
 @pytest.mark.slow
@@ -204,7 +205,7 @@ def test_adapters_train_beside_what_is_split(
     logprobs = alone.worker.logprobs(ragged())
     alone.worker.forward_backward(ragged())
     expected = gradient(alone.worker)
-    metrics = alone.worker.optimizer_step()
+    metrics = step_metrics(alone.worker)
     cfg = parallel(shapes[name], **sizes)
     cfg.trainer.policy.lora.rank = 4
     ranks(count).set_up(PolicyWorker, cfg)

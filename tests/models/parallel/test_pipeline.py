@@ -24,7 +24,7 @@ from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.models.parallel.test_parallel import parallel
 from tests.models.test_shapes import WIDE, distance
-from tests.workers.conftest import make_batch
+from tests.workers.conftest import make_batch, step_metrics
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS
 
@@ -83,7 +83,7 @@ def updates(rank: Rank) -> list[tuple[Any, Any, Any, dict[str, Any], Any]]:
         gradients |= {name: grad for name, grad in _after_examination(worker, gradients).items()}
         metrics: dict[str, Any] = {}
         if seed == SEEDS[-1]:
-            metrics = worker.optimizer_step()
+            metrics = step_metrics(worker)
         worker.drop_gradient()
         found.append((rows.numpy(), said.numpy(), before.numpy(), gradients, metrics))
     return found
@@ -230,7 +230,7 @@ def judged(rank: Rank) -> Any:
         batch.returns, batch.values = torch.ones(batch.tokens.shape), torch.zeros(batch.tokens.shape)
         values = rank.worker.values(batch)
         rank.worker.forward_backward(batch)
-        return values.numpy(), rank.worker.optimizer_step()
+        return values.numpy(), step_metrics(rank.worker)
     return TeacherWorker.top_logprobs(rank.worker, batch).numpy(), {}
 
 
