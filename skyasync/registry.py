@@ -36,6 +36,7 @@ REGISTRIES = (
     "skyasync.algorithms:POLICY_LOSSES",
     "skyasync.agents.parsers:REASONING_PARSERS",
     "skyasync.agents.parsers:TOOL_PARSERS",
+    "skyasync.data.samplers:SAMPLERS",
     "skyasync.inference.interface:ENGINES",
     "skyasync.envs:ENVS",
     "skyasync.models:BACKENDS",

