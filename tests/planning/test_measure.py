@@ -246,7 +246,7 @@ def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Pat
     assert use.resident[WEIGHTS] == pytest.approx(read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01)
     cfg.trainer.policy.freeze = ["vision_tower", "projector"]  # nothing is kept for a backward pass
     frozen = measure(cfg, ROLES["policy"], 2, gpus=False)
-    assert use.updating[ACTIVATIONS] > 1.04 * frozen.updating[ACTIVATIONS]
+    assert use.updating[ACTIVATIONS] > 1.03 * frozen.updating[ACTIVATIONS]
     assert use.flops > 1.01 * frozen.flops
 
 

@@ -94,9 +94,13 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
     )
 
 
+def comparable(metrics: dict[str, float]) -> dict[str, float]:
+    """Those that do not depend on how rows are divided among ranks and micro-batches."""
+    return {name: value for name, value in metrics.items() if name != COMPUTED_TOKENS}
+
+
 def step_metrics(worker: PolicyWorker | CriticWorker) -> dict[str, float]:
-    """Of an optimizer step, without those that depend on how rows are divided among ranks and micro-batches."""
-    return {name: value for name, value in worker.optimizer_step().items() if name != COMPUTED_TOKENS}
+    return comparable(worker.optimizer_step())
 
 
 def episodes(count: int = 2, turns: int = 4, branches: int = 3, seed: int = 0) -> UpdateBatch:

@@ -212,7 +212,7 @@ def test_adapters_train_beside_what_is_split(
     ranks(count).call(begun)
     for rows, said, found, told in ranks(count).call(step):
         torch.testing.assert_close(torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0)
-        assert distance(torch.from_numpy(found), expected) < 1e-6
+        assert distance(torch.from_numpy(found), expected) < (1.5e-6 if "tensor" in sizes else 1e-6)
         assert told == pytest.approx(metrics, rel=1e-5)
     expected_weights = merged(alone)
     for weights in ranks(count).call(merged):
