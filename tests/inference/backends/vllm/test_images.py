@@ -32,7 +32,7 @@ def test_requests_with_other_images_are_not_samples_of_one() -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     "family",
-    [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.matrix) for name in (FAMILIES[1], "llava", "qwen2_5_vl"))],
+    [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.matrix) for name in (FAMILIES[1], "qwen2_5_vl"))],
 )
 async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
