@@ -24,6 +24,7 @@ from skyasync.models.heads import load_causal_lm
 from skyasync.models.packing import plain_layout, sequences_as_batch
 from skyasync.models.token_model import TokenModel
 from tests.models.test_token_model import WITH_ENTROPY
+from tests.models.tiny_models import save_models
 from tests.workers.conftest import make_batch
 from tests.workers.test_critic import SMALL
 
@@ -39,11 +40,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("scaled")
-    for name, config in SHAPES.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    return {name: str(folder / name) for name in SHAPES}
+    return save_models(SHAPES, tmp_path_factory.mktemp("scaled"))
 
 
 def dtype_of(name: str) -> torch.dtype:

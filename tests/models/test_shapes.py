@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
-    AutoModelForCausalLM,
     Gemma2Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -29,6 +28,7 @@ from skyasync.models.packing import plain_layout
 from skyasync.workers.frozen import TeacherWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.models.tiny_models import save_models
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS, SMALL
@@ -48,11 +48,7 @@ WIDELY = ("gemma2_capped", "qwen3_moe")  # on four ranks as well
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("families")
-    for name, config in SHAPES.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    return {name: str(folder / name) for name in SHAPES}
+    return save_models(SHAPES, tmp_path_factory.mktemp("families"))
 
 
 def ragged() -> UpdateBatch:

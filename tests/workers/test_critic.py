@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModel,
-    AutoModelForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -34,6 +33,7 @@ from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel
 from skyasync.workers.critic import CriticWorker
 from skyasync.workers.ranks import split_for_ranks
+from tests.models.tiny_models import save_models
 from tests.workers.conftest import config_for, make_batch, step_metrics
 from tests.workers.processes import Rank, Ranks
 
@@ -58,11 +58,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of causal language models, by name."""
-    folder = tmp_path_factory.mktemp("shapes")
-    for name, config in SHAPES.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    return {name: str(folder / name) for name in SHAPES}
+    return save_models(SHAPES, tmp_path_factory.mktemp("shapes"))
 
 
 def critic_config(path: str) -> Config:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from skyasync.workers.policy import PolicyWorker
 from tests.models.parallel.test_pipeline import apart, go_on, joined, of_one, settings, updates
 from tests.models.test_shapes import WIDE
+from tests.models.tiny_models import save_models
 from tests.workers.processes import Ranks
 from tests.workers.test_critic import EXPERTS
 
@@ -33,11 +33,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("mixtures")
-    for name, config in MODELS.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    return {name: str(folder / name) for name in MODELS}
+    return save_models(MODELS, tmp_path_factory.mktemp("mixtures"))
 
 
 @pytest.mark.parametrize(("name", "count", "sizes"), CASES, ids=str)

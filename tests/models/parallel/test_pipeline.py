@@ -24,6 +24,7 @@ from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.models.parallel.test_parallel import parallel
 from tests.models.test_shapes import WIDE, distance
+from tests.models.tiny_models import save_models
 from tests.workers.conftest import make_batch, step_metrics
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import EXPERTS
@@ -42,11 +43,7 @@ Gradients = Mapping[str, Any]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("deep")
-    for name, config in MODELS.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    return {name: str(folder / name) for name in MODELS}
+    return save_models(MODELS, tmp_path_factory.mktemp("deep"))
 
 
 def settings(path: str, *, pipeline: int = 1, expert: int = 0, recomputed: bool = False, **sizes: int) -> Config:
