@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -27,13 +27,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
+from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from skyasync.algorithms.objective import Objective
 from skyasync.config.schema import Config
@@ -45,11 +48,12 @@ from skyasync.models.batch import B, UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.models.fsdp.layers import decoder_layers
 from skyasync.models.fsdp.loading import WrapAndShard
-from skyasync.models.fsdp.sharding import Mesh, local
+from skyasync.models.fsdp.sharding import Mesh, PipelineGroups, local
 from skyasync.models.heads import Head
 from skyasync.models.images import FAMILIES
 from skyasync.models.packing import Layout, MicroBatch
 from skyasync.models.parallel.context import Context
+from skyasync.models.parallel.pipeline import layers_of_stages
 from skyasync.models.token_model import TokenModel
 from skyasync.models.vision import GRID, Vision
 from skyasync.planning.memory import (
@@ -65,16 +69,19 @@ from skyasync.planning.memory import (
     Lengths,
     Lines,
     RankUse,
+    fullest_of,
     rows_of_a_rank,
 )
-from skyasync.planning.shape import config_of, read_shape, with_layers
+from skyasync.planning.shape import ModelShape, config_of, read_shape, with_layers
 from skyasync.workers.model_worker import ModelWorker
 from skyasync.workers.roles import REWARD_ROLE, TEACHER_ROLE, Role
+
+T = TypeVar("T")
 
 _aten: Any = torch.ops.aten
 FLOPS = "flops"
 IMAGE_TOKENS = 1024  # of an image, at most, if images may have any size
-COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast"
+COLLECTIVES = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send"
 
 
 class Meter(TorchDispatchMode):
@@ -174,7 +181,7 @@ class Meter(TorchDispatchMode):
         kind = next((kind for kind in COLLECTIVES if kind.replace("-", "") in name.replace("_", "")), "")
         if kind and "copy" not in name:
             self.counts[kind] += max((t.nbytes for t in tensors), default=0)
-        for tensor in tensors:
+        for tensor in tensors if kind not in ("send", "all-to-all") else ():  # those are states
             known = self._storages.get(tensor.untyped_storage()._cdata)
             if known is None or known[1][1] == ACTIVATIONS:
                 self.watch(tensor, GATHERED)
@@ -196,6 +203,31 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 for _packet, _formula in FORMULAS.items():
     if _packet not in flop_registry:
         register_flop_formula(_packet)(_formula)
+
+
+def _balanced(
+    style: object,
+    states: Tensor,
+    top_k_index: Tensor,
+    local_experts: int,
+    group: dist.ProcessGroup,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor, list[int], list[int]]:
+    """Tokens go to all ranks in equal numbers: there are no numbers that say where.
+
+    In the place of ``EpDispatchExpertsParallel._dispatch_tokens``.
+    """
+    del style, local_experts
+    order = torch.argsort(top_k_index.reshape(-1))
+    sent = states[order // top_k_index.size(-1)]
+    sizes = [len(sent) // size + (rank < len(sent) % size) for rank in range(size)]
+    received = all_to_all_single(sent, sizes, sizes, group)
+    return received, order.new_zeros(len(received)), order, sizes, sizes
+
+
+class _MeasuredGroups(PipelineGroups):
+    def from_last(self, value: T) -> T:
+        return value
 
 
 class _MeasuredContext(Context):
@@ -249,7 +281,8 @@ class MeasuredBackend(FSDPBackend):
 
     def _make_mesh(self) -> Mesh:
         with _disable_current_modes():
-            return super()._make_mesh()
+            mesh = super()._make_mesh()
+        return replace(mesh, pipeline=_MeasuredGroups(**vars(mesh.pipeline))) if mesh.pipeline else mesh
 
     def _read(self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard) -> TokenModel:
         with _disable_current_modes():
@@ -383,7 +416,8 @@ class _Measurement:
         """Of the last micro-batch, which finds the gradients of those before it."""
         backend, meter = self.backend, self.meter
         once = backend.spec.reduce_gradients == "update"  # these gradients are whole: made by the one before
-        backend.computed = min(self.micro_batches, 2 if once else 1)
+        ahead = backend.stage.warmup + 1 if backend.stage else 0  # a stage keeps so many others, and goes on
+        backend.computed = min(self.micro_batches, ahead + (2 if once else 1))
         layers = decoder_layers(backend.model)
         window_of = {len(layers) - 1: WINDOWS[0], (len(layers) - 1) // 2: WINDOWS[1]}
         hooks = [layers[i].register_forward_hook(self._at_gradient(name)) for i, name in window_of.items()]
@@ -437,16 +471,21 @@ def _fake_ranks() -> Iterator[None]:
         with _disable_current_modes():
             return propagate(self, schema)
 
-    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside), torch.random.fork_rng([]):
+    with (
+        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside),
+        mock.patch.object(EpDispatchExpertsParallel, "_dispatch_tokens", _balanced),
+        torch.random.fork_rng([]),
+    ):
         try:
             yield
         finally:
+            _clear_sharding_prop_cache()  # it has meshes of other ranks' groups
             if dist.is_initialized():
                 dist.destroy_process_group()
 
 
 def measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
-    """What rank 0 of so many needs.
+    """What rank 0 of so many needs; of a pipeline, in each phase, what its first or its last stage needs.
 
     Raises:
         UserError: as the worker does, for what cannot be divided, for instance, and where its code fails.
@@ -477,29 +516,30 @@ _MEASURED: dict[tuple[object, ...], RankUse] = {}
 def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
     shape = read_shape(role.model(cfg).path, f"{role.section}.model.path", role.head, role.config_kwargs(cfg))
     trainer, generator, mesh = cfg.trainer, cfg.generator, role.mesh_shape(cfg, ranks)
-    if mesh.expert > 1:
-        raise UserError(
-            f"trainer.parallel.expert={mesh.expert}: skyasync plan measures tensors without numbers, and how many "
-            f"tokens an expert gets depends on numbers: plan without it, which needs more memory"
-        )
-    if mesh.pipeline > 1:
-        raise UserError(
-            f"trainer.parallel.pipeline={mesh.pipeline}: skyasync plan measures one rank, and stages differ (the first "
-            f"holds most micro-batches, the last the logits): plan with trainer.parallel.pipeline=1 on "
-            f"{ranks // mesh.pipeline} ranks, of which a stage has 1/{mesh.pipeline} of the layers"
-        )
-    cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
     key = (role.name, ranks, gpus, shape, repr(trainer), repr(generator.sampling_params), str(Lengths.of(cfg)))
-    if key in _MEASURED:
-        return _MEASURED[key]
-    # Of this rank's rows as many as fill two micro-batches, whatever they share.
-    lengths, rows = Lengths.of(cfg), rows_of_a_rank(cfg, mesh.data)
-    some = min(rows, math.ceil(3 * cap * mesh.context / lengths.response) + 2 * lengths.samples)
+    if key not in _MEASURED:
+        stages = sorted({0, mesh.pipeline - 1})
+        uses = [_measure_stage(cfg, role, ranks, stage, shape, gpus=gpus) for stage in stages]
+        offload = getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
+        _MEASURED[key] = fullest_of(uses).offloaded(offload)
+    return _MEASURED[key]
+
+
+def _measure_stage(cfg: Config, role: Role, ranks: int, stage: int, shape: ModelShape, *, gpus: bool) -> RankUse:
+    trainer, mesh, lengths = cfg.trainer, role.mesh_shape(cfg, ranks), Lengths.of(cfg)
+    cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
+    # Of this rank's rows as many as fill the micro-batches that are computed, whatever they share.
+    rows = rows_of_a_rank(cfg, mesh.data)
+    some = min(rows, math.ceil((2 + mesh.pipeline) * cap * mesh.context / lengths.response) + 2 * lengths.samples)
+    depths = [depth * mesh.pipeline for depth in shape.depths]
+    if depths[-1] > shape.layers:
+        depths = [shape.layers]
     sections: list[tuple[int, Sections]] = []
-    for depth in shape.depths:
+    for depth in depths:
         with TemporaryDirectory() as folder, _fake_ranks():
             with_layers(config_of(shape.path, role.head, role.config_kwargs(cfg)), depth).save_pretrained(folder)
-            worker = role.worker_class()(_settings(cfg, role, folder, gpus=gpus), 0, ranks, "cpu", role=role.name)
+            rank = stage * ranks // mesh.pipeline
+            worker = role.worker_class()(_settings(cfg, role, folder, gpus=gpus), rank, ranks, "cpu", role=role.name)
             worker._store = FakeStore()
             measurement = _Measurement(worker, role)
             batch = _longest(cfg, lengths, some, (depth, shape.experts_per_token))
@@ -513,11 +553,9 @@ def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
                     f"{role.section}.model.path={shape.name}: the {role.name} worker fails with a model of this "
                     f"config.json, without weights: {type(error).__name__}: {first}"
                 ) from error
-            sections.append((depth, measurement.sections))
-    whole = _line(sections[0], sections[-1], shape.layers) if len(sections) > 1 else sections[0][1]
-    offload = getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
-    _MEASURED[key] = use = _use(whole, measurement).offloaded(offload)
-    return use
+            sections.append((layers_of_stages(depth, mesh.pipeline)[stage], measurement.sections))
+    layers = layers_of_stages(shape.layers, mesh.pipeline)[stage]
+    return _use(_line(sections[0], sections[-1], layers) if len(sections) > 1 else sections[0][1], measurement)
 
 
 def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:

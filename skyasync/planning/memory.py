@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from skyasync.config.schema import Config
@@ -135,6 +136,17 @@ class RankUse:
             stepping=lines(self.stepping), publishing=lines(self.publishing), host=lines(self.host),
             gradients=int(self.gradients / ranks), learnt=int(self.learnt / ranks), tokens=int(self.tokens * tokens),
         )  # fmt: skip
+
+
+def fullest_of(uses: Sequence[RankUse]) -> RankUse:
+    """What none of them exceeds in any phase."""
+    phases = ("resident", "scoring", "updating", "stepping", "publishing")
+    lines = {
+        phase: max((getattr(use, phase) for use in uses), key=lambda lines: sum(lines.values())) for phase in phases
+    }
+    sizes = {name: max(getattr(use, name) for use in uses) for name in ("gradients", "learnt", "flops")}
+    sent = max((use.sent for use in uses), key=lambda sent: sum(sent.values()))
+    return replace(uses[0], **lines, **sizes, sent=sent)
 
 
 def with_fragmentation(lines: Lines) -> Lines:

@@ -52,7 +52,7 @@ class Speed:
     """Seconds at least, and tokens per second at most.
 
     Args:
-        update: of an optimizer step's arithmetic.
+        update: of an optimizer step's arithmetic, with the time in which stages of a pipeline have none.
         collectives: of what it sends, if all of it goes over the links within a host.
         tokens: per second and engine, with as many sequences as its cache holds.
         generation: of a training batch whose responses are as long as they may be.
@@ -74,8 +74,9 @@ def roofline(cfg: Config, plan: MemoryPlan, card: Card) -> Speed:
     operations = 2 * (shape.parameters - idle) * sequences / devices
     tokens = sequences / max((engine.weights + cached) / card.bandwidth, operations / card.flops)
     batch = cfg.trainer.train_batch_size * lengths.samples * lengths.response
+    empty = (cfg.trainer.parallel.pipeline - 1) / max(1, plan.rank.micro_batches)  # of 1F1B, in micro-batches
     return Speed(
-        update=plan.rank.flops / card.flops,
+        update=plan.rank.flops / card.flops * (1 + empty),
         collectives=sum(plan.rank.sent.values()) / card.links,
         tokens=tokens,
         generation=batch / (tokens * count) if count else 0.0,

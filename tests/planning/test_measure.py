@@ -145,6 +145,44 @@ def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     assert divided.tokens == plain.tokens // sizes.get("context", 1)
 
 
+def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_are_on_their_way(folder: Path) -> None:
+    cfg = settings(folder, num_hidden_layers=16, vocab_size=128)
+    parameters = read_shape(cfg.trainer.policy.model.path).parameters
+    cfg.trainer.train_batch_size = 64
+    whole = policy(cfg, 2)  # each rank has all rows' halves, and layers in turn
+    cfg.trainer.parallel.pipeline = 2
+    stages = policy(cfg, 2)
+    cfg.trainer.parallel.pipeline = 4
+    four = policy(cfg, 4)
+    for use, ranks in ((whole, 2), (stages, 2), (four, 4)):
+        assert use.resident["weights"] == pytest.approx(4 * parameters / ranks, rel=0.06)
+        assert use.learnt == pytest.approx(12 * parameters / ranks, rel=0.06)
+    assert stages.micro_batches == 2 * whole.micro_batches  # all rows pass each stage
+    assert stages.updating["activations"] == pytest.approx(whole.updating["activations"], rel=0.25)
+    assert four.updating["activations"] == pytest.approx(whole.updating["activations"], rel=0.25)
+    assert stages.flops == pytest.approx(whole.flops, rel=0.1)
+    hidden, tokens = 64, stages.tokens * stages.micro_batches
+    assert stages.sent["send"] == pytest.approx(2 * hidden * tokens, rel=0.05)  # bfloat16: states, or their gradients
+    assert "send" not in whole.sent
+
+
+def test_divided_experts_are_not_gathered_and_tokens_travel_instead(folder: Path) -> None:
+    """To ranks in equal numbers: forward and backward, there and back."""
+    cfg = settings(folder, "qwen3_moe")
+    whole = policy(cfg)
+    cfg.trainer.parallel.expert = 2
+    two = policy(cfg)
+    cfg.trainer.parallel.expert = 4
+    four = policy(cfg)
+    assert whole.sent["all-gather"] > 1.2 * two.sent["all-gather"] > 1.2 * four.sent["all-gather"]
+    for use in (two, four):
+        assert use.resident["weights"] == pytest.approx(whole.resident["weights"], rel=0.02)
+        assert use.learnt == pytest.approx(whole.learnt, rel=0.02)
+        model = configuration("qwen3_moe")
+        each = 2 * model.hidden_size * model.num_experts_per_tok * use.tokens * use.micro_batches
+        assert use.sent["all-to-all"] == pytest.approx(4 * model.num_hidden_layers * each, rel=0.05)
+
+
 def test_heads_that_cannot_be_divided_are_the_workers_own_error(folder: Path) -> None:
     cfg = settings(folder)
     cfg.trainer.parallel.tensor = 8
@@ -248,11 +286,3 @@ def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Pat
     frozen = measure(cfg, ROLES["policy"], 2, gpus=False)
     assert use.updating[ACTIVATIONS] > 1.03 * frozen.updating[ACTIVATIONS]
     assert use.flops > 1.01 * frozen.flops
-
-
-@pytest.mark.parametrize("axis", ["pipeline", "expert"])
-def test_axes_that_are_not_measured_are_said_to_be(axis: str, folder: Path) -> None:
-    cfg = settings(folder)
-    setattr(cfg.trainer.parallel, axis, 2)
-    with pytest.raises(UserError, match=rf"trainer\.parallel\.{axis}=2: skyasync plan"):
-        policy(cfg)

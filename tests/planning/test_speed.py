@@ -37,6 +37,14 @@ def test_an_update_is_its_operations_and_bytes_and_a_token_the_weights_and_the_c
     assert speed.generation == pytest.approx(rows * response / (4 * 64 / seconds), rel=1e-3)
 
 
+def test_stages_of_a_pipeline_wait_for_one_micro_batch_each() -> None:
+    cfg, card = settings(ranks=4, engines=4), CARDS["H100"]
+    plan = make_plan(cfg, QWEN_7B, EIGHT, reckoned())
+    plan = replace(plan, rank=replace(plan.rank, flops=989 * 10**12 * 3, micro_batches=8))
+    cfg.trainer.parallel.pipeline = 3
+    assert roofline(cfg, plan, card).update == pytest.approx(3 * (8 + 2) / 8)
+
+
 def test_of_experts_those_that_a_token_has_are_operations() -> None:
     """Of one sequence bytes decide; of very many, operations."""
     cfg, card = settings(ranks=4, engines=4), replace(CARDS["H100"], bandwidth=1e30)

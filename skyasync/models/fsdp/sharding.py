@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 """What ``cpu_offload`` keeps in host memory: the optimizer state between steps, or all that is sharded, always."""
 
 HOST, LOOPBACK = torch.device("cpu"), "127.0.0.1"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ class PipelineGroups:
             if mesh.get_rank() in ranks:
                 own.append(cls(tuple(ranks), *groups))
         return own[0]
+
+    def from_last(self, value: T) -> T:
+        """The last stage's value, on all stages; all of them call it."""
+        box = [value]
+        dist.broadcast_object_list(box, src=self.ranks[-1], group=self.states)
+        return box[0]
 
 
 @dataclass(frozen=True)

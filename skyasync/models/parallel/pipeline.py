@@ -151,9 +151,7 @@ class Stage:
         while self._sent:
             self._sent.popleft()[0].wait()
         self.received = self._entry.states = None
-        box = [value if self.is_last else None]
-        dist.broadcast_object_list(box, src=self._ranks[-1], group=self._groups.states)
-        return box[0]  # type: ignore[return-value]
+        return self._groups.from_last(value)
 
     # ---------------------------------------------------------------- weights
 
