@@ -3,13 +3,15 @@
     uv run -m benchmarks.learning [key=value ...] [--seeds 0 1 2] [--plans sync one_step_off] [--backends transformers]
 
 Each run is the README's first command with another seed or plan: a fresh process tree, start-up included in its
-seconds. The model is made before the clock starts.
+seconds. The model is made before the clock starts. The scores of further sets (data.val_sets) after
+training follow in columns of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,13 +30,15 @@ def run(plan: str, backend: str, seed: int, options: list[str]) -> str:
         seconds = time.monotonic() - start
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
+    others = [match[1] for name in rows[-1] if (match := re.fullmatch(r"eval/(\w+)/score", name))]
+    more = "".join(f" {name}: {rows[-1][f'eval/{name}/score']:.2f} |" for name in others)
     steps = [row for row in rows if row["step"] > 0]
     gap = max(row["sync/logprob_gap"] for row in steps if "sync/logprob_gap" in row)
     staleness = median(row["staleness/mean"] for row in steps)
     rate = median(row["throughput/samples_per_s"] for row in steps)
     return (
         f"| `{plan}` | {backend} | {seed} | {scores[0]:.2f} | {scores[-1]:.2f} | {len(steps)} | {seconds:.0f} s "
-        f"| {rate:,.0f} | {staleness:.0f} | {gap:.1e} |"
+        f"| {rate:,.0f} | {staleness:.0f} | {gap:.1e} |{more}"
     )
 
 
