@@ -21,7 +21,7 @@ HELPERS = "https://unpkg.com/"
 FORMULA = re.compile(r"^```math\n(.*?)\n```$", re.DOTALL | re.MULTILINE)
 IN_LINE = re.compile(r"(?<![`$\w])\$([^$\n`]+)\$(?![`$\w])")
 FLIPPED = (1, -1) * 3  # coordinates of a segment: an SVG counts downwards
-FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
 logger = logging.getLogger("mkdocs.plugins.skyasync")
 
 
