@@ -57,7 +57,7 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
         tokens=pad_sequence(tokens, batch_first=True),
         attention_mask=mask,
         loss_mask=loss_mask,
-        group_ids=torch.arange(len(tokens)),
+        group_ids=torch.zeros(len(tokens), dtype=torch.int64),  # any rows may begin alike: that is computed once
         behaviour_logprobs=padded["logprobs"],
         versions=torch.zeros(mask.shape, dtype=torch.int32),
         truncated=torch.zeros(len(tokens), dtype=torch.bool),
