@@ -100,15 +100,15 @@ class SnapshotTurns:
             raise
 
     async def load(self, snapshot: str, dispatch: Dispatch) -> None:
-        """Into the engines, from a policy without a model of its own."""
-        number = 0
-        if snapshot != BASE:
-            checkpoint = self._store.checkpoint(snapshot)
-            if checkpoint is None:
-                raise UserError(f"there is no checkpoint {snapshot}: it has expired or was deleted")
-            async with dispatch.transfer.changing():
-                await dispatch.call(POLICY, "load_adapters", checkpoint.folder, False)
-            number = checkpoint.number
+        """Into the engines, by the policy."""
+        if snapshot == BASE:
+            number, call = 0, ("activate", BASE)
+        elif (checkpoint := self._store.checkpoint(snapshot)) is not None:
+            number, call = checkpoint.number, ("show_adapters", checkpoint.folder)
+        else:
+            raise UserError(f"there is no checkpoint {snapshot}: it has expired or was deleted")
+        async with dispatch.transfer.changing():
+            await dispatch.call(POLICY, *call)
         await self._weights.sync(number, self._paused)
 
     async def load_again(self, dispatch: Dispatch) -> None:
