@@ -1,14 +1,15 @@
 """The Tinker server on the tiny model: its time per step beside ``sync`` on the same work, and a client beside kills.
 
-python -m benchmarks.tinker ratio --steps 12     # both train one adapter on the same prompts, one after the other
+python -m benchmarks.tinker ratio --turns 3                            # both train one adapter on the same prompts
+python -m benchmarks.tinker ratio --turns 3 --hidden 512 --layers 8    # of a larger model
 python -m benchmarks.tinker kills --times 20     # kills an engine, the ranks and the server in turn
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -25,20 +26,26 @@ import psutil
 import tinker
 from tinker import types
 
+from skyasync.examples.tiny.model import build
 from skyasync.examples.tiny.tasks import train_prompts
 
 PROMPTS, SAMPLES, TOKENS, RANK, RATE = 32, 8, 9, 16, 3e-3
 WARM = 2  # steps that are not timed
 KEY = "tml-local"
-COMMON = ("generator.backend=transformers", f"trainer.policy.lora.rank={RANK}", f"trainer.policy.lora.alpha={RANK}")
+COMMON = (
+    "generator.backend=transformers", "generator.max_model_len=64", "trainer.max_prompt_length=32",
+    f"generator.sampling_params.max_generate_length={TOKENS}",
+    f"generator.eval_sampling_params.max_generate_length={TOKENS}",
+    f"trainer.policy.lora.rank={RANK}", f"trainer.policy.lora.alpha={RANK}",
+)  # fmt: skip
 PORT = 20000 + os.getpid() % 10000
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[tuple[str, str, psutil.Process]]:
-    """The server's address, its base model, and its process."""
+def server(folder: Path, model: str) -> Iterator[tuple[str, psutil.Process]]:
+    """The server's address, and its process."""
     log = folder / f"server.{time.monotonic_ns()}.log"
-    words = ["--folder", str(folder / "state"), "--port", str(PORT), "generator.max_model_len=64", *COMMON]
+    words = ["--folder", str(folder / "state"), "--port", str(PORT), f"trainer.policy.model.path={model}", *COMMON]
     with log.open("w") as out:
         process = subprocess.Popen([sys.executable, "-m", "skyasync", "tinker", *words], stdout=out, stderr=out)
     try:
@@ -48,7 +55,7 @@ def server(folder: Path) -> Iterator[tuple[str, str, psutil.Process]]:
                 raise RuntimeError(log.read_text())
             time.sleep(0.2)
             said = dict(line.split("=", 1) for line in log.read_text().splitlines() if "=" in line)
-        yield said["TINKER_BASE_URL"], said["base_model"], psutil.Process(process.pid)
+        yield said["TINKER_BASE_URL"], psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)
@@ -94,28 +101,35 @@ def train(base_url: str, base_model: str, steps: int) -> list[float]:
 
 
 def train_sync(base_model: str, steps: int, folder: Path) -> list[float]:
-    """Seconds of each step of ``sync``, as it prints them."""
+    """Seconds of each step of ``sync``, as its metrics have them."""
     words = [
         "trainer.plan=sync", f"trainer.policy.model.path={base_model}", f"trainer.train_batch_size={PROMPTS}",
-        f"generator.n_samples_per_prompt={SAMPLES}", f"generator.sampling_params.max_generate_length={TOKENS}",
-        f"trainer.policy.optimizer_config.lr={RATE}", f"trainer.max_training_steps={steps}", "trainer.epochs=9",
+        f"generator.n_samples_per_prompt={SAMPLES}",
+        f"trainer.policy.optimizer_config.lr={RATE}", f"trainer.max_training_steps={steps}", "trainer.epochs=99",
         "trainer.eval_interval=0", "trainer.eval_before_train=false", "trainer.placement.colocate_all=false",
-        "trainer.max_prompt_length=32", "generator.max_model_len=64", f"trainer.runs_dir={folder}", *COMMON,
+        f"trainer.runs_dir={folder}", *COMMON,
         "data.train_data=[skyasync.examples.tiny.tasks:train_prompts]",
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "skyasync", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return [float(seconds) for seconds in re.findall(r"([\d.]+) s/step", done.stdout + done.stderr)]
+    [metrics] = folder.glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [row["time/step_s"] for row in rows if "time/step_s" in row]
 
 
-def ratio(steps: int, folder: Path) -> None:
-    with server(folder) as (base_url, model, _):
-        through = train(base_url, model, steps)[WARM:]
-    alone = train_sync(model, steps, folder)[WARM:]
-    print(f"tinker {statistics.median(through):.2f} s/step ({min(through):.2f} to {max(through):.2f})")
-    print(f"sync   {statistics.median(alone):.2f} s/step ({min(alone):.2f} to {max(alone):.2f})")
-    print(f"ratio  {statistics.median(through) / statistics.median(alone):.2f}")
+def ratio(steps: int, turns: int, model: str, folder: Path) -> None:
+    """Medians of the steps of each turn, in which one trains after the other; and of the turns' ratios."""
+    ratios = list[float]()
+    for turn in range(turns):
+        own = folder / str(turn)
+        own.mkdir()
+        with server(own, model) as (base_url, _):
+            through = statistics.median(train(base_url, model, steps)[WARM:])
+        alone = statistics.median(train_sync(model, steps, own / "runs")[WARM:])
+        ratios.append(through / alone)
+        print(f"tinker {through:.3f} s/step, sync {alone:.3f}, ratio {ratios[-1]:.2f}, load {os.getloadavg()[0]:.1f}")
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 def kill(process: psutil.Process, title: str) -> None:
@@ -131,7 +145,7 @@ def kill(process: psutil.Process, title: str) -> None:
         time.sleep(0.2)
 
 
-def kills(times: int, folder: Path) -> None:
+def kills(times: int, model: str, folder: Path) -> None:
     """The losses of a model beside which processes are killed must be those of the same model without kills."""
     tokens = list(range(40, 60))
     target: Any = {"target_tokens": tokens[1:]}
@@ -150,7 +164,7 @@ def kills(times: int, folder: Path) -> None:
     client: Any = None
     begun: Any = None  # a request that the server did not live to answer
     while killed < times:
-        with server(folder) as (base_url, model, process):
+        with server(folder, model) as (base_url, process):
             if client is None:
                 service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
                 reference = service.create_lora_training_client(model, 4, seed=1).result()
@@ -177,15 +191,20 @@ def kills(times: int, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("ratio", "kills"))
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=0, help="of an untrained model instead of the tiny one")
+    parser.add_argument("--layers", type=int, default=8, help="of an untrained model")
     parser.add_argument("--times", type=int, default=20)
     given = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory() as folder:
+        size = {"hidden": given.hidden, "intermediate": given.hidden * 11 // 4, "layers": given.layers}
+        model = build(out=Path(folder) / "model", steps=1, **size) if given.hidden else build()
         if given.what == "ratio":
-            ratio(given.steps, Path(folder))
+            ratio(given.steps, given.turns, model, Path(folder))
         else:
-            kills(given.times, Path(folder))
+            kills(given.times, model, Path(folder))
 
 
 if __name__ == "__main__":

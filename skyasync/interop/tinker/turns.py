@@ -52,12 +52,13 @@ class PolicyTurns:
         """
         async with self._turn:
             while True:
-                try:
-                    await self._activate(model)
-                    return await work(self.dispatch)
-                except Exception:
-                    if (lost := self.dispatch.lost) is None:
-                        raise
+                if (lost := self.dispatch.lost) is None:
+                    try:
+                        await self._activate(model)
+                        return await work(self.dispatch)
+                    except Exception:
+                        if (lost := self.dispatch.lost) is None:
+                            raise
                 try:
                     self.dispatch = await self._replace(*lost)
                 except Exception as error:
