@@ -61,24 +61,25 @@ def server(folder: Path, model: str) -> Iterator[tuple[str, psutil.Process]]:
         process.wait(60)
 
 
-def train(base_url: str, base_model: str, steps: int) -> list[float]:
-    """Seconds of each step: samples of every prompt, a gradient, a step of the optimizer, the next sampler."""
+def train(base_url: str, base_model: str, steps: int) -> list[dict[str, float]]:
+    """Of each step: samples of every prompt, a gradient, a step of the optimizer, the next sampler."""
     service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
     client = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
     tokenizer: Any = client.get_tokenizer()
     rows = cycle(train_prompts())
-    sampler, seconds = client.save_weights_and_get_sampling_client().result(), list[float]()
+    sampler, seconds = client.save_weights_and_get_sampling_client().result(), list[dict[str, float]]()
     for _ in range(steps):
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         asked = [next(rows) for _ in range(PROMPTS)]
         prompts = [
             list(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]) for row in asked
         ]
         params = types.SamplingParams(max_tokens=TOKENS)
         answers = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in prompts]
+        sampled = [answer.result().sequences for answer in answers]
+        sampling = time.perf_counter() - began
         data = []
-        for row, prompt, answer in zip(asked, prompts, answers, strict=True):
-            sequences = answer.result().sequences
+        for row, prompt, sequences in zip(asked, prompts, sampled, strict=True):
             texts = [tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences]
             rewards = [float(text.strip() == row["answer"]) for text in texts]
             for sequence, reward in zip(sequences, rewards, strict=True):
@@ -95,13 +96,14 @@ def train(base_url: str, base_model: str, steps: int) -> list[float]:
         sampler = client.save_weights_and_get_sampling_client().result()
         step.result()
         gradient.result()
-        seconds.append(time.perf_counter() - began)
+        step_s, own_s = time.perf_counter() - began, time.process_time() - computed
+        seconds.append({"s/step": step_s, "sampling": sampling, "CPU of the client": own_s})
     service.close("success").result()
     return seconds
 
 
-def train_sync(base_model: str, steps: int, folder: Path) -> list[float]:
-    """Seconds of each step of ``sync``, as its metrics have them."""
+def train_sync(base_model: str, steps: int, folder: Path) -> list[dict[str, float]]:
+    """Of each step of ``sync``, as its metrics have it."""
     words = [
         "trainer.plan=sync", f"trainer.policy.model.path={base_model}", f"trainer.train_batch_size={PROMPTS}",
         f"generator.n_samples_per_prompt={SAMPLES}",
@@ -115,21 +117,27 @@ def train_sync(base_model: str, steps: int, folder: Path) -> list[float]:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     [metrics] = folder.glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [row["time/step_s"] for row in rows if "time/step_s" in row]
+    return [{"s/step": row["time/step_s"], "sampling": row["time/generate_s"]} for row in rows if "time/step_s" in row]
+
+
+def medians(name: str, steps: list[dict[str, float]]) -> float:
+    """Print those of the steps but the first; returns the one of the whole step."""
+    found = {what: statistics.median(step[what] for step in steps[WARM:]) for what in steps[0]}
+    print(f"{name:6}", ", ".join(f"{value:.3f} {what}" for what, value in found.items()))
+    return found["s/step"]
 
 
 def ratio(steps: int, turns: int, model: str, folder: Path) -> None:
-    """Medians of the steps of each turn, in which one trains after the other; and of the turns' ratios."""
+    """In each turn one trains after the other."""
     ratios = list[float]()
     for turn in range(turns):
         own = folder / str(turn)
         own.mkdir()
         with server(own, model) as (base_url, _):
-            through = statistics.median(train(base_url, model, steps)[WARM:])
-        alone = statistics.median(train_sync(model, steps, own / "runs")[WARM:])
-        ratios.append(through / alone)
-        print(f"tinker {through:.3f} s/step, sync {alone:.3f}, ratio {ratios[-1]:.2f}, load {os.getloadavg()[0]:.1f}")
-    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+            through = medians("tinker", train(base_url, model, steps))
+        ratios.append(through / medians("sync", train_sync(model, steps, own / "runs")))
+        print(f"ratio  {ratios[-1]:.2f} at a load of {os.getloadavg()[0]:.1f}", flush=True)
+    print(f"ratio  {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 def kill(process: psutil.Process, title: str) -> None:
