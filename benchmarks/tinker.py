@@ -207,8 +207,10 @@ def main() -> None:
     given = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory() as folder:
-        size = {"hidden": given.hidden, "intermediate": given.hidden * 11 // 4, "layers": given.layers}
-        model = build(out=Path(folder) / "model", steps=1, **size) if given.hidden else build()
+        model = build()
+        if given.hidden:
+            wide = given.hidden * 11 // 4
+            model = build(out=f"{folder}/model", steps=1, hidden=given.hidden, intermediate=wide, layers=given.layers)
         if given.what == "ratio":
             ratio(given.steps, given.turns, model, Path(folder))
         else:
