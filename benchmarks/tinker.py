@@ -1,14 +1,15 @@
 """The Tinker server on the tiny model: its time per step beside ``sync`` on the same work, and a client beside kills.
 
-python -m benchmarks.tinker ratio --steps 12     # both train one adapter on the same prompts, one after the other
+python -m benchmarks.tinker ratio --turns 3                            # both train one adapter on the same prompts
+python -m benchmarks.tinker ratio --turns 3 --hidden 512 --layers 8    # of a larger model
 python -m benchmarks.tinker kills --times 20     # kills an engine, the ranks and the server in turn
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -25,20 +26,26 @@ import psutil
 import tinker
 from tinker import types
 
+from skyasync.examples.tiny.model import build
 from skyasync.examples.tiny.tasks import train_prompts
 
 PROMPTS, SAMPLES, TOKENS, RANK, RATE = 32, 8, 9, 16, 3e-3
 WARM = 2  # steps that are not timed
 KEY = "tml-local"
-COMMON = ("generator.backend=transformers", f"trainer.policy.lora.rank={RANK}", f"trainer.policy.lora.alpha={RANK}")
+COMMON = (
+    "generator.backend=transformers", "generator.max_model_len=64", "trainer.max_prompt_length=32",
+    f"generator.sampling_params.max_generate_length={TOKENS}",
+    f"generator.eval_sampling_params.max_generate_length={TOKENS}",
+    f"trainer.policy.lora.rank={RANK}", f"trainer.policy.lora.alpha={RANK}",
+)  # fmt: skip
 PORT = 20000 + os.getpid() % 10000
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[tuple[str, str, psutil.Process]]:
-    """The server's address, its base model, and its process."""
+def server(folder: Path, model: str) -> Iterator[tuple[str, psutil.Process]]:
+    """The server's address, and its process."""
     log = folder / f"server.{time.monotonic_ns()}.log"
-    words = ["--folder", str(folder / "state"), "--port", str(PORT), "generator.max_model_len=64", *COMMON]
+    words = ["--folder", str(folder / "state"), "--port", str(PORT), f"trainer.policy.model.path={model}", *COMMON]
     with log.open("w") as out:
         process = subprocess.Popen([sys.executable, "-m", "skyasync", "tinker", *words], stdout=out, stderr=out)
     try:
@@ -48,30 +55,31 @@ def server(folder: Path) -> Iterator[tuple[str, str, psutil.Process]]:
                 raise RuntimeError(log.read_text())
             time.sleep(0.2)
             said = dict(line.split("=", 1) for line in log.read_text().splitlines() if "=" in line)
-        yield said["TINKER_BASE_URL"], said["base_model"], psutil.Process(process.pid)
+        yield said["TINKER_BASE_URL"], psutil.Process(process.pid)
     finally:
         process.terminate()
         process.wait(60)
 
 
-def train(base_url: str, base_model: str, steps: int) -> list[float]:
-    """Seconds of each step: samples of every prompt, a gradient, a step of the optimizer, the next sampler."""
+def train(base_url: str, base_model: str, steps: int) -> list[dict[str, float]]:
+    """Of each step: samples of every prompt, a gradient, a step of the optimizer, the next sampler."""
     service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
     client = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
     tokenizer: Any = client.get_tokenizer()
     rows = cycle(train_prompts())
-    sampler, seconds = client.save_weights_and_get_sampling_client().result(), list[float]()
+    sampler, seconds = client.save_weights_and_get_sampling_client().result(), list[dict[str, float]]()
     for _ in range(steps):
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         asked = [next(rows) for _ in range(PROMPTS)]
         prompts = [
             list(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]) for row in asked
         ]
         params = types.SamplingParams(max_tokens=TOKENS)
         answers = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in prompts]
+        sampled = [answer.result().sequences for answer in answers]
+        sampling = time.perf_counter() - began
         data = []
-        for row, prompt, answer in zip(asked, prompts, answers, strict=True):
-            sequences = answer.result().sequences
+        for row, prompt, sequences in zip(asked, prompts, sampled, strict=True):
             texts = [tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences]
             rewards = [float(text.strip() == row["answer"]) for text in texts]
             for sequence, reward in zip(sequences, rewards, strict=True):
@@ -88,34 +96,48 @@ def train(base_url: str, base_model: str, steps: int) -> list[float]:
         sampler = client.save_weights_and_get_sampling_client().result()
         step.result()
         gradient.result()
-        seconds.append(time.perf_counter() - began)
+        step_s, own_s = time.perf_counter() - began, time.process_time() - computed
+        seconds.append({"s/step": step_s, "sampling": sampling, "CPU of the client": own_s})
     service.close("success").result()
     return seconds
 
 
-def train_sync(base_model: str, steps: int, folder: Path) -> list[float]:
-    """Seconds of each step of ``sync``, as it prints them."""
+def train_sync(base_model: str, steps: int, folder: Path) -> list[dict[str, float]]:
+    """Of each step of ``sync``, as its metrics have it."""
     words = [
         "trainer.plan=sync", f"trainer.policy.model.path={base_model}", f"trainer.train_batch_size={PROMPTS}",
-        f"generator.n_samples_per_prompt={SAMPLES}", f"generator.sampling_params.max_generate_length={TOKENS}",
-        f"trainer.policy.optimizer_config.lr={RATE}", f"trainer.max_training_steps={steps}", "trainer.epochs=9",
+        f"generator.n_samples_per_prompt={SAMPLES}",
+        f"trainer.policy.optimizer_config.lr={RATE}", f"trainer.max_training_steps={steps}", "trainer.epochs=99",
         "trainer.eval_interval=0", "trainer.eval_before_train=false", "trainer.placement.colocate_all=false",
-        "trainer.max_prompt_length=32", "generator.max_model_len=64", f"trainer.runs_dir={folder}", *COMMON,
+        f"trainer.runs_dir={folder}", *COMMON,
         "data.train_data=[skyasync.examples.tiny.tasks:train_prompts]",
     ]  # fmt: skip
     done = subprocess.run([sys.executable, "-m", "skyasync", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return [float(seconds) for seconds in re.findall(r"([\d.]+) s/step", done.stdout + done.stderr)]
+    [metrics] = folder.glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [{"s/step": row["time/step_s"], "sampling": row["time/generate_s"]} for row in rows if "time/step_s" in row]
 
 
-def ratio(steps: int, folder: Path) -> None:
-    with server(folder) as (base_url, model, _):
-        through = train(base_url, model, steps)[WARM:]
-    alone = train_sync(model, steps, folder)[WARM:]
-    print(f"tinker {statistics.median(through):.2f} s/step ({min(through):.2f} to {max(through):.2f})")
-    print(f"sync   {statistics.median(alone):.2f} s/step ({min(alone):.2f} to {max(alone):.2f})")
-    print(f"ratio  {statistics.median(through) / statistics.median(alone):.2f}")
+def medians(name: str, steps: list[dict[str, float]]) -> float:
+    """Print those of the steps but the first; returns the one of the whole step."""
+    found = {what: statistics.median(step[what] for step in steps[WARM:]) for what in steps[0]}
+    print(f"{name:6}", ", ".join(f"{value:.3f} {what}" for what, value in found.items()))
+    return found["s/step"]
+
+
+def ratio(steps: int, turns: int, model: str, folder: Path) -> None:
+    """In each turn one trains after the other."""
+    ratios = list[float]()
+    for turn in range(turns):
+        own = folder / str(turn)
+        own.mkdir()
+        with server(own, model) as (base_url, _):
+            through = medians("tinker", train(base_url, model, steps))
+        ratios.append(through / medians("sync", train_sync(model, steps, own / "runs")))
+        print(f"ratio  {ratios[-1]:.2f} at a load of {os.getloadavg()[0]:.1f}", flush=True)
+    print(f"ratio  {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 def kill(process: psutil.Process, title: str) -> None:
@@ -131,7 +153,7 @@ def kill(process: psutil.Process, title: str) -> None:
         time.sleep(0.2)
 
 
-def kills(times: int, folder: Path) -> None:
+def kills(times: int, model: str, folder: Path) -> None:
     """The losses of a model beside which processes are killed must be those of the same model without kills."""
     tokens = list(range(40, 60))
     target: Any = {"target_tokens": tokens[1:]}
@@ -150,7 +172,7 @@ def kills(times: int, folder: Path) -> None:
     client: Any = None
     begun: Any = None  # a request that the server did not live to answer
     while killed < times:
-        with server(folder) as (base_url, model, process):
+        with server(folder, model) as (base_url, process):
             if client is None:
                 service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
                 reference = service.create_lora_training_client(model, 4, seed=1).result()
@@ -177,15 +199,22 @@ def kills(times: int, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("ratio", "kills"))
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=0, help="of an untrained model instead of the tiny one")
+    parser.add_argument("--layers", type=int, default=8, help="of an untrained model")
     parser.add_argument("--times", type=int, default=20)
     given = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     with tempfile.TemporaryDirectory() as folder:
+        model = build()
+        if given.hidden:
+            wide = given.hidden * 11 // 4
+            model = build(out=f"{folder}/model", steps=1, hidden=given.hidden, intermediate=wide, layers=given.layers)
         if given.what == "ratio":
-            ratio(given.steps, Path(folder))
+            ratio(given.steps, given.turns, model, Path(folder))
         else:
-            kills(given.times, Path(folder))
+            kills(given.times, model, Path(folder))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import asyncio
 import json
 import logging
 import secrets
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 from tinker import types
@@ -100,15 +101,15 @@ class SnapshotTurns:
             raise
 
     async def load(self, snapshot: str, dispatch: Dispatch) -> None:
-        """Into the engines, from a policy without a model of its own."""
-        number = 0
-        if snapshot != BASE:
-            checkpoint = self._store.checkpoint(snapshot)
-            if checkpoint is None:
-                raise UserError(f"there is no checkpoint {snapshot}: it has expired or was deleted")
-            async with dispatch.transfer.changing():
-                await dispatch.call(POLICY, "load_adapters", checkpoint.folder, False)
-            number = checkpoint.number
+        """Into the engines, by the policy."""
+        if snapshot == BASE:
+            number, call = 0, ("activate", BASE)
+        elif (checkpoint := self._store.checkpoint(snapshot)) is not None:
+            number, call = checkpoint.number, ("show_adapters", checkpoint.folder)
+        else:
+            raise UserError(f"there is no checkpoint {snapshot}: it has expired or was deleted")
+        async with dispatch.transfer.changing():
+            await dispatch.call(POLICY, *call)
         await self._weights.sync(number, self._paused)
 
     async def load_again(self, dispatch: Dispatch) -> None:
@@ -167,7 +168,8 @@ class SamplingQueue:
     ) -> None:
         self._store, self._client, self._turns = store, client, turns
         self._vocabulary, self._most_tokens = vocabulary, most_tokens
-        self._answers: OrderedDict[str, asyncio.Task[bytes]] = OrderedDict()
+        self._answers: dict[str, asyncio.Task[bytes]] = {}
+        self._done: deque[str] = deque()  # of them, the oldest first
 
     async def close(self) -> None:
         for task in self._answers.values():
@@ -180,9 +182,9 @@ class SamplingQueue:
         name = own if request.sampling_session_id and request.seq_id is not None else f"sample:{secrets.token_hex(8)}"
         if name not in self._answers:
             self._answers[name] = asyncio.create_task(self._answer(name, request, snapshot))
-            done = [old for old, task in self._answers.items() if task.done()]
-            for old in done[: max(0, len(done) - ANSWERS)]:
-                del self._answers[old]
+            self._answers[name].add_done_callback(lambda _: self._done.append(name))
+            while len(self._done) > ANSWERS:
+                self._answers.pop(self._done.popleft(), None)
         return name
 
     def cancel(self, name: str) -> None:
@@ -258,17 +260,16 @@ class SamplingQueue:
         if len(stops) > MOST_STOPS or any(isinstance(each, str) and len(each) > LONGEST_STOP for each in stops):
             raise UserError(f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters")
         left = self._most_tokens - prompt
-        seeds = range(request.num_samples)
-        return [
-            SamplingParams(
-                max_tokens=left if params.max_tokens is None else min(params.max_tokens, left),
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                stop=tuple(text for text in stops if isinstance(text, str)),
-                stop_token_ids=tuple(token for token in stops if isinstance(token, int)),
-                ignore_eos=stop is not None and not stops,
-                seed=None if params.seed is None else params.seed + number,
-            )
-            for number in seeds
-        ]
+        sampling = SamplingParams(
+            max_tokens=left if params.max_tokens is None else min(params.max_tokens, left),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop=tuple(text for text in stops if isinstance(text, str)),
+            stop_token_ids=tuple(token for token in stops if isinstance(token, int)),
+            ignore_eos=stop is not None and not stops,
+            seed=params.seed,
+        )
+        if params.seed is None:
+            return [sampling] * request.num_samples
+        return [replace(sampling, seed=params.seed + number) for number in range(request.num_samples)]

@@ -41,24 +41,31 @@ class PolicyTurns:
     def __init__(self, dispatch: Dispatch, replace: Replace) -> None:
         self.dispatch, self._replace = dispatch, replace
         self._turn, self._resident = asyncio.Lock(), set[str]()
+        self._active = BASE  # the model that is in the policy, if it is known
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, model: str, work: Callable[[Dispatch], Awaitable[T]]) -> T:
-        """The result of ``work`` with the model's adapters; it begins again if a rank is lost."""
+        """The result of ``work`` with the model's adapters; it begins again if a rank is lost.
+
+        Args:
+            model: ``BASE`` is work that chooses the adapters by itself.
+        """
         async with self._turn:
             while True:
-                try:
-                    await self._activate(model)
-                    return await work(self.dispatch)
-                except Exception:
-                    if (lost := self.dispatch.lost) is None:
-                        raise
+                if (lost := self.dispatch.lost) is None:
+                    try:
+                        await self._activate(model)
+                        return await work(self.dispatch)
+                    except Exception:
+                        if (lost := self.dispatch.lost) is None:
+                            raise
                 try:
                     self.dispatch = await self._replace(*lost)
                 except Exception as error:
                     self.end(error)
                     raise
                 self._resident.clear()
+                self._active = BASE
 
     async def watch(self) -> None:
         """Replace ranks that were lost while no model needed them: an engine that starts gets its weights from them."""
@@ -78,9 +85,13 @@ class PolicyTurns:
             self.ended.set_exception(error)
 
     async def _activate(self, model: str) -> None:
-        if model in self._resident or model == BASE:
+        if model != BASE and model == self._active:
+            return
+        self._active = BASE
+        if model in self._resident:
             async with self.dispatch.transfer.changing():
                 await self.dispatch.call(POLICY, "activate", model)
-            return
-        await self.restore(model, self.dispatch)
-        self._resident.add(model)
+        elif model != BASE:
+            await self.restore(model, self.dispatch)
+            self._resident.add(model)
+        self._active = model

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from skyasync.arrays import Floats
 from skyasync.errors import UserError, unknown
@@ -36,39 +36,44 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
     if not message.data:
         raise UserError("the request has no data")
     settings = _settings(message, LOSSES[name].settings)
-    tokens: list[Tensor] = []
-    columns: dict[str, list[Tensor]] = {}
+    rows, inputs = list[NDArray[np.int64]](), list[dict[str, Floats]]()
     for index, datum in enumerate(message.data):
         try:
-            row = _tokens(datum, vocabulary, most_tokens)
-            values = _columns(datum, name, len(row) - 1, settings)
+            rows.append(_tokens(datum, vocabulary, most_tokens))
+            inputs.append(_inputs(datum, name, len(rows[-1]) - 1))
         except ValueError as error:
             raise UserError(f"datum {index}: {error}") from error
-        tokens.append(row)
-        for column, value in values.items():
-            columns.setdefault(column, []).append(torch.cat([torch.zeros(1), value]))
-    padded = {column: pad_sequence(values, batch_first=True) for column, values in columns.items()}
-    lengths = torch.tensor([len(row) for row in tokens])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    lengths = [len(row) for row in rows]
+    tokens = np.zeros((len(rows), max(lengths)), dtype=np.int64)
+    for whole, row in zip(tokens, rows, strict=True):
+        whole[: len(row)] = row
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     loss_mask = mask.clone()
     loss_mask[:, 0] = False
-    zeros = torch.zeros(mask.shape)
+
+    def column(key: str, default: float = 0.0) -> Tensor:
+        """Of the rows' loss tokens; the default where a row has none."""
+        values = np.zeros(tokens.shape, dtype=np.float32)
+        for whole, row, length in zip(values, inputs, lengths, strict=True):
+            whole[1:length] = row.get(key, default)
+        return torch.from_numpy(values)
+
     return LossBatch(
-        tokens=pad_sequence(tokens, batch_first=True),
+        tokens=torch.from_numpy(tokens),
         attention_mask=mask,
         loss_mask=loss_mask,
-        group_ids=torch.arange(len(tokens)),
-        behaviour_logprobs=padded["logprobs"],
+        group_ids=torch.zeros(len(rows), dtype=torch.int64),  # any rows may begin alike: that is computed once
+        behaviour_logprobs=column("logprobs"),
         versions=torch.zeros(mask.shape, dtype=torch.int32),
-        truncated=torch.zeros(len(tokens), dtype=torch.bool),
-        rewards=zeros,
-        advantages=padded["advantages"],
-        loss_weights=padded["weights"],
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        rewards=torch.zeros(mask.shape),
+        advantages=column("advantages"),
+        loss_weights=column("weights", 1.0),
         loss_name=name,
         beta=settings.get("beta", 0.0),
-        clip_low=padded["clip_low_threshold"],
-        clip_high=padded["clip_high_threshold"],
-        ratio_mask=padded["sequence_ratio_mask"],
+        clip_low=column("clip_low_threshold", settings.get("clip_low_threshold", 1.0)),
+        clip_high=column("clip_high_threshold", settings.get("clip_high_threshold", 1.0)),
+        ratio_mask=column("sequence_ratio_mask"),
         forward_only=message.forward_only,
     )
 
@@ -87,7 +92,7 @@ def _settings(message: pb.ForwardBackwardRequest, defaults: Mapping[str, float])
     return {**defaults, **given}
 
 
-def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> Tensor:
+def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.int64]:
     chunks = [chunk.encoded_text.tokens for chunk in datum.model_input if chunk.HasField("encoded_text")]
     if len(chunks) < len(datum.model_input):
         raise ValueError("images and audio are not supported: the policy reads text")
@@ -102,19 +107,19 @@ def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> Tensor:
         raise ValueError(f"target_tokens[{different[0]}] is not the token that follows in model_input, as it must be")
     if len(read) + 1 > most_tokens:
         raise ValueError(f"it has {len(read) + 1} tokens with the last target; the server takes {most_tokens}")
-    whole = np.append(read, target[-1])
+    whole: NDArray[np.int64] = np.append(read, target[-1])
     if (wrong := whole[(whole < 0) | (whole >= vocabulary)]).size:
         raise ValueError(f"there is no token {wrong[0]}: the model has {vocabulary}")
-    return torch.from_numpy(whole)
+    return whole
 
 
-def _columns(datum: pb.Datum, name: str, length: int, settings: Mapping[str, float]) -> dict[str, Tensor]:
-    """float32 ``[length]`` each, also those that the loss does not read."""
-    loss, values = LOSSES[name], dict[str, Tensor]()
+def _inputs(datum: pb.Datum, name: str, length: int) -> dict[str, Floats]:
+    """float32 ``[length]`` each, of those that the datum has."""
+    loss, values = LOSSES[name], dict[str, Floats]()
+    known = {"target_tokens", *loss.required, *loss.optional}
     for key in datum.loss_fn_inputs:
-        if key not in {"target_tokens", *loss.required, *loss.optional}:
-            known = sorted({"target_tokens", *loss.required, *loss.optional})
-            raise ValueError(f"loss_fn_inputs has {key}; {name} reads {', '.join(known)}")
+        if key not in known:
+            raise ValueError(f"loss_fn_inputs has {key}; {name} reads {', '.join(sorted(known))}")
     for key in (*loss.required, *loss.optional):
         array = _array(datum.loss_fn_inputs, key)
         if array is None:
@@ -125,14 +130,10 @@ def _columns(datum: pb.Datum, name: str, length: int, settings: Mapping[str, flo
             raise ValueError(f"{key} has the shape {list(array.shape)}, and there are {length} target_tokens")
         if not np.isfinite(array).all():
             raise ValueError(f"{key} has NaN or an infinite number")
-        values[key] = torch.from_numpy(array.astype(np.float32))
-    nothing = torch.zeros(length)
-    defaults = {key: torch.full((length,), settings.get(key, 1.0)) for key in (*_CLIPPED, "weights")}
-    values = {"logprobs": nothing, "advantages": nothing, **defaults, **values}
-    return {"sequence_ratio_mask": (values["advantages"] != 0).float(), **values}
-
-
-_CLIPPED = ("clip_low_threshold", "clip_high_threshold")
+        values[key] = array.astype(np.float32)
+    if "advantages" in values:
+        values.setdefault("sequence_ratio_mask", (values["advantages"] != 0).astype(np.float32))
+    return values
 
 
 def _array(inputs: Mapping[str, Any], key: str) -> np.ndarray[Any, Any] | None:

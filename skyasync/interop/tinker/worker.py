@@ -26,6 +26,7 @@ class MultiAdapterWorker(PolicyWorker):
         super().__init__(*args, **kwargs)
         self.loss, self.active = SummedLoss(), BASE
         self._states: dict[str, AdapterState] = {}
+        self._folder = ""  # that has the adapters which are in the policy; "" if none has
 
     def activate(self, model: str, rank: int = 0, seed: int = 0) -> None:
         """Put a model's adapters into the policy: new ones of this rank and seed if it is not known."""
@@ -39,7 +40,7 @@ class MultiAdapterWorker(PolicyWorker):
         if state is None:
             assert backend.adapters is not None
             backend.adapters.initialize(seed, rank)
-        self.active = model
+        self.active, self._folder = model, ""
 
     def forget(self, model: str) -> None:
         """The model is not used any more."""
@@ -57,6 +58,7 @@ class MultiAdapterWorker(PolicyWorker):
     def adam_step(self, adam: Mapping[str, float]) -> dict[str, Any]:
         """One step of AdamW with these settings, and its metrics; ``problem`` if there was none, and why."""
         backend, betas = self._fsdp, (adam["beta1"], adam["beta2"])
+        self._folder = ""
         backend.trained[MODEL].max_grad_norm = max(0.0, adam["grad_clip_norm"])
         for group in backend.optimizer.param_groups:
             group |= {"betas": betas, "eps": adam["eps"], "weight_decay": adam["weight_decay"]}
@@ -72,11 +74,20 @@ class MultiAdapterWorker(PolicyWorker):
         if not optimizer:
             self._fsdp.optimizer.state.clear()
             self._fsdp.step = 0
+        self._folder = folder
+
+    def show_adapters(self, folder: str) -> None:
+        """Have what ``save`` wrote in the policy: in the active model, if it is unchanged since, or in none."""
+        if folder != self._folder:
+            self.activate(BASE)
+            self.load_adapters(folder, optimizer=False)
 
     def save_adapters(self, folder: str, optimizer: bool) -> SaveResult:
         """Write the active model's adapters, with their optimizer state or without."""
         with nullcontext() if optimizer else without_optimizer_state(self._fsdp):
-            return self.save(folder)
+            saved = self.save(folder)
+        self._folder = folder
+        return saved
 
     @property
     def _fsdp(self) -> FSDPBackend:

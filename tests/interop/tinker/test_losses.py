@@ -17,6 +17,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 from skyasync.errors import UserError
 from skyasync.interop.tinker.losses import LOSSES, NOT_SUPPORTED, token_losses
 from skyasync.interop.tinker.wire import loss_batch, loss_result
+from skyasync.models.prefix_tree import sorted_rows
 
 LIMITS = {"vocabulary": 50, "most_tokens": 16}
 numbers = st.floats(-3, 3, width=32)
@@ -120,6 +121,11 @@ def test_what_cannot_be_computed_is_rejected_with_its_reason(
     with pytest.raises(UserError) as error:
         loss_batch(encoded(data, name, config), **LIMITS)
     assert says in str(error.value)
+
+
+def test_rows_that_begin_alike_share_what_is_computed() -> None:
+    batch = loss_batch(encoded([datum([1, 2, 3, 4]), datum([9, 2]), datum([1, 2, 3, 7])], "cross_entropy"), **LIMITS)
+    assert sorted_rows(batch).prefixes.tolist().count(3) == 1
 
 
 def test_where_tokens_come_from_changes_no_loss() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -65,6 +66,28 @@ async def test_a_sampler_stays_with_its_weights_while_others_are_sampled(model: 
             again = sampled(service.create_sampling_client(model_path=named).result(), seed=1).result().sequences[0]
             whole = trainers_logprobs_of(samplers[-1], PROMPT + list(again.tokens))
             assert list(again.logprobs) == pytest.approx(whole, abs=1e-5)
+
+        await with_sdk(up.server, program)
+
+
+async def test_a_sampler_that_is_used_at_once_is_not_read_from_its_file_and_is_the_same_later(
+    model: str, tmp_path: Path
+) -> None:
+    async with tinker_server(model, tmp_path) as up:
+        worker = up.dispatches[0]._policy
+        worker.load_adapters = mock.Mock(side_effect=worker.load_adapters)
+
+        def program(service: Any) -> None:
+            client = service.create_lora_training_client(model, rank=4, seed=1).result()
+            losses_of(client, [FIRST], 2)
+            sampler = client.save_weights_and_get_sampling_client().result()
+            expected = trainers_logprobs(client, PROMPT)
+            at_once = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()
+            assert at_once[1:] == pytest.approx(expected, abs=1e-5) and not worker.load_adapters.called
+            losses_of(client, [FIRST], 1)
+            sampled(service.create_sampling_client(base_model=model).result()).result()
+            assert sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result() == at_once
+            assert worker.load_adapters.call_count == 1
 
         await with_sdk(up.server, program)
 

@@ -246,8 +246,9 @@ async def test_what_the_server_cannot_carry_out_is_left_to_the_next_one(model: s
         await with_sdk(up.server, trained(model, 1, [FIRST], 1))
         [row] = up.server._store.models()
         up.turns._replace = AsyncMock(side_effect=RuntimeError("no more restarts"))
-        up.dispatches[0]._groups["policy"].call = AsyncMock(side_effect=RuntimeError("lost"))
-        up.dispatches[0]._groups["policy"].lost = RuntimeError("lost")
+        group = up.dispatches[0]._groups["policy"]
+        group.lost = RuntimeError("lost")
+        group.call = group.on_rows = AsyncMock(side_effect=group.lost)
         name = up.server._training.submit(row["id"], 3, "forward_backward", encoded([FIRST], "cross_entropy"))
         with pytest.raises(RuntimeError, match="no more restarts"):
             await asyncio.wait_for(asyncio.shield(up.turns.ended), 60)
