@@ -77,7 +77,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "forecast": Subcommand(
         "skyasync.cli.forecast:run",
         "forecast the time to a reward by plan and staleness, from pilot runs",
-        (*_SETTINGS, "--target", "--metric", "--ceiling", "--bounds", "--json"),
+        (*_SETTINGS, "--target", "--metric", "--ceiling", "--bounds"),
         runs=True,
         needs=True,
     ),

@@ -15,7 +15,7 @@ from statistics import median
 import numpy as np
 
 from skyasync.observability.jsonl import read_rows
-from skyasync.simulate.advice import ENOUGH, best_split, read_costs
+from skyasync.simulate.advice import ENOUGH, STEPS_TRIED, best_split, read_costs
 from skyasync.simulate.learning import LearningLaw
 from skyasync.simulate.run import simulate, trainer_devices
 from skyasync.simulate.settings import SimulationConfig
@@ -23,13 +23,12 @@ from skyasync.simulate.theory import draw_batches
 from skyasync.trainer.plans import PLANS
 
 BATCHES = 100  # drawn to compare the costs with
-STEPS = 60  # simulated, at the least
 INTERVAL = (0.05, 0.95)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan on a split of the devices; ``bound`` is ``trainer.max_staleness``, None where the plan does not read it."""
+    """A plan on a split of the devices; ``bound`` is ``trainer.max_staleness``, None if the plan does not read it."""
 
     plan: str
     bound: int | None
@@ -57,8 +56,8 @@ class Forecast:
 def read_run_costs(cfg: SimulationConfig, run: Path) -> None:
     """Costs as ``read_costs`` has them, for lengths that vary and for engines that a batch fills more than once.
 
-    Lengths are log-normal, with the least sigma at which the longest of a batch is the one measured. A decode step takes
-    what makes the generation of such batches as long as it was.
+    Lengths are log-normal, with the least sigma at which the longest of a batch is the one measured. A decode step
+    takes what makes the generation of such batches as long as it was.
 
     Raises:
         UserError: if the run is not one of the sync plan.
@@ -115,7 +114,7 @@ def forecast(
         own.simulate.train_s_per_token = cfg.simulate.train_s_per_token
         own.trainer.placement.policy_num_nodes, own.trainer.placement.policy_num_gpus_per_node = 1, candidate.trainers
         own.trainer.max_staleness = candidate.bound or 0
-        own.trainer.max_training_steps = max(STEPS, 4 * own.trainer.max_staleness)
+        own.trainer.max_training_steps = max(STEPS_TRIED, 5 * own.trainer.max_staleness)
         outcome = simulate(own, candidate.plan)
         staleness = outcome.staleness_mean
         minutes = np.array([one.steps_to(target, staleness) for one in laws]) * outcome.step_s / 60

@@ -5,12 +5,12 @@ After n steps of staleness s_1 ... s_n the policy has made the progress p and ea
     p    = sum over i of 1 / (1 + (cost * s_i) ** power)
     R(p) = ceiling - (ceiling - start) * exp(-rate * p)
 
-The first line: the linear term of gradient descent with delayed gradients converges as exp(-n / delay) (Arjevani, Shamir
-and Srebro 2020, "A tight convergence analysis for stochastic gradient descent with delayed updates"), so a step counts
-1 / (1 + cost * s) steps on policy, with ``power`` 1. At a constant learning rate the measured loss is steeper; with
-three levels of staleness the power is fitted too (Hill's function). The second line: rewards saturate. Khatri et al. 2025,
-"The art of scaling reinforcement learning compute for LLMs", fit a sigmoid of compute; a short run shows only a part of
-one, for which an exponential has enough parameters. Nor does it show the ceiling, which is therefore given.
+The first line with ``power`` 1: the linear term of gradient descent with delayed gradients converges as exp(-n / delay)
+(Arjevani, Shamir and Srebro 2020, "A tight convergence analysis for stochastic gradient descent with delayed updates").
+At a constant learning rate the measured loss is steeper, so the power is fitted (Hill's function) if runs of three
+levels of staleness tell it. The second line: rewards saturate. Khatri et al. 2025, "The art of scaling reinforcement
+learning compute for LLMs", fit a sigmoid of compute; for the part of it that a short run shows, an exponential is
+enough. The run does not show the ceiling, which is therefore given.
 
 Invariant: pure; least squares on a grid that is refined, so a fit has no starting point and always the same result.
 """
@@ -18,6 +18,7 @@ Invariant: pure; least squares on a grid that is refined, so a fit has no starti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import log
 
@@ -31,8 +32,8 @@ Array = NDArray[np.float64]
 LEAST_STEPS = 8  # of a pilot run with its metric
 APART = 0.5  # versions between the mean staleness of runs that tell its cost
 BLOCK = 5  # steps whose residuals stay together when they are drawn again: neighbours are alike
-_POINTS, _LEVELS, _NARROWER = 7, 14, 0.6  # of the grid, and its width at each level beside the one before
-_RATE, _COST, _POWER = (0.02, 20.0), (1e-3, 10.0), (0.5, 4.0)  # _RATE: divided by the longest run's steps
+_POINTS, _LEVELS, _NARROWER = 7, 14, 0.6  # of the grid, and its width at each level relative to the one before
+_RATE, _COST, _POWER = (0.02, 20.0), (1e-3, 10.0), (1.0, 4.0)  # _RATE: divided by the longest run's steps
 
 
 @dataclass(frozen=True)
@@ -73,31 +74,37 @@ class LearningLaw:
 def read_pilot(rows: Sequence[Row], metric: str, name: str) -> Pilot:
     """A run's rows of ``metrics.jsonl``.
 
-    An evaluation is of the weights after its step; what was rolled out for a step, of those its tokens were sampled with.
+    An evaluation is of the weights after its step; a step's rollouts, of those that sampled their tokens.
 
     Raises:
         UserError: if too few steps have the metric.
     """
-    staleness = {
-        row["step"]: float(row.get("staleness/mean") or 0.0) for row in rows if row.get("reward/mean") is not None
-    }
+    staleness = {row["step"]: float(row["staleness/mean"]) for row in rows if row.get("staleness/mean") is not None}
     measured = {row["step"]: float(row[metric]) for row in rows if row.get(metric) is not None}
-    if len(measured) < LEAST_STEPS or not staleness:
-        known = sorted({key for row in rows for key, value in row.items() if isinstance(value, float)})
-        near = (
-            f"; it has {', '.join(key for key in known if 'reward' in key or 'score' in key)}" if not measured else ""
+    if min(len(measured), len(staleness)) < LEAST_STEPS:
+        raise UserError(
+            f"{name}: {len(measured)} steps have {metric} and {len(staleness)} have staleness/mean; a pilot run needs "
+            f"{LEAST_STEPS} of both"
         )
-        raise UserError(f"{name}: {len(measured)} steps have {metric}; a pilot needs {LEAST_STEPS} at least{near}")
     steps = np.arange(1, max(staleness) + 1)
     by_step = np.interp(steps, list(staleness), list(staleness.values()))
-    at = np.array(list(measured), dtype=float)
+    versions = np.array(list(measured), dtype=float)
     if not metric.startswith("eval/"):
-        at = at - 1 - np.interp(at, steps, by_step)
-    return Pilot(by_step, np.clip(at, 0, len(steps)), np.array(list(measured.values())))
+        versions = versions - 1 - np.interp(versions, steps, by_step)
+    return Pilot(by_step, np.clip(versions, 0, len(steps)), np.array(list(measured.values())))
 
 
-def fit(pilots: Sequence[Pilot], ceiling: float) -> LearningLaw:
+def tells_power(pilots: Sequence[Pilot]) -> bool:
+    """Whether there are two levels of staleness besides 0."""
+    stale = [pilot.mean_staleness for pilot in pilots if pilot.mean_staleness >= APART]
+    return bool(stale) and max(stale) >= 1.5 * min(stale)
+
+
+def fit(pilots: Sequence[Pilot], ceiling: float, power: float | None = None) -> LearningLaw:
     """The law with the least squared error on all rewards.
+
+    Args:
+        power: the law's, if it is not to be fitted.
 
     Raises:
         UserError: if all runs have the same staleness, or the reward does not rise.
@@ -105,13 +112,11 @@ def fit(pilots: Sequence[Pilot], ceiling: float) -> LearningLaw:
     levels = sorted(pilot.mean_staleness for pilot in pilots)
     if levels[-1] - levels[0] < APART:
         raise UserError(
-            f"the pilot runs have the mean staleness {', '.join(f'{level:.2g}' for level in levels)}: the cost of staleness "
-            f"needs two runs that differ by {APART} at least (trainer.plan=sync, and fully_async with max_staleness=4)"
+            f"the pilot runs have the mean staleness {', '.join(f'{level:.2g}' for level in levels)}: its cost needs "
+            f"two that differ by {APART} at least, such as trainer.plan=sync and trainer.plan=fully_async"
         )
-    stale = [level for level in levels if level >= APART]
-    steeper = len(stale) > 1 and stale[-1] >= 1.5 * stale[0]
-    steps = max(len(pilot.staleness) for pilot in pilots)
-    limits = np.log([np.divide(_RATE, steps), _COST, _POWER if steeper else (1.0, 1.0)])
+    slowest, fastest = np.divide(_RATE, max(len(pilot.staleness) for pilot in pilots))
+    limits = np.log([(slowest, fastest), _COST, _POWER if power is None else (power, power)])
     centre, width = limits.mean(1), np.diff(limits)[:, 0] / 2
     missing = ceiling - np.concatenate([pilot.rewards for pilot in pilots])
     for _ in range(_LEVELS):
@@ -119,35 +124,36 @@ def fit(pilots: Sequence[Pilot], ceiling: float) -> LearningLaw:
             np.exp(np.unique(np.clip(middle + around * np.linspace(-1, 1, _POINTS), *limit)))
             for middle, around, limit in zip(centre, width, limits, strict=True)
         ]
-        cost, power = (axis.ravel() for axis in np.meshgrid(*axes[1:], indexing="ij"))
-        progress = np.concatenate([_progress(pilot, cost, power) for pilot in pilots], axis=1)
+        costs, powers = (axis.ravel() for axis in np.meshgrid(*axes[1:], indexing="ij"))
+        progress = np.concatenate([_progress(pilot, costs, powers) for pilot in pilots], axis=1)
         left = np.exp(-axes[0][:, None, None] * progress)  # [rates, costs, rewards]
         gains = (left * missing).sum(2) / (left**2).sum(2)
         errors = ((gains[:, :, None] * left - missing) ** 2).sum(2)
         i, j = np.unravel_index(errors.argmin(), errors.shape)
-        centre, width = np.log([axes[0][i], cost[j], power[j]]), width * _NARROWER
-    rate = float(axes[0][i])
-    if rate < 1.01 * _RATE[0] / steps:
+        best = axes[0][i], costs[j], powers[j]
+        centre, width = np.log(best), width * _NARROWER
+    if best[0] < 1.01 * slowest:
         raise UserError("the reward does not rise in the pilot runs: there is nothing to extrapolate")
-    return LearningLaw(float(ceiling - gains[i, j]), ceiling, rate, float(cost[j]), float(power[j]))
+    return LearningLaw(float(ceiling - gains[i, j]), ceiling, *map(float, best))
 
 
-def resampled(pilots: Sequence[Pilot], law: LearningLaw, count: int, seed: int = 0) -> list[LearningLaw]:
+def resampled(pilots: Sequence[Pilot], law: LearningLaw, count: int) -> list[LearningLaw]:
     """Laws of pilots whose residuals are drawn again in blocks (moving-block bootstrap, Künsch 1989).
 
-    They tell what the noise of these runs leaves open; not how another seed would learn.
+    They show what the noise of these runs leaves open, and the power if the runs do not tell it; not how another seed
+    would learn. Draws in which the reward does not rise are left out.
     """
-    rng, laws = np.random.default_rng(seed), list[LearningLaw]()
-    while len(laws) < count:
+    random, laws, known = np.random.default_rng(0), list[LearningLaw](), tells_power(pilots)
+    for _ in range(count):
         drawn = []
         for pilot in pilots:
-            progress = _progress(pilot, np.array([law.cost]), np.array([law.power]))[0]
-            expected = law.reward(progress)
+            expected = law.reward(_progress(pilot, np.array([law.cost]), np.array([law.power]))[0])
             residuals = pilot.rewards - expected
-            starts = rng.integers(0, len(residuals) - BLOCK + 1, -(-len(residuals) // BLOCK))
+            starts = random.integers(0, len(residuals) - BLOCK + 1, -(-len(residuals) // BLOCK))
             noise = np.concatenate([residuals[start : start + BLOCK] for start in starts])[: len(residuals)]
-            drawn.append(Pilot(pilot.staleness, pilot.versions, expected + noise - noise.mean()))
-        laws.append(fit(drawn, law.ceiling))
+            drawn.append(Pilot(pilot.staleness, pilot.versions, expected + noise))
+        with suppress(UserError):
+            laws.append(fit(drawn, law.ceiling, None if known else random.uniform(*_POWER)))
     return laws
 
 
