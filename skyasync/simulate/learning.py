@@ -33,7 +33,7 @@ LEAST_STEPS = 8  # of a pilot run with its metric
 APART = 0.5  # versions between the mean staleness of runs that tell its cost
 BLOCK = 5  # steps whose residuals stay together when they are drawn again: neighbours are alike
 _POINTS, _LEVELS, _NARROWER = 7, 14, 0.6  # of the grid, and its width at each level relative to the one before
-_RATE, _COST, _POWER = (0.02, 20.0), (1e-3, 10.0), (1.0, 4.0)  # _RATE: divided by the longest run's steps
+_RATE, _COST, _POWER = (0.02, 20.0), (1e-3, 10.0), (1.0, 8.0)  # _RATE: divided by the longest run's steps
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def resampled(pilots: Sequence[Pilot], law: LearningLaw, count: int) -> list[Lea
             noise = np.concatenate([residuals[start : start + BLOCK] for start in starts])[: len(residuals)]
             drawn.append(Pilot(pilot.staleness, pilot.versions, expected + noise))
         with suppress(UserError):
-            laws.append(fit(drawn, law.ceiling, None if known else random.uniform(*_POWER)))
+            laws.append(fit(drawn, law.ceiling, None if known else float(np.exp(random.uniform(*np.log(_POWER))))))
     return laws
 
 
