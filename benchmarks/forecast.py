@@ -8,7 +8,9 @@ cores cannot show how work is split, so a device's time is paced: a decode step 
 devices are one, two or three engines, and the others are trainers.
 
 Pilot: a run of ``sync`` and two of ``fully_async`` with ``max_staleness`` 2 and 4, where training is the bottleneck, so
-that samples are as stale as the bound allows. They share a seed that the others do not have. Measured: the time to the target is the steps to it times the seconds of a step.
+that samples are as stale as the bound allows. They share a seed that the others do not have.
+
+Measured: the time to the target is the steps to it times the seconds of a step.
 
 - Steps: a run until the mean reward of ``WINDOW`` steps reaches the target; mean over seeds. What ``sync`` and
   ``one_step_off`` learn does not depend on the split, so they run on one. A run ends after ``MOST_STEPS``.
