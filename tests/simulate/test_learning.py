@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skyasync.errors import UserError
 from skyasync.simulate.learning import LearningLaw, Pilot, fit, read_pilot, resampled, tells_power
 
-RATES, POWERS = st.floats(0.01, 0.1), st.floats(1.0, 4.0)
+RATES, POWERS = st.floats(0.01, 0.1), st.floats(1.0, 2.5)
 COSTS = st.floats(0.05, 0.4)  # a larger one leaves nothing to be seen in 40 steps of staleness 4
 STARTS, STALENESS = st.floats(0.0, 0.6), st.floats(0.0, 16.0)
 
