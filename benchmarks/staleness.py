@@ -72,10 +72,21 @@ def run(job: Job) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     identity = {"objective": job.objective, "control": job.control, "depth": job.depth, "seed": job.seed}
-    return identity | asyncio.run(train(job))
+    memory = Memory()
+    asyncio.run(train(configuration(job), memory))
+    return identity | {
+        "score": fmean(memory.scores[-2:]), "first": memory.scores[0], "staleness": fmean(memory.staleness)
+    }  # fmt: skip
 
 
-async def train(job: Job) -> dict[str, Any]:
+async def train(
+    cfg: Any,
+    tracker: Any,
+    engines: Sequence[Any] = (),
+    mixins: Sequence[type] = (),
+    callbacks: Sequence[Any] = (),
+) -> None:
+    """A run of ``cfg`` in this process; by default with one embedded engine, and the plan's class as it is."""
     from transformers import AutoTokenizer
 
     from skyasync.data.datasets import load_prompts
@@ -89,17 +100,16 @@ async def train(job: Job) -> dict[str, Any]:
     from skyasync.weight_sync.sync import WeightSync
     from skyasync.workers.local import LocalDispatch
 
-    cfg = configuration(job)
     path = cfg.trainer.policy.model.path
     tokenizer = AutoTokenizer.from_pretrained(path)
     datasets = [load_prompts(s, cfg, tokenizer) for s in (cfg.data.train_data, cfg.data.val_data)]
-    engine = TransformersEngine(EngineConfig(path, max_model_len=64, threads=1, seed=job.seed))
-    client, dispatch, memory = InferenceClient([engine]), LocalDispatch(cfg), Memory()
+    engines = engines or [TransformersEngine(EngineConfig(path, max_model_len=64, threads=1, seed=cfg.trainer.seed))]
+    client, dispatch = InferenceClient(list(engines)), LocalDispatch(cfg)
     await client.start()
-    plan = PLANS[job.plan if job.depth else "sync"]
+    plan: Any = type("Plan", (*mixins, PLANS[cfg.trainer.plan]), {})
     trainer = plan(
-        cfg, memory, tokenizer, datasets[0], client, EpisodeGenerator(client, local_pool(), tokenizer, 64),
-        eval_dataset=datasets[1],
+        cfg, tracker, tokenizer, datasets[0], client, EpisodeGenerator(client, local_pool(), tokenizer, 64),
+        eval_dataset=datasets[1], callbacks=list(callbacks),
     )  # fmt: skip
     probe = [ChatTokenizer(tokenizer).prompt(prompt.messages).tolist() for prompt in datasets[0][:4]]
     trainer.attach(dispatch, WeightSync(dispatch, client, probe, 1e-3))
@@ -107,7 +117,6 @@ async def train(job: Job) -> dict[str, Any]:
         await trainer.train()
     finally:
         await asyncio.gather(client.shutdown(), dispatch.shutdown())
-    return {"score": fmean(memory.scores[-2:]), "first": memory.scores[0], "staleness": fmean(memory.staleness)}
 
 
 def configuration(job: Job) -> Any:

@@ -74,6 +74,13 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "simulate": Subcommand(
         "skyasync.simulate.__main__:main", "simulate the plans without GPUs, with your costs", _SETTINGS
     ),
+    "forecast": Subcommand(
+        "skyasync.cli.forecast:run",
+        "forecast the time to a reward by plan and staleness, from pilot runs",
+        (*_SETTINGS, "--target", "--metric", "--ceiling", "--bounds"),
+        runs=True,
+        needs=True,
+    ),
     "translate": Subcommand(
         "skyasync.cli.commands:translate",
         "write another system's recipe as ours",

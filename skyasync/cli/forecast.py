@@ -1,0 +1,127 @@
+"""``skyasync forecast RUN RUN ... --target 0.8``: minutes to a target reward, by plan, staleness bound and split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from skyasync.cli.commands import Arguments, take_options, whole_number
+from skyasync.config.load import load_config, origins
+from skyasync.config.values import written
+from skyasync.errors import UserError
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.report import settings
+from skyasync.simulate.__main__ import Compared
+from skyasync.simulate.forecast import INTERVAL, Forecast, candidates, choose, forecast, read_run_costs
+from skyasync.simulate.learning import fit, read_pilot, resampled, tells_power
+from skyasync.simulate.settings import SimulationConfig
+
+HELP = """\
+usage: skyasync forecast RUN RUN ... --target REWARD [--metric NAME] [--ceiling REWARD] [--bounds 1,2,4,8]
+                         [key=value ...]
+
+Forecasts the minutes to a target reward for plans, staleness bounds and splits of the devices, with an interval of 90%,
+and what one more engine or trainer device would bring. It simulates the plans' speed and staleness, and fits on pilot
+runs how the task is learned and what staleness costs it.
+
+RUN are folders of short runs of the task at the same settings: one of the sync plan, whose costs are taken, and one or
+better two with stale samples, such as trainer.plan=one_step_off, and fully_async with trainer.max_staleness=4.
+
+--target   the reward to reach
+--metric   of metrics.jsonl (reward/mean); eval/score needs many evaluations
+--ceiling  the largest possible reward (1)
+--bounds   values of trainer.max_staleness (1,2,4,8)
+
+Settings are those of skyasync simulate: simulate.plans, simulate.length_mean and others that the target run will have.
+"""
+LAWS = 200  # resampled
+USUAL_POWER = 2.0  # of the law, between tuned and constant learning rates, if the pilot runs do not tell it
+_FROM_PILOT = (
+    "trainer.train_batch_size", "trainer.seed", "trainer.placement.policy_num_nodes",
+    "trainer.placement.policy_num_gpus_per_node", "generator.n_samples_per_prompt", "generator.num_inference_engines",
+    "generator.max_num_seqs",
+)  # fmt: skip
+
+
+def run(argv: Arguments) -> None:
+    """Print the table and the choice."""
+    values = {"--target": "0.8", "--metric": "reward/mean", "--ceiling": "1", "--bounds": "1,2,4,8"}
+    options, rest = take_options(argv, values, settings=True)
+    folders = [Path(word) for place, word in enumerate(rest) if _is_run(rest, place)]
+    if "--target" not in options:
+        raise UserError("skyasync forecast needs the reward to reach: --target 0.8")
+    if not folders:
+        raise UserError("skyasync forecast needs folders of pilot runs: one of the sync plan, and a stale one")
+    metric = options.get("--metric", "reward/mean")
+    target, ceiling = _number(options["--target"], "--target"), _number(options.get("--ceiling", "1"), "--ceiling")
+    bounds = [whole_number(text, "--bounds") for text in options.get("--bounds", "1,2,4,8").split(",")]
+    pilots = {folder: read_pilot(read_rows(folder / "metrics.jsonl"), metric, str(folder)) for folder in folders}
+    highest = max(float(pilot.rewards.max()) for pilot in pilots.values())
+    if max(highest, target) > ceiling or target == ceiling:
+        raise UserError(
+            f"--ceiling {ceiling:g} is the largest possible reward: the target is {target:g}, and {metric} of the "
+            f"pilot runs reaches {highest:.3g}"
+        )
+    runs = list(pilots.values())
+    law = fit(runs, ceiling, None if tells_power(runs) else USUAL_POWER)
+    if target <= law.start:
+        raise UserError(f"--target {target:g}: by the fitted curve the task starts with {metric} {law.start:.3g}")
+    laws = resampled(runs, law, LAWS)
+    synchronous = min(pilots, key=lambda folder: pilots[folder].mean_staleness)
+    cfg = pilot_configuration(synchronous, [word for place, word in enumerate(rest) if not _is_run(rest, place)])
+    rows = forecast(cfg, candidates(cfg, bounds), law, laws, target)
+    best, stalest = choose(rows), max(pilot.mean_staleness for pilot in runs)
+    costs = np.quantile([one.cost for one in laws], INTERVAL)
+    print(f"pilot: {len(runs)} runs, mean staleness up to {stalest:.1f}, {metric} up to {highest:.3g}")
+    print(f"law: {metric} = {ceiling:g} - {ceiling - law.start:.3g} exp(-{law.rate:.3g} p); a step of staleness s")
+    print(f"     adds 1 / (1 + ({law.cost:.3g} s)^{law.power:.2g}) to p; the cost is {costs[0]:.2g} to {costs[1]:.2g}")
+    print("\nplan            bound  engines + trainers  s/step  staleness  steps  minutes (90%)             fastest")
+    for row in rows:
+        one = row.candidate
+        print(
+            f"{one.plan.rpartition(':')[2]:<15} {one.bound or '-':>5}  {f'{one.engines} + {one.trainers}':>18}  "
+            f"{row.step_s:6.3g}  {row.staleness:9.2f}  {row.steps:5.0f}  {_minutes(row):<24}  {row.fastest:7.0%}"
+        )
+    one = best.candidate
+    bound = f" trainer.max_staleness={one.bound}" if one.bound else ""
+    print(
+        f"\nrecommended: trainer.plan={one.plan}{bound} with {one.engines} engines and {one.trainers} trainer devices: "
+        f"{_minutes(best)} minutes"
+    )
+    if best.staleness > 1.5 * stalest:
+        print(f"its staleness of {best.staleness:.1f} is beyond the pilot's {stalest:.1f}: add a pilot run with it")
+    for name, what in (("engines", "engine"), ("trainers", "trainer device")):
+        (row,) = forecast(cfg, [replace(one, **{name: getattr(one, name) + 1})], law, laws, target)
+        print(f"one more {what}: {_minutes(row)} minutes, {row.minutes / best.minutes - 1:+.0%}")
+
+
+def _is_run(words: Sequence[str], place: int) -> bool:
+    word, before = words[place], words[place - 1] if place else ""
+    return "=" not in word and not word.startswith("-") and not before.startswith("-")
+
+
+def _number(text: str, option: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{option} {text}: not a number") from None
+
+
+def pilot_configuration(run: Path, given: Sequence[str]) -> SimulationConfig:
+    """The pilot's batch, devices and costs; ``given`` settings override them."""
+    values = settings.read(run / "config.yaml")
+    argv = [f"{key}={written(values[key])}" for key in _FROM_PILOT if values.get(key) is not None]
+    pilot = load_config(argv, schema=SimulationConfig, plan=Compared)
+    read_run_costs(pilot, run)
+    cfg = load_config([*argv, *given], schema=SimulationConfig, plan=Compared)
+    for name, value in vars(pilot.simulate).items():
+        if f"simulate.{name}" not in origins(cfg):
+            setattr(cfg.simulate, name, value)
+    return cfg
+
+
+def _minutes(row: Forecast) -> str:
+    return f"{row.minutes:.3g} ({row.low:.3g} to {row.high:.3g})"

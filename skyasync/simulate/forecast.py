@@ -1,0 +1,138 @@
+"""Minutes to a target reward: the steps that the law of learning asks for, at the speed that a plan has in simulation.
+
+Invariant: a plan's seconds per step and its staleness come from one simulation, with the costs given, of the split that
+would run; the same laws, fitted on the same pilot runs, judge all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from skyasync.observability.jsonl import read_rows
+from skyasync.simulate.advice import ENOUGH, STEPS_TRIED, best_split, read_costs
+from skyasync.simulate.learning import LearningLaw
+from skyasync.simulate.run import simulate, trainer_devices
+from skyasync.simulate.settings import SimulationConfig
+from skyasync.simulate.theory import draw_batches
+from skyasync.trainer.plans import PLANS
+
+BATCHES = 100  # drawn to compare the costs with
+INTERVAL = (0.05, 0.95)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan on a split of the devices; ``bound`` is ``trainer.max_staleness``, None if the plan does not read it."""
+
+    plan: str
+    bound: int | None
+    engines: int
+    trainers: int
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """``steps`` and ``minutes`` to the target; ``low`` to ``high`` minutes hold 90% of the resampled laws.
+
+    ``fastest`` is the share of those laws by which no other candidate is faster.
+    """
+
+    candidate: Candidate
+    step_s: float
+    staleness: float
+    steps: float
+    minutes: float
+    low: float
+    high: float
+    fastest: float
+
+
+def read_run_costs(cfg: SimulationConfig, run: Path) -> None:
+    """Costs as ``read_costs`` has them, for lengths that vary and for engines that a batch fills more than once.
+
+    Lengths are log-normal, with the least sigma at which the longest of a batch is the one measured. A decode step
+    takes what makes the generation of such batches as long as it was.
+
+    Raises:
+        UserError: if the run is not one of the sync plan.
+    """
+    read_costs(cfg, run / "metrics.jsonl")
+    settings = cfg.simulate
+    rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("response/length_mean") is not None]
+    mean, longest = median(row["response/length_mean"] for row in rows), settings.length_mean
+    generate_s = settings.token_s * longest
+    settings.train_s_per_token *= longest / mean
+    settings.slots = min(settings.slots, cfg.generator.max_num_seqs)
+    settings.lengths, settings.length_mean, settings.token_s = "lognormal", mean, 1.0
+    settings.length_max = int(max(row["response/length_max"] for row in rows))
+    low, high = 0.0, 3.0
+    while high - low > 0.01:
+        settings.length_sigma = (low + high) / 2
+        low, high = (low, settings.length_sigma) if _longest(cfg) >= longest - 0.5 else (settings.length_sigma, high)
+    settings.token_s = generate_s / float(draw_batches(cfg, BATCHES).complete_s[:, -1].mean())
+
+
+def _longest(cfg: SimulationConfig) -> float:
+    """Of a batch that has a slot for each sequence, on average."""
+    cfg = deepcopy(cfg)
+    cfg.simulate.slots = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
+    return float(draw_batches(cfg, BATCHES).complete_s[:, -1].mean())
+
+
+def candidates(cfg: SimulationConfig, bounds: Sequence[int]) -> list[Candidate]:
+    """Plans x bounds x splits of the same devices: as configured, balanced, and one device moved either way."""
+    engines, trainers = cfg.generator.num_inference_engines, trainer_devices(cfg)
+    devices = engines + trainers
+    splits = {engines - 1, engines, engines + 1, best_split(cfg).generator.num_inference_engines}
+    return [
+        Candidate(plan, bound, split, devices - split)
+        for plan in cfg.simulate.plans
+        for bound in (bounds if "trainer.max_staleness" in PLANS.find(plan).reads else (None,))
+        for split in sorted(splits.intersection(range(1, devices)))
+    ]
+
+
+def forecast(
+    cfg: SimulationConfig, chosen: Iterable[Candidate], law: LearningLaw, laws: Sequence[LearningLaw], target: float
+) -> list[Forecast]:
+    """Of each candidate, the fastest first.
+
+    Args:
+        law: the best fit.
+        laws: the resampled ones, for the interval.
+    """
+    rows = []
+    for candidate in chosen:
+        own = deepcopy(cfg)
+        own.generator.num_inference_engines = candidate.engines
+        own.simulate.train_s_per_token = cfg.simulate.train_s_per_token
+        own.trainer.placement.policy_num_nodes, own.trainer.placement.policy_num_gpus_per_node = 1, candidate.trainers
+        own.trainer.max_staleness = candidate.bound or 0
+        own.trainer.max_training_steps = max(STEPS_TRIED, 5 * own.trainer.max_staleness)
+        outcome = simulate(own, candidate.plan)
+        staleness = outcome.staleness_mean
+        minutes = np.array([one.steps_to(target, staleness) for one in laws]) * outcome.step_s / 60
+        rows.append((candidate, outcome.step_s, staleness, law.steps_to(target, staleness), minutes))
+    best = np.min([minutes for *_, minutes in rows], axis=0)
+    forecasts = [
+        Forecast(
+            candidate, step_s, staleness, steps, steps * step_s / 60, *map(float, np.quantile(minutes, INTERVAL)),
+            fastest=float((minutes <= best).mean()),
+        )
+        for candidate, step_s, staleness, steps, minutes in rows
+    ]  # fmt: skip
+    return sorted(forecasts, key=lambda row: row.minutes)
+
+
+def choose(forecasts: Sequence[Forecast]) -> Forecast:
+    """The least stale of those that are about as fast as the fastest."""
+    fastest = min(row.minutes for row in forecasts)
+    return min(
+        (row for row in forecasts if ENOUGH * row.minutes <= fastest), key=lambda row: (row.staleness, row.minutes)
+    )

@@ -1,0 +1,69 @@
+"""Minutes to a target: simulated speed times the steps of the law."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyasync.simulate.forecast import Candidate, Forecast, candidates, choose, forecast, read_run_costs
+from skyasync.simulate.learning import LearningLaw
+from skyasync.simulate.run import simulate
+from tests.simulate.test_plans import config
+
+pytestmark = pytest.mark.slow
+
+FREE, COSTLY = (LearningLaw(0.4, 1.0, 0.05, cost, 2.0) for cost in (1e-3, 2.0))
+SYNC, STALE = Candidate("sync", None, 2, 2), Candidate("fully_async", 4, 2, 2)
+
+
+def costs() -> dict[str, float]:
+    return {"time/generate_s": 6.0, "time/train_s": 5.0, "time/sync_s": 0.5, "response/length_mean": 60.0,
+            "response/length_max": 100.0}  # fmt: skip
+
+
+def test_minutes_are_simulated_seconds_times_the_steps_of_the_law() -> None:
+    cfg = config("lognormal", length_max=800, train_s_per_token=0.004)
+    (row,) = forecast(cfg, [Candidate("sync", None, 2, 1)], FREE, [FREE], 0.8)
+    assert row.minutes == pytest.approx(simulate(cfg, "sync").step_s * FREE.steps_to(0.8, 0.0) / 60, rel=0.05)
+    assert row.low == row.high == pytest.approx(row.minutes)
+    assert row.fastest == 1.0
+
+
+def test_staleness_is_taken_where_it_is_free_and_avoided_where_it_is_costly() -> None:
+    cfg = config("lognormal", length_max=800, train_s_per_token=0.004)
+    for law, plan in ((FREE, "fully_async"), (COSTLY, "sync")):
+        rows = forecast(cfg, [SYNC, STALE], law, [law], 0.8)
+        assert rows == sorted(rows, key=lambda row: row.minutes)
+        assert choose(rows).candidate.plan == plan
+        assert [row.fastest for row in rows] == [1.0, 0.0]
+
+
+def test_candidates_are_splits_of_the_same_devices_and_bounds_are_of_plans_that_read_them() -> None:
+    cfg = config(train_s_per_token=0.004)
+    cfg.simulate.plans = ["sync", "fully_async"]
+    cfg.trainer.placement.policy_num_gpus_per_node = 2
+    found = candidates(cfg, (2, 4))
+    assert {one.engines + one.trainers for one in found} == {4}
+    assert {(one.plan, one.bound) for one in found} == {("sync", None), ("fully_async", 2), ("fully_async", 4)}
+    assert {one.engines for one in found} == {1, 2, 3}
+
+
+def test_of_equally_fast_ones_the_least_stale_is_chosen() -> None:
+    fast, fresh, slow = (
+        Forecast(SYNC, 1.0, staleness, 10, minutes, 1, 2, 0.3)
+        for staleness, minutes in ((3.0, 1.0), (1.0, 1.02), (0.0, 1.1))
+    )
+    assert choose([fast, fresh, slow]) is fresh
+
+
+@pytest.mark.parametrize("slots", [8, 1024], ids=["several waves", "a slot each"])
+def test_a_synchronous_runs_costs_give_its_own_step(tmp_path: Path, slots: int) -> None:
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **costs()}) for i in range(5)))
+    cfg = config(steps=40)
+    cfg.generator.max_num_seqs = slots
+    read_run_costs(cfg, tmp_path)
+    assert simulate(cfg, "sync").step_s == pytest.approx(11.5, rel=0.03)
+    assert cfg.simulate.length_mean == 60.0 and cfg.simulate.length_sigma > 0
+    assert cfg.simulate.slots == min(slots, 32)
