@@ -96,6 +96,7 @@ def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Pat
     assert max(trained.series("response/length_max")) <= 4.0
 
 
+@pytest.mark.matrix
 def test_a_program_whose_experiment_is_a_task(tmp_path: Path, warm_processes: Path) -> None:
     program = [warm.program(warm_processes), str(FILES / "skyrl" / "files" / "entry_point.py")]
     judged = f"environment.reward_funcs=['{FILES}/odd.py:odd']"

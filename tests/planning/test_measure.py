@@ -19,7 +19,6 @@ from tests.models.tiny_vision import save_tiny
 from tests.planning.models import configuration
 
 pytestmark = pytest.mark.slow
-MATRIX = [pytest.param(family, marks=pytest.mark.matrix) for family in ("qwen3_vl", "smolvlm", "llava")]
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +268,8 @@ def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(fo
     assert peak(policy(cfg).scoring) >= peak(use.scoring)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", *MATRIX])
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava"])
 def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Path, family: str) -> None:
     """A folder with nothing but config.json; the tower's weights are counted, and what it computes for long prompts."""
     folder = Path(save_tiny(family, tmp_path / "whole"))

@@ -64,6 +64,7 @@ def test_a_reference_is_sharded_between_calls_and_its_answer_stays(
     assert answers[0] == answers[2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_number_of_ranks_goes_on_from_any_others_checkpoint(
     dtype: str, ranks: Callable[[int], Ranks], tmp_path: Path

@@ -139,7 +139,7 @@ async def test_evaluation_is_pinned_to_the_version_it_is_labelled_with(model: st
 # ---------------------------------------------------------------- resuming
 
 
-@pytest.mark.parametrize("bound", ["hard", "mean"])
+@pytest.mark.parametrize("bound", ["hard", pytest.param("mean", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("resumed_plan", [Remembering, RememberingSync])
 async def test_a_resumed_run_trains_what_is_left_and_nothing_twice(
     model: str, tmp_path: Path, bound: str, resumed_plan: type[Memory]

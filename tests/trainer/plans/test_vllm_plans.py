@@ -58,6 +58,7 @@ async def engine(engine_of_all: Any) -> Any:
 class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
 
 
+@pytest.mark.matrix
 async def test_adapters_arrive_added_to_the_weights(model: str, engine: Any) -> None:
     cfg = config(model, steps=2)
     cfg.generator.backend = "vllm"
