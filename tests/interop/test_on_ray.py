@@ -81,6 +81,7 @@ def test_the_tutorials_printed_classes_and_settings(ray_session: None, tmp_path:
     assert "policy/kl" in trained.metrics[-1] or "policy/kl_loss" in trained.metrics[-1]
 
 
+@pytest.mark.matrix
 def test_the_tutorials_loop_whose_generation_fails(ray_session: None, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def broken(response, **columns):\n    raise KeyError('no such row')\n")
     with pytest.raises(Exception, match="no such row"):

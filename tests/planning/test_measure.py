@@ -94,6 +94,7 @@ def test_operations_are_six_for_each_parameter_and_token(folder: Path) -> None:
     assert policy(cfg).flops == pytest.approx(expected + head, rel=0.1)
 
 
+@pytest.mark.matrix
 def test_what_is_recomputed_is_not_retained(folder: Path) -> None:
     cfg, sizes = settings(folder, num_hidden_layers=8), []
     for how in (True, "selective", False):
@@ -130,7 +131,7 @@ def test_adapters_leave_weights_without_gradients_and_moments(folder: Path) -> N
         assert policy(cfg).resident["weights"] == pytest.approx(coded, rel=0.05)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.matrix), {"context": 2}], ids=str)
 def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     folder: Path, sizes: dict[str, int]
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_critic_has_a_head_of_one_number_and_a_reference_no_moments(folder: Pa
     assert peak(policy(cfg).resident) - alone == pytest.approx(12 * shape.hidden, abs=64), "a vector and its moments"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("optimizer", "rounded", "weights", "moments"),
     [("muon", False, 4, 4), ("adamw_8bit", False, 4, 2), ("adamw", True, 2, 4), ("adamw_8bit", True, 2, 2)],

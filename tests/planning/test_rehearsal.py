@@ -172,6 +172,7 @@ def test_a_recipe_is_rehearsed_and_leaves_nothing(
     assert not folder.exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_reward_that_raises_late_ends_it_with_the_reward_named(
     ray_session: None, recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -43,6 +43,7 @@ def test_calls_in_any_order_leave_a_policy_sharded_and_change_only_what_they_sho
     assert_alike(group.call(calls.play, drawn, str(tmp_path_factory.mktemp("calls"))))
 
 
+@pytest.mark.matrix
 def test_every_call_may_follow_every_other(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     group = ranks(2)
     group.set_up(PolicyWorker, config(untied_model, "float32"))

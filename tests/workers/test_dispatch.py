@@ -237,6 +237,7 @@ async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_co
         await dispatch.shutdown()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles: PlacementGroup) -> None:
     batch = make_batch(groups=4)

@@ -202,6 +202,7 @@ def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_any_stages_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path
