@@ -35,6 +35,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_worker_updates_packed_and_padded_without_ray_or_vllm():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)

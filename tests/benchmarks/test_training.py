@@ -40,6 +40,7 @@ def test_trees_compute_fewer_tokens_and_learn_the_same(small, monkeypatch, capsy
     assert len(seconds) == 3 and all(line.endswith("tokens/s") for line in seconds)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory")
 def test_every_pass_has_its_memory_beside_the_plain_one(warm_processes, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", program(warm_processes))

@@ -72,6 +72,7 @@ def test_a_command_that_ends_by_itself_is_started_again_and_its_end_is_told(tmp_
     assert "skyasync.errors.Of: a part" in seen.starts[1][1]
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)

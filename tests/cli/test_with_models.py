@@ -181,6 +181,7 @@ def test_what_a_run_wrote_has_its_tokens(run: Trained) -> None:
     assert all("trainer_logprobs" in row["tokens"] for row in read_lines(run.folder / "samples.jsonl"))
 
 
+@pytest.mark.matrix
 def test_a_run_without_recorded_trajectories_is_replayed_by_its_schedule(
     ray_session: None, model: str, tmp_path: Path
 ) -> None:

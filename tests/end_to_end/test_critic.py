@@ -19,6 +19,7 @@ ALIKE = ("critic/loss", "critic/grad_norm", "critic/values_mean", "critic/return
          "policy/loss", "policy/grad_norm", "reward/mean")  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_ranks_and_devices_change_nothing_and_a_run_in_pieces_is_the_run(train: Train, tmp_path: Path) -> None:
     """One rank beside the policy; two of each, the critic's apart, which one of each goes on from, and streams."""
     one = train(*PPO, "trainer.max_training_steps=2", "trainer.run_name=one")

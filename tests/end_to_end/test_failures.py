@@ -34,7 +34,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("plan", ["sync", "one_step_off"])
+@pytest.mark.parametrize("plan", ["sync", pytest.param("one_step_off", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("part", FAILURES)
 def test_a_failure_ends_the_run_with_its_traceback(
     part: str, plan: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -32,7 +32,7 @@ def skyasync(warm_processes: Path) -> list[str]:
 STREAMED = ("trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.ckpt_on_exit=true")
 
 
-@pytest.mark.parametrize("moment", ["while it starts", "after three steps"])
+@pytest.mark.parametrize("moment", [pytest.param("while it starts", marks=pytest.mark.fault), "after three steps"])
 def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
     moment: str, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
 ) -> None:
@@ -90,11 +90,12 @@ def test_ctrl_c_while_ray_starts_is_one_line(
 IN_TIME, LATE = 30.0, 0.001  # of seconds that a run has to save itself
 STOPPED = [
     pytest.param("fully_async", IN_TIME, id="fully_async"),
-    pytest.param("one_step_off", IN_TIME, id="one_step_off", marks=pytest.mark.fault),
-    pytest.param("streamed", LATE, id="too late", marks=pytest.mark.fault),
+    pytest.param("one_step_off", IN_TIME, id="one_step_off"),
+    pytest.param("streamed", LATE, id="too late"),
 ]
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("plan", "grace_s"), STOPPED)
 def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
     plan: str, grace_s: float, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
@@ -156,6 +157,7 @@ main()
 """
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("place", ["ray_cluster.bring_to", "program.run_in_controller"])
 def test_sigterm_between_rays_start_and_the_controllers_is_told_as_at_any_other_time(
     place: str, tmp_path: Path, models: dict[str, str]

@@ -21,6 +21,7 @@ def read(url: str) -> str:
         return str(answer.read().decode())
 
 
+@pytest.mark.matrix
 def test_the_page_shows_the_run_while_it_trains(tmp_path: Path, models: dict[str, str]) -> None:
     output = tmp_path / "output"
     settings = arguments("trainer.plan=one_step_off", "trainer.max_training_steps=400", "trainer.live_page=true",

@@ -80,6 +80,7 @@ def test_the_run_folder_is_complete(whole_run: Trained) -> None:
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("plan", ["sync", "one_step_off"])
 def test_an_untied_model_takes_several_optimizer_steps_per_batch(
     plan: str, train: Train, models: dict[str, str]

@@ -46,6 +46,7 @@ def test_sync_resumes_bit_for_bit_also_where_the_newest_checkpoint_is_damaged(tr
         assert pieces.series(name) == sync_run.series(name)
 
 
+@pytest.mark.matrix
 def test_one_step_off_resumes_with_the_right_prompts_and_fresh_samples(train: Train, one_step_off_run: Trained) -> None:
     pieces = in_three_pieces(train, "one_step_off", "trainer.ckpt_async=true")
     assert pieces.prompts == one_step_off_run.prompts

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 GAP = 1e-4
 
 
-@pytest.mark.parametrize("shared", ["false", "true"])
+@pytest.mark.parametrize("shared", [pytest.param("false", marks=pytest.mark.matrix), "true"])
 def test_two_ranks_and_two_engines_train_like_one(shared: str, train: Train, sync_run: Trained) -> None:
     run = train(
         f"trainer.placement.colocate_all={shared}",

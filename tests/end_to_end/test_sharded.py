@@ -31,6 +31,7 @@ STEPS = 2  # of a stage
 GAP = {"float32": 1e-4, "bfloat16": 0.2}
 
 
+@pytest.mark.matrix
 def test_a_run_goes_on_with_other_ranks_another_dtype_and_another_plan(
     train: Train, sync_run: Trained, models: dict[str, str], tmp_path: Path
 ) -> None:

@@ -106,6 +106,7 @@ def test_a_loop_and_a_loss_in_a_users_file(tmp_path: Path, models: dict[str, str
     assert run.series("policy/my_calls") == [1, 2]  # one process holds the loss, and was asked once per step
 
 
+@pytest.mark.matrix
 def test_environments_in_a_users_file_on_a_cluster_that_is_joined(
     ray_session: None, tmp_path: Path, models: dict[str, str], warm_processes: Path
 ) -> None:

@@ -43,6 +43,7 @@ def test_sync_goes_on_bit_for_bit(train_vision: Train) -> None:
         assert again.series(name) == run.series(name)[2:]
 
 
+@pytest.mark.matrix
 def test_one_step_off_on_two_ranks_goes_on_with_the_right_prompts_and_fresh_samples(train_vision: Train) -> None:
     two_ranks = "trainer.placement.policy_num_gpus_per_node=2"
     plan = ("trainer.plan=one_step_off", "trainer.ckpt_rollouts=false", two_ranks)
@@ -53,6 +54,7 @@ def test_one_step_off_on_two_ranks_goes_on_with_the_right_prompts_and_fresh_samp
     assert all(gap < 1e-5 for gap in again.series("sync/logprob_gap"))
 
 
+@pytest.mark.matrix
 def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(train_vision: Train) -> None:
     plan = ("trainer.plan=fully_async", "trainer.max_staleness=2")
     run = train_vision(*SETTINGS, *plan, "trainer.run_name=fully_async")
@@ -73,7 +75,8 @@ def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(tr
         assert rows[name]["tokens"]["logprobs"] == pytest.approx(action.logprobs.tolist(), abs=1e-4)  # as written
 
 
-@pytest.mark.parametrize("backbone", ["own", pytest.param("shared", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("backbone", ["own", "shared"])
 def test_a_critic_sees_the_images_of_the_policys_samples(train_vision: Train, backbone: str) -> None:
     ppo = (
         "trainer.algorithm.advantage_estimator=gae",

@@ -10,6 +10,7 @@ from tests.end_to_end.runs import Train, read_lines
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("engines_on_ray")]
 
 
+@pytest.mark.matrix
 def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Train) -> None:
     """Responses of a fixed length, longer than a step takes, so that weights are swapped under them."""
     run = train(

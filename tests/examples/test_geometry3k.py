@@ -58,6 +58,7 @@ def test_its_rows_are_prompts_with_their_images_and_a_judge(files: list[str]) ->
     assert {answer: judge(answer, label=prompts[1].extras["label"]) for answer in answers} == answers
 
 
+@pytest.mark.matrix
 def test_the_configuration_trains_two_steps_on_this_machine(
     ray_session: None, files: list[str], tmp_path: Path
 ) -> None:

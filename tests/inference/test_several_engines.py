@@ -64,7 +64,9 @@ def check_distinct(found: list[list[GenerationOutput]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    "backend", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.matrix])]
+)
 async def test_groups_over_two_and_four_engines_have_as_many_different_samples_as_one_engine_gives(
     backend: str, engines_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ def test_the_tutorials_printed_classes_and_settings(ray_session: None, tmp_path:
     assert "policy/kl" in trained.metrics[-1] or "policy/kl_loss" in trained.metrics[-1]
 
 
+@pytest.mark.matrix
 def test_the_tutorials_loop_whose_generation_fails(ray_session: None, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def broken(response, **columns):\n    raise KeyError('no such row')\n")
     with pytest.raises(Exception, match="no such row"):
@@ -96,6 +97,7 @@ def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Pat
     assert max(trained.series("response/length_max")) <= 4.0
 
 
+@pytest.mark.matrix
 def test_a_program_whose_experiment_is_a_task(tmp_path: Path, warm_processes: Path) -> None:
     program = [warm.program(warm_processes), str(FILES / "skyrl" / "files" / "entry_point.py")]
     judged = f"environment.reward_funcs=['{FILES}/odd.py:odd']"

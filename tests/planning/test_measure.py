@@ -19,7 +19,6 @@ from tests.models.tiny_vision import save_tiny
 from tests.planning.models import configuration
 
 pytestmark = pytest.mark.slow
-MATRIX = [pytest.param(family, marks=pytest.mark.matrix) for family in ("qwen3_vl", "smolvlm", "llava")]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +94,7 @@ def test_operations_are_six_for_each_parameter_and_token(folder: Path) -> None:
     assert policy(cfg).flops == pytest.approx(expected + head, rel=0.1)
 
 
+@pytest.mark.matrix
 def test_what_is_recomputed_is_not_retained(folder: Path) -> None:
     cfg, sizes = settings(folder, num_hidden_layers=8), []
     for how in (True, "selective", False):
@@ -131,7 +131,7 @@ def test_adapters_leave_weights_without_gradients_and_moments(folder: Path) -> N
         assert policy(cfg).resident["weights"] == pytest.approx(coded, rel=0.05)
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.matrix), {"context": 2}], ids=str)
 def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     folder: Path, sizes: dict[str, int]
 ) -> None:
@@ -219,6 +219,7 @@ def test_a_critic_has_a_head_of_one_number_and_a_reference_no_moments(folder: Pa
     assert peak(policy(cfg).resident) - alone == pytest.approx(12 * shape.hidden, abs=64), "a vector and its moments"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("optimizer", "rounded", "weights", "moments"),
     [("muon", False, 4, 4), ("adamw_8bit", False, 4, 2), ("adamw", True, 2, 4), ("adamw_8bit", True, 2, 2)],
@@ -269,7 +270,8 @@ def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(fo
     assert peak(policy(cfg).scoring) >= peak(use.scoring)
 
 
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", *MATRIX])
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava"])
 def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Path, family: str) -> None:
     """A folder with nothing but config.json; the tower's weights are counted, and what it computes for long prompts."""
     folder = Path(save_tiny(family, tmp_path / "whole"))

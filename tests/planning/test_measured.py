@@ -16,6 +16,7 @@ from tests.warm import program
 CHECKED = ("llama", "qwen3, tied")
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHECKED], ids=lambda case: case.name)
 def test_planned_peaks_are_within_8_percent_of_measured_ones(case: Case, warm_processes: Path) -> None:

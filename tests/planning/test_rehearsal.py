@@ -129,7 +129,7 @@ def test_a_fault_is_named_before_any_process_starts(
     ("setting", "named"),
     [
         ("trainer.parallel.tensor=8", "does not divide"),
-        ("generator.sampling_params.max_generate_length=4000000", "does not fit"),
+        pytest.param("generator.sampling_params.max_generate_length=4000000", "does not fit", marks=pytest.mark.matrix),
     ],
 )
 def test_the_full_size_is_looked_at_first(
@@ -172,6 +172,7 @@ def test_a_recipe_is_rehearsed_and_leaves_nothing(
     assert not folder.exists()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_reward_that_raises_late_ends_it_with_the_reward_named(
     ray_session: None, recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

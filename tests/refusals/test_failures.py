@@ -105,6 +105,7 @@ FAILURES = {
     "a callback": ([WithCallback], "LookupError: nothing to begin with"),
     "a factory": ([NoGenerator], "ConnectionError: no generator anywhere"),
 }  # fmt: skip
+QUICK = ["a reward function", "an engine", "a loss"]  # a process of each kind
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,9 @@ def arguments(overrides: list[Any], model: Path, runs: Path) -> list[str]:
     return [f"{key}={value}" for key, value in {**usual, **given}.items()]
 
 
-@pytest.mark.parametrize("part", FAILURES)
+@pytest.mark.parametrize(
+    "part", [part if part in QUICK else pytest.param(part, marks=pytest.mark.matrix) for part in FAILURES]
+)
 def test_a_failure_in_a_process_is_one_line_and_its_traceback_is_in_the_run_s_folder(
     part: str, ray_session: None, model: Path, tmp_path: Path,
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

@@ -51,6 +51,7 @@ def test_devices_are_split_where_the_work_is() -> None:
     assert work(split).generation_s == pytest.approx(work(split).training_s)
 
 
+@pytest.mark.matrix
 def test_the_advised_staleness_is_enough_and_the_next_smaller_is_not() -> None:
     cfg = config("lognormal", length_max=800)
     advice = advise(cfg)

@@ -86,7 +86,7 @@ def shared(ratio: float, plan: str, steps: int = 50, **settings: Any) -> float:
     return simulate(cfg, plan).step_s
 
 
-@pytest.mark.parametrize("plan", ["colocated_async", "hybrid_async"])
+@pytest.mark.parametrize("plan", [pytest.param("colocated_async", marks=pytest.mark.matrix), "hybrid_async"])
 def test_where_the_trainer_waits_plans_that_share_devices_are_faster_on_the_same_devices(plan: str) -> None:
     changes = {"sync_s": 0.2, "switch_s": 0.2}  # of 8 seconds
     separate = min(shared(0.5, other, **changes) for other in ("one_step_off", "fully_async"))

@@ -21,7 +21,7 @@ SECONDS = st.floats(0.01, 10.0)
 GROUPS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("lengths", ["constant", "lognormal", "bimodal"])
+@pytest.mark.parametrize("lengths", ["constant", "lognormal", pytest.param("bimodal", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("plan", list(FORMULAS))
 @pytest.mark.parametrize("slots", [8, 32], ids=["four waves", "a slot each"])
 def test_theory_is_what_virtual_time_gives(plan: str, lengths: str, slots: int) -> None:

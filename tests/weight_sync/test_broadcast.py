@@ -281,6 +281,7 @@ async def test_two_ranks_send_to_two_embedded_engines(ranks: Ranks, other: Ranks
         await check_two_ranks_and_two_engines(policy, transfer, engines, other)
 
 
+@pytest.mark.matrix
 @pytest.mark.vllm
 @pytest.mark.slow
 async def test_two_ranks_send_to_workers_of_two_vllm_engines(

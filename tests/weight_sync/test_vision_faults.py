@@ -119,6 +119,7 @@ def test_prompts_with_images_are_not_cut() -> None:
     assert ImageTokens.images_of(choose_probe(prompts, 8, cuts=False)[0]) == (noise(1),)
 
 
+@pytest.mark.matrix
 @pytest.mark.vllm
 async def test_vllm_proves_the_tower_and_a_stale_cache_of_its_features_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["float32", "bfloat16"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)]
+)
 async def pair(engines_session, request, tmp_path_factory):
     model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True, head_dim=32)
     with pytest.MonkeyPatch.context() as patch:
@@ -33,6 +35,7 @@ async def refusal(pair, fault):
     return answer
 
 
+@pytest.mark.matrix
 async def test_fifty_syncs_never_fail(pair):
     assert max(await never_fails(pair, 50)) < 0.75
 

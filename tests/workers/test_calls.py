@@ -43,6 +43,7 @@ def test_calls_in_any_order_leave_a_policy_sharded_and_change_only_what_they_sho
     assert_alike(group.call(calls.play, drawn, str(tmp_path_factory.mktemp("calls"))))
 
 
+@pytest.mark.matrix
 def test_every_call_may_follow_every_other(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
     group = ranks(2)
     group.set_up(PolicyWorker, config(untied_model, "float32"))
@@ -64,6 +65,7 @@ def test_a_reference_is_sharded_between_calls_and_its_answer_stays(
     assert answers[0] == answers[2]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_number_of_ranks_goes_on_from_any_others_checkpoint(
     dtype: str, ranks: Callable[[int], Ranks], tmp_path: Path

@@ -137,6 +137,7 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("groups", "tensor"), [(5, 2), pytest.param(1, 1, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("model_path", ["tied", pytest.param("untied", marks=pytest.mark.matrix)], indirect=True)
 async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     model_path: str, bundles: PlacementGroup, tmp_path: Path, groups: int, tensor: int
 ) -> None:
@@ -214,6 +215,7 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
         await dispatch.shutdown()
 
 
+@pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_collective(
@@ -235,6 +237,7 @@ async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_co
         await dispatch.shutdown()
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles: PlacementGroup) -> None:
     batch = make_batch(groups=4)

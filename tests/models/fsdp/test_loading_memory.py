@@ -90,6 +90,7 @@ CASES = {
     "eight experts, tensor 2": Case(eight, settings={"trainer.parallel.tensor": 2}),
     "three experts": Case(three),
 }
+QUICK = ["llama", "eight experts"]
 
 
 def load(process: Rank, folder: str, case: Case) -> int:
@@ -137,7 +138,9 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ACCOUNT.exists(), reason="reads Linux's account of a process's memory")
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.matrix) for case in CASES]
+)
 def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(warm_processes: Path, case: str) -> None:
     shape, kept = CASES[case].shape, CASES[case].kept
     if case.endswith("nf4"):

@@ -39,6 +39,13 @@ CASES: list[tuple[str, int, dict[str, int]]] = [
     ("gemma2_capped", 4, {"context": 2}),
     ("qwen3_moe", 4, {"context": 2, "tensor": 2}),
 ]
+QUICK: list[tuple[str, int, dict[str, int]]] = [
+    ("llama", 2, {"tensor": 2}),
+    ("qwen2", 2, {"context": 2}),
+    ("qwen3_tied", 2, {"tensor": 2}),
+    ("gemma2_capped", 4, {"context": 2}),
+    ("qwen3_moe", 4, {"context": 2, "tensor": 2}),
+]
 ONE: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, float]]] = {}
 
 
@@ -78,7 +85,11 @@ def step(rank: Rank) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count", "sizes"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "count", "sizes"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.matrix) for case in CASES],
+    ids=str,
+)
 def test_split_matrices_and_sequences_have_one_ranks_gradient(
     shapes: dict[str, str], name: str, count: int, sizes: dict[str, int], ranks: Callable[[int], Ranks]
 ) -> None:

@@ -115,14 +115,16 @@ def apart(found: Gradients, expected: Gradients) -> float:
     return distance(first, second)
 
 
-CASES = [
-    ("llama", 2, {"pipeline": 2}),
-    ("qwen3_tied", 2, {"pipeline": 2}),
+QUICK = [
     ("gemma2_tied", 2, {"pipeline": 2, "recomputed": True}),
     ("qwen3_moe", 2, {"pipeline": 2}),
-    ("llama", 4, {"pipeline": 2, "tensor": 2}),
-    ("llama", 4, {"pipeline": 4, "recomputed": True}),
     ("qwen3_tied", 4, {"pipeline": 4}),
+    ("llama", 4, {"pipeline": 2, "tensor": 2}),
+]
+MATRIX = [
+    ("llama", 2, {"pipeline": 2}),
+    ("qwen3_tied", 2, {"pipeline": 2}),
+    ("llama", 4, {"pipeline": 4, "recomputed": True}),
     ("qwen3_tied", 4, {"pipeline": 2}),
     ("llama", 4, {"pipeline": 2, "recomputed": True}),
     ("llama", 4, {"pipeline": 2, "context": 2}),
@@ -130,7 +132,11 @@ CASES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "count", "sizes"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "count", "sizes"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.matrix) for case in MATRIX)],
+    ids=str,
+)
 def test_stages_have_one_ranks_gradient_over_any_widths(
     models: dict[str, str], name: str, count: int, sizes: dict[str, Any], ranks: Callable[[int], Ranks]
 ) -> None:
@@ -196,6 +202,7 @@ def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_any_stages_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path

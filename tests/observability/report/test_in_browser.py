@@ -48,6 +48,7 @@ def look(made: Path, **how: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.matrix
 def test_on_a_phone_nothing_sticks_out_and_texts_can_be_read(made: Path) -> None:
     seen = look(made, width=390, height=800)
     assert seen["wide"] == []

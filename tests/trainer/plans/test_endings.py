@@ -16,6 +16,7 @@ from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.trainer.plans.parts import BOUNDED, PLANS, make_run, stream
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
+QUICK = (RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer)
 NEVER = 1e12
 
 
@@ -122,7 +123,11 @@ def shared(tmp_path, **more):
     }  # fmt: skip
 
 
-@every_plan
+@pytest.mark.parametrize(
+    "plan",
+    [plan if plan in QUICK else pytest.param(plan, marks=pytest.mark.matrix) for plan in PLANS],
+    ids=lambda plan: plan.__name__,
+)
 @settings(max_examples=25, deadline=None)
 @given(after=st.floats(0.05, 40.0))
 def test_ctrl_c_at_any_moment_leaves_whole_steps_and_the_resumed_run_trains_exactly_what_is_left(

@@ -63,7 +63,7 @@ async def test_one_step_off_has_the_same_first_step(model: str) -> None:
 
 
 @EVERY_PARTIAL_ROLLOUT
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.matrix)])
 async def test_every_prompt_is_trained_once_in_bounded_age(model: str, partial_rollout: str, staleness: int) -> None:
     cfg = config(model, steps=0, epochs=3, max_staleness=staleness, partial_rollout=partial_rollout)
     run = await LocalRun(Remembering, cfg).train()
@@ -82,7 +82,7 @@ async def test_waiting_rollouts_leave_no_trajectory_of_two_versions(model: str) 
 # ---------------------------------------------------------------- tokens, log-probabilities, versions
 
 
-@pytest.mark.parametrize("partial_rollout", ["keep", "recompute"])
+@pytest.mark.parametrize("partial_rollout", [pytest.param("keep", marks=pytest.mark.matrix), "recompute"])
 async def test_what_is_trained_is_what_the_engine_computed_token_by_token(model: str, partial_rollout: str) -> None:
     cfg = config(model, steps=8, max_staleness=2, partial_rollout=partial_rollout, train_length=40)
     run = await LocalRun(Remembering, cfg, client=RecordingClient).train()
@@ -139,7 +139,7 @@ async def test_evaluation_is_pinned_to_the_version_it_is_labelled_with(model: st
 # ---------------------------------------------------------------- resuming
 
 
-@pytest.mark.parametrize("bound", ["hard", "mean"])
+@pytest.mark.parametrize("bound", ["hard", pytest.param("mean", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("resumed_plan", [Remembering, RememberingSync])
 async def test_a_resumed_run_trains_what_is_left_and_nothing_twice(
     model: str, tmp_path: Path, bound: str, resumed_plan: type[Memory]

@@ -177,7 +177,9 @@ def whole_runs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[typ
     return {plan: asyncio.run(run.train()) for plan, run in runs.items()}
 
 
-@pytest.mark.parametrize("stop", [2, 3, 5])
+@pytest.mark.parametrize(
+    "stop", [pytest.param(2, marks=pytest.mark.matrix), 3, pytest.param(5, marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize("plan", DEFINITE)
 async def test_plans_whose_batches_are_definite_resume_bit_for_bit(
     plan: type[RayPPOTrainer], whole_runs: dict[type, LocalRun], model: str, tmp_path: Path, stop: int

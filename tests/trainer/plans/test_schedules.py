@@ -147,6 +147,7 @@ def test_none_is_lost_or_trained_twice_or_too_old_and_nothing_jams(
     play(schedule, seed, failures)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @settings(max_examples=THOROUGH, deadline=None, database=None)
 @given(schedules(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.1]))

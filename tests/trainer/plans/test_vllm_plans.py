@@ -58,6 +58,7 @@ async def engine(engine_of_all: Any) -> Any:
 class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
 
 
+@pytest.mark.matrix
 async def test_adapters_arrive_added_to_the_weights(model: str, engine: Any) -> None:
     cfg = config(model, steps=2)
     cfg.generator.backend = "vllm"
@@ -76,7 +77,7 @@ def off_by(run: LocalRun, tokens: list[int], logprobs: list[float], version: int
     return [abs(found - expected) for found, expected in zip(logprobs, scored, strict=True)]
 
 
-@pytest.mark.parametrize("partial_rollout", ["keep", "recompute"])
+@pytest.mark.parametrize("partial_rollout", [pytest.param("keep", marks=pytest.mark.matrix), "recompute"])
 async def test_versions_are_right_to_the_token_and_nothing_is_lost(
     model: str, engine: Any, partial_rollout: str
 ) -> None:

@@ -28,12 +28,10 @@ def test_requests_with_other_images_are_not_samples_of_one() -> None:
     assert [[r.request_id for r in bundle] for bundle in alike(requests)] == [["0", "2"], ["1", "3"]]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "family",
-    [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.matrix) for name in (FAMILIES[1], "qwen2_5_vl"))],
-)
+@pytest.mark.parametrize("family", [*FAMILIES[:2], "qwen2_5_vl"])
 async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ async def check_equal(pair: Pair, name: str) -> None:
     assert gap(scores, [token_logprobs(pair.model, probe).tolist() for probe in PROBES]) <= TOLERANCE
 
 
+@pytest.mark.matrix
 async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight_syncs(pair: Pair) -> None:
     await check_equal(pair, "start")
     digests: dict[str, Any] = await pair.halves._actor.call.remote("digests")
