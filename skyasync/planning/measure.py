@@ -416,8 +416,8 @@ class _Measurement:
         """Of the last micro-batch, which finds the gradients of those before it."""
         backend, meter = self.backend, self.meter
         once = backend.spec.reduce_gradients == "update"  # these gradients are whole: made by the one before
-        ahead = backend.stage.warmup + 1 if backend.stage else 0  # a stage keeps so many others, and goes on
-        backend.computed = min(self.micro_batches, ahead + (2 if once else 1))
+        others = backend.stage.warmup + 1 if backend.stage else 0  # that a stage keeps meanwhile, and one after them
+        backend.computed = min(self.micro_batches, others + (2 if once else 1))
         layers = decoder_layers(backend.model)
         window_of = {len(layers) - 1: WINDOWS[0], (len(layers) - 1) // 2: WINDOWS[1]}
         hooks = [layers[i].register_forward_hook(self._at_gradient(name)) for i, name in window_of.items()]

@@ -120,13 +120,11 @@ def forecast(
         minutes = np.array([one.steps_to(target, staleness) for one in laws]) * outcome.step_s / 60
         rows.append((candidate, outcome.step_s, staleness, law.steps_to(target, staleness), minutes))
     best = np.min([minutes for *_, minutes in rows], axis=0)
-    forecasts = [
-        Forecast(
-            candidate, step_s, staleness, steps, steps * step_s / 60, *map(float, np.quantile(minutes, INTERVAL)),
-            fastest=float((minutes <= best).mean()),
-        )
-        for candidate, step_s, staleness, steps, minutes in rows
-    ]  # fmt: skip
+    forecasts = []
+    for candidate, step_s, staleness, steps, minutes in rows:
+        low, high = map(float, np.quantile(minutes, INTERVAL))
+        fastest = float((minutes <= best).mean())
+        forecasts.append(Forecast(candidate, step_s, staleness, steps, steps * step_s / 60, low, high, fastest))
     return sorted(forecasts, key=lambda row: row.minutes)
 
 

@@ -12,7 +12,7 @@ levels of staleness tell it. The second line: rewards saturate. Khatri et al. 20
 learning compute for LLMs", fit a sigmoid of compute; for the part of it that a short run shows, an exponential is
 enough. The run does not show the ceiling, which is therefore given.
 
-Invariant: pure; least squares on a grid that is refined, so a fit has no starting point and always the same result.
+Invariant: pure; least squares from the best point of a grid, so a fit always has the same result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ Array = NDArray[np.float64]
 LEAST_STEPS = 8  # of a pilot run with its metric
 APART = 0.5  # versions between the mean staleness of runs that tell its cost
 BLOCK = 5  # steps whose residuals stay together when they are drawn again: neighbours are alike
-_POINTS, _LEVELS, _NARROWER = 7, 14, 0.6  # of the grid, and its width at each level relative to the one before
+_POINTS = 17, 9, 7  # of the grid, by rate, cost and power
+_STEPS, _DIFFERENCE = 200, 1e-6  # of the refinement, and of its derivatives
 _RATE, _COST, _POWER = (0.02, 20.0), (1e-3, 10.0), (1.0, 8.0)  # _RATE: divided by the longest run's steps
 
 
@@ -117,24 +118,36 @@ def fit(pilots: Sequence[Pilot], ceiling: float, power: float | None = None) -> 
         )
     slowest, fastest = np.divide(_RATE, max(len(pilot.staleness) for pilot in pilots))
     limits = np.log([(slowest, fastest), _COST, _POWER if power is None else (power, power)])
-    centre, width = limits.mean(1), np.diff(limits)[:, 0] / 2
     missing = ceiling - np.concatenate([pilot.rewards for pilot in pilots])
-    for _ in range(_LEVELS):
-        axes = [
-            np.exp(np.unique(np.clip(middle + around * np.linspace(-1, 1, _POINTS), *limit)))
-            for middle, around, limit in zip(centre, width, limits, strict=True)
-        ]
-        costs, powers = (axis.ravel() for axis in np.meshgrid(*axes[1:], indexing="ij"))
-        progress = np.concatenate([_progress(pilot, costs, powers) for pilot in pilots], axis=1)
-        left = np.exp(-axes[0][:, None, None] * progress)  # [rates, costs, rewards]
-        gains = (left * missing).sum(2) / (left**2).sum(2)
-        errors = ((gains[:, :, None] * left - missing) ** 2).sum(2)
-        i, j = np.unravel_index(errors.argmin(), errors.shape)
-        best = axes[0][i], costs[j], powers[j]
-        centre, width = np.log(best), width * _NARROWER
-    if best[0] < 1.01 * slowest:
+
+    def residuals(points: Array) -> tuple[Array, Array]:
+        """``[points, rewards]``, and the best ``ceiling - start`` of each: logarithms of rate, cost and power."""
+        rate, costs, powers = np.exp(points).T
+        left = np.exp(-rate[:, None] * np.concatenate([_progress(pilot, costs, powers) for pilot in pilots], axis=1))
+        gain = left @ missing / (left**2).sum(1)
+        return gain[:, None] * left - missing, gain
+
+    axes = [np.unique(np.linspace(low, high, points)) for (low, high), points in zip(limits, _POINTS, strict=True)]
+    grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=1)
+    point = grid[(residuals(grid)[0] ** 2).sum(1).argmin()]
+    damping = 1e-3
+    for _ in range(_STEPS):  # Levenberg-Marquardt, along the limits where it would leave them
+        around, _ = residuals(np.concatenate([point[None], point + _DIFFERENCE * np.eye(3)]))
+        slopes = (around[1:] - around[0]) / _DIFFERENCE
+        downhill = -slopes @ around[0]
+        free = np.where(downhill < 0, point > limits[:, 0], point < limits[:, 1])
+        curvature = slopes[free] @ slopes[free].T
+        step = np.zeros(3)
+        step[free] = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-12), downhill[free])
+        tried = np.clip(point + step, *limits.T)
+        if abs(tried - point).max() < _DIFFERENCE:
+            break
+        better = (residuals(tried[None])[0] ** 2).sum() < (around[0] ** 2).sum()
+        point, damping = (tried, damping / 5) if better else (point, damping * 5)
+    rate, cost, power = map(float, np.exp(point))
+    if rate < 1.01 * slowest:
         raise UserError("the reward does not rise in the pilot runs: there is nothing to extrapolate")
-    return LearningLaw(float(ceiling - gains[i, j]), ceiling, *map(float, best))
+    return LearningLaw(float(ceiling - residuals(point[None])[1][0]), ceiling, rate, cost, power)
 
 
 def resampled(pilots: Sequence[Pilot], law: LearningLaw, count: int) -> list[LearningLaw]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from skyasync.errors import UserError
 from skyasync.simulate.learning import LearningLaw, Pilot, fit, read_pilot, resampled, tells_power
 
-RATES, POWERS = st.floats(0.01, 0.1), st.floats(1.0, 2.5)
-COSTS = st.floats(0.05, 0.4)  # a larger one leaves nothing to be seen in 40 steps of staleness 4
+RATES, POWERS = st.floats(0.01, 0.1), st.floats(1.0, 4.0)
+COSTS = st.floats(0.05, 0.8)  # a larger one leaves nothing to be seen in 40 steps of staleness 4
 STARTS, STALENESS = st.floats(0.0, 0.6), st.floats(0.0, 16.0)
 
 
@@ -34,8 +34,8 @@ def test_two_runs_without_noise_give_their_law(start: float, rate: float, cost: 
     law = LearningLaw(start, 1.0, rate, cost, 2.0)
     found = fit([pilot(law, 0), pilot(law, 4)], 1.0, power=2.0)
     assert found.start == pytest.approx(start, abs=0.01)
-    assert found.rate == pytest.approx(rate, rel=0.1)
-    assert found.steps_to(0.8, 4.0) == pytest.approx(law.steps_to(0.8, 4.0), rel=0.1)
+    assert found.rate == pytest.approx(rate, rel=0.001)
+    assert found.steps_to(0.8, 4.0) == pytest.approx(law.steps_to(0.8, 4.0), rel=0.001)
 
 
 @settings(max_examples=40, deadline=None)
@@ -43,8 +43,8 @@ def test_two_runs_without_noise_give_their_law(start: float, rate: float, cost: 
 def test_a_third_level_of_staleness_gives_the_power(cost: float, power: float) -> None:
     law = LearningLaw(0.4, 1.0, 0.05, cost, power)
     found = fit([pilot(law, staleness) for staleness in (0, 1, 4)], 1.0)
-    for staleness in (0.0, 1.0, 2.0):
-        assert found.steps_to(0.8, staleness) == pytest.approx(law.steps_to(0.8, staleness), rel=0.1)
+    for staleness in (0.0, 1.0, 2.0, 4.0):
+        assert found.steps_to(0.8, staleness) == pytest.approx(law.steps_to(0.8, staleness), rel=0.02)
 
 
 def test_the_power_needs_two_levels_besides_0() -> None:
