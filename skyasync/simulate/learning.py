@@ -30,7 +30,7 @@ from skyasync.observability.jsonl import Row
 
 Array = NDArray[np.float64]
 LEAST_STEPS = 8  # of a pilot run with its metric
-APART = 0.5  # versions between the mean staleness of runs that tell its cost
+LEAST_DIFFERENCE = 0.5  # versions between the mean staleness of runs that tell its cost
 BLOCK = 5  # steps whose residuals stay together when they are drawn again: neighbours are alike
 _POINTS = 17, 9, 7  # of the grid, by rate, cost and power
 _STEPS, _DIFFERENCE = 200, 1e-6  # of the refinement, and of its derivatives
@@ -97,7 +97,7 @@ def read_pilot(rows: Sequence[Row], metric: str, name: str) -> Pilot:
 
 def tells_power(pilots: Sequence[Pilot]) -> bool:
     """Whether there are two levels of staleness besides 0."""
-    stale = [pilot.mean_staleness for pilot in pilots if pilot.mean_staleness >= APART]
+    stale = [pilot.mean_staleness for pilot in pilots if pilot.mean_staleness >= LEAST_DIFFERENCE]
     return bool(stale) and max(stale) >= 1.5 * min(stale)
 
 
@@ -111,10 +111,10 @@ def fit(pilots: Sequence[Pilot], ceiling: float, power: float | None = None) -> 
         UserError: if all runs have the same staleness, or the reward does not rise.
     """
     levels = sorted(pilot.mean_staleness for pilot in pilots)
-    if levels[-1] - levels[0] < APART:
+    if levels[-1] - levels[0] < LEAST_DIFFERENCE:
         raise UserError(
             f"the pilot runs have the mean staleness {', '.join(f'{level:.2g}' for level in levels)}: its cost needs "
-            f"two that differ by {APART} at least, such as trainer.plan=sync and trainer.plan=fully_async"
+            f"two that differ by {LEAST_DIFFERENCE} at least, such as trainer.plan=sync and trainer.plan=fully_async"
         )
     slowest, fastest = np.divide(_RATE, max(len(pilot.staleness) for pilot in pilots))
     limits = np.log([(slowest, fastest), _COST, _POWER if power is None else (power, power)])
@@ -127,8 +127,8 @@ def fit(pilots: Sequence[Pilot], ceiling: float, power: float | None = None) -> 
         gain = left @ missing / (left**2).sum(1)
         return gain[:, None] * left - missing, gain
 
-    axes = [np.unique(np.linspace(low, high, points)) for (low, high), points in zip(limits, _POINTS, strict=True)]
-    grid = np.stack([axis.ravel() for axis in np.meshgrid(*axes, indexing="ij")], axis=1)
+    values = [np.unique(np.linspace(low, high, points)) for (low, high), points in zip(limits, _POINTS, strict=True)]
+    grid = np.stack([axis.ravel() for axis in np.meshgrid(*values, indexing="ij")], axis=1)
     point = grid[(residuals(grid)[0] ** 2).sum(1).argmin()]
     damping = 1e-3
     for _ in range(_STEPS):  # Levenberg-Marquardt, along the limits where it would leave them
