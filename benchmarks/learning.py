@@ -3,8 +3,8 @@
     uv run -m benchmarks.learning [key=value ...] [--seeds 0 1 2] [--plans sync one_step_off] [--backends transformers]
 
 Each run is the README's first command with another seed or plan: a fresh process tree, start-up included in its
-seconds. The model is made before the clock starts. The scores of further sets (data.val_sets) after
-training follow in columns of their own.
+seconds. The model is made before the clock starts. If held-out sets have names (data.val_sets), the first one counts,
+and the scores of the others after training follow.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def run(plan: str, backend: str, seed: int, options: list[str]) -> str:
         subprocess.run([sys.executable, "-m", "skyasync", *arguments], check=True, stdout=subprocess.DEVNULL)
         seconds = time.monotonic() - start
         rows = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").read_text().splitlines()]
-    scores = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
-    others = [match[1] for name in rows[-1] if (match := re.fullmatch(r"eval/(\w+)/score", name))]
-    more = "".join(f" {name}: {rows[-1][f'eval/{name}/score']:.2f} |" for name in others)
+    first, *others = [name for name in rows[0] if re.fullmatch(r"eval/\w+/score", name)] or ["eval/score"]
+    scores = [row[first] for row in rows if row.get(first) is not None]
+    more = "".join(f" {name[5:-6]}: {rows[-1][name]:.2f} |" for name in others)
     steps = [row for row in rows if row["step"] > 0]
     gap = max(row["sync/logprob_gap"] for row in steps if "sync/logprob_gap" in row)
     staleness = median(row["staleness/mean"] for row in steps)

@@ -139,7 +139,7 @@ class RayEngine(InferenceEngine):
             raise EngineFailedError(f"the {self.backend} engine has been ended")
         try:
             yield self._actor
-        except ray.exceptions.RayActorError as error:  # the base of several errors
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:  # the latter: Ray ended it
             raise EngineFailedError(str(error)) from error
 
     async def shutdown(self) -> None:

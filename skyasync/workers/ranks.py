@@ -30,6 +30,7 @@ from skyasync.utils.process_identity import ProcessIdentity
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 
+PROCESS_ENDED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)  # the latter: by Ray's memory monitor
 HEARTBEAT = "heartbeat"
 HEARTBEAT_S = 5.0  # from one to the next
 OWN_DELAY_S = 1.0  # an answer may have arrived while this process was stopped or too busy to read it
@@ -140,8 +141,7 @@ class RankGroup:
     @property
     def lost(self) -> BaseException | None:
         """The error that showed the failure of a rank's process, if one has failed."""
-        process_failed = isinstance(self._failure, ray.exceptions.RayActorError | HeartbeatTimeoutError)
-        return self._failure if process_failed else None
+        return self._failure if isinstance(self._failure, (*PROCESS_ENDED, HeartbeatTimeoutError)) else None
 
     @property
     def busy_s(self) -> float:
@@ -210,7 +210,7 @@ class RankGroup:
                 task.cancel()
         failures = [failure for task in tasks if task not in unfinished and (failure := task.exception())]
         if failures:
-            failures.sort(key=lambda failure: not isinstance(failure, ray.exceptions.RayActorError))  # these first
+            failures.sort(key=lambda failure: not isinstance(failure, PROCESS_ENDED))  # these first
             self._fail(failures[0])
             raise failures[0]
         return [task.result() for task in tasks]

@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Awaitable, Callable
 
 import pytest
+import ray.exceptions
 
 from skyasync.errors import UserError
 from skyasync.inference.interface import EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
@@ -70,6 +71,16 @@ async def test_every_call_of_an_engine_that_was_ended_is_that_of_a_dead_one(ray_
         with pytest.raises(EngineFailedError, match="the transformers engine has been ended"):
             await call()
             pytest.fail(f"{name} was answered")
+
+
+@pytest.mark.parametrize(
+    "error", [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("")], ids=["ended", "memory"]
+)
+def test_an_engine_whose_process_ended_or_was_ended_for_its_memory_has_failed(error: Exception) -> None:
+    engine = object.__new__(RayEngine)
+    engine._actor = object()
+    with pytest.raises(EngineFailedError), engine._alive():
+        raise error
 
 
 def _is_asked(method: object) -> bool:
