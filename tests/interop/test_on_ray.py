@@ -65,6 +65,7 @@ def test_the_tutorials_loop(ray_session: None, tmp_path: Path) -> None:
     assert trained.series("staleness/max")[1:] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.matrix
 def test_the_tutorials_printed_classes_and_settings(ray_session: None, tmp_path: Path) -> None:
     placement = (
         "colocate_all=false",
@@ -91,6 +92,7 @@ def test_the_tutorials_loop_whose_generation_fails(ray_session: None, tmp_path: 
         )  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Path) -> None:
     trained = run(tmp_path, BasePPOExp, f"generator.agent_func_path={FILES}/openrlhf/files/agent_single_turn.py")
     assert all(mean >= 10.0 for mean in trained.series("reward/mean"))

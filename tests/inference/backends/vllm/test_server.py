@@ -300,6 +300,7 @@ def on_disk() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.fault
 async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Running, on_disk: Path) -> None:
     """With weights through a folder that both see."""
     way = Way(server.url)
