@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.staleness import train
+
 SHARES = {(4, 4): 1, (6, 8): 1, (11, 14): 2}
 PROMPTS, SAMPLES, INTERVAL = 32, 8, 4
 SETTINGS = {"uniform": (), "pass_rate": ("data.sampler=pass_rate", "data.sampler_pool_key=digits")}
@@ -67,28 +69,17 @@ def run(job: tuple[str, int, int, tuple[str, ...]]) -> dict[int, float]:
     import torch
 
     torch.set_num_threads(1)
-    return asyncio.run(train(*job))
+    scores = Scores()
+    asyncio.run(train(configuration(*job), scores))
+    return scores.by_samples
 
 
-async def train(sampler: str, seed: int, steps: int, options: tuple[str, ...]) -> dict[int, float]:
-    from transformers import AutoTokenizer
-
+def configuration(sampler: str, seed: int, steps: int, options: tuple[str, ...]) -> Any:
     from examples.tiny.model import build
     from skyasync.config import load_config
-    from skyasync.data.datasets import load_prompts
-    from skyasync.envs.pool import local_pool
-    from skyasync.inference.backends.transformers.engine import TransformersEngine
-    from skyasync.inference.client import InferenceClient
-    from skyasync.inference.interface import EngineConfig
-    from skyasync.rollout.chat import ChatTokenizer
-    from skyasync.rollout.generator import EpisodeGenerator
-    from skyasync.trainer.plans import PLANS
-    from skyasync.weight_sync.sync import WeightSync
-    from skyasync.workers.local import LocalDispatch
 
-    path = build()
-    cfg = load_config([
-        "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={path}",
+    return load_config([
+        "--config", "examples/tiny/config.yaml", f"trainer.policy.model.path={build()}",
         f"trainer.train_batch_size={PROMPTS}", f"generator.n_samples_per_prompt={SAMPLES}",
         f"trainer.max_training_steps={steps}", f"trainer.seed={seed}", f"trainer.eval_interval={INTERVAL}",
         "trainer.save_samples=0", "trainer.policy.threads=1", "generator.backend=transformers",
@@ -97,22 +88,6 @@ async def train(sampler: str, seed: int, steps: int, options: tuple[str, ...]) -
         "data.train_data=[benchmarks.curriculum:train_prompts]", "data.val_data=[benchmarks.curriculum:val_prompts]",
         *SETTINGS[sampler], *options,
     ])  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    datasets = [load_prompts(source, cfg, tokenizer) for source in (cfg.data.train_data, cfg.data.val_data)]
-    engine = TransformersEngine(EngineConfig(path, max_model_len=64, threads=1, seed=seed))
-    client, dispatch, scores = InferenceClient([engine]), LocalDispatch(cfg), Scores()
-    await client.start()
-    trainer = PLANS[cfg.trainer.plan](
-        cfg, scores, tokenizer, datasets[0], client, EpisodeGenerator(client, local_pool(), tokenizer, 64),
-        eval_dataset=datasets[1],
-    )  # fmt: skip
-    probe = [ChatTokenizer(tokenizer).prompt(prompt.messages).tolist() for prompt in datasets[0][:4]]
-    trainer.attach(dispatch, WeightSync(dispatch, client, probe, 1e-3))
-    try:
-        await trainer.train()
-    finally:
-        await asyncio.gather(client.shutdown(), dispatch.shutdown())
-    return scores.by_samples
 
 
 def samples_to(target: float, scores: dict[int, float]) -> float:
