@@ -181,7 +181,8 @@ class Meter(TorchDispatchMode):
         kind = next((kind for kind in COLLECTIVES if kind.replace("-", "") in name.replace("_", "")), "")
         if kind and "copy" not in name:
             self.counts[kind] += max((t.nbytes for t in tensors), default=0)
-        for tensor in tensors if kind not in ("send", "all-to-all") else ():  # those are states
+        states = kind in ("send", "all-to-all") or name.startswith("recv")
+        for tensor in tensors if not states else ():
             known = self._storages.get(tensor.untyped_storage()._cdata)
             if known is None or known[1][1] == ACTIVATIONS:
                 self.watch(tensor, GATHERED)

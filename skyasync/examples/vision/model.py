@@ -2,7 +2,7 @@
 
     python -m skyasync.examples.vision.model      # the folder, made in about 15 seconds of a core
 
-The supervised warm start stops early on purpose: few of the sampled answers are right by more than chance.
+The supervised warm start stops early on purpose: sampled answers are right a little more often than by chance.
 """
 
 from __future__ import annotations
