@@ -85,7 +85,7 @@ says? otherwise
 (is|are) no longer
 """
 _PROSE = re.compile(rf"\b(?:{'|'.join(PROSE.split(chr(10))[1:-1])})\b", re.IGNORECASE)
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")
 
 
