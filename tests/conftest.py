@@ -21,23 +21,23 @@ import skyasync  # noqa: F401  (before Ray, whose workers must not start through
 from skyasync.envs import ENVS
 from tests.warm import FAILURES, TEMPORARY, nursery, warm_children, warm_engines_on_ray, warm_workers
 
-# How fast examples are drawn and run says more of the machine than of the tests.
+# Examples take longer on a busy machine; their time is no property of the code under test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
-# What a test imports is compiled once, not by each of the processes that tests start.
+# A module that tests import is compiled once, not by each process that tests start.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Tests' folders live in memory where there is room: what is synced there is durable at once, and much is synced.
+# Temporary folders are in memory if there is enough: syncing a file is then free, and the tests sync many.
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """A file's tests share what is slow to start, so they stay together; ``-n 2`` takes the slow files first."""
+    """The tests of a file share slow fixtures, so one process runs them; ``-n 2`` starts with the slow files."""
     config.option.loadscopereorder = False  # by number of tests, the quick files would come first
     return LoadFileScheduling(config, log)
 
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays; to look through it again and again takes a tenth of the quick tests' time."""
+    """Exclude all imported modules from garbage collection, which would take a tenth of the quick tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -62,7 +62,7 @@ DOOR = "SKYASYNC_TESTS_NURSERY"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The processes of ``-n 2`` have one nursery."""
+    """The processes of ``-n 2`` share one fork server."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         shared = nursery()
         os.environ[DOOR] = str(shared.__enter__())
@@ -85,19 +85,19 @@ def warm_processes() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def engines_session(warm_processes: Path) -> Iterator[None]:
-    """The processes of the vLLM engines that a test starts need not import vLLM."""
+    """The processes of vLLM engines that a test starts are forks with vLLM imported."""
     with warm_children(warm_processes, vllm=True):
         yield
 
 
 @pytest.fixture(scope="session")
 def ray_session(warm_processes: Path) -> Iterator[None]:
-    """Ray is up, with more CPU slots than the machine has: tests count actors, not cores."""
+    """A running Ray cluster, with more CPU slots than the machine has: tests count actors, not cores."""
     import ray
 
     from skyasync.run.ray_cluster import start_on_loopback
 
-    tempfile.gettempdir()  # kept: this process's files, and Ray's, are where they would be
+    tempfile.gettempdir()  # kept: this process's files, and Ray's, would be in this folder
     with (
         warm_workers(warm_processes),
         tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder,
@@ -106,7 +106,7 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = folder
         start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
-        del os.environ["TMPDIR"]  # and nothing else: what Ray has set is for programs that join
+        del os.environ["TMPDIR"]  # Ray has set other variables too, which are for programs that join
         os.environ |= {"TMPDIR": before} if before is not None else {}
         yield
         ray.shutdown()
@@ -114,14 +114,14 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def engines_on_ray(ray_session: None, warm_processes: Path) -> Iterator[None]:
-    """The actors of vLLM engines that a test's run starts need not import vLLM either."""
+    """The Ray actors of vLLM engines that a test's run starts have vLLM imported, too."""
     with warm_engines_on_ray(warm_processes):
         yield
 
 
 @pytest.fixture(autouse=True)
 def process_group_of_one_test() -> Iterator[None]:
-    """A sharded model on one rank forms torch's default group in the tests' own process."""
+    """A sharded model on one rank creates torch's default process group in the test's own process."""
     yield
     if (distributed := sys.modules.get("torch.distributed")) is not None and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -129,7 +129,7 @@ def process_group_of_one_test() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environments_of_one_test() -> Iterator[None]:
-    """What a test registers among the environments is gone behind it, whatever the order of the tests."""
+    """Environments that a test registers are removed after it, in any order of the tests."""
     before = dict(ENVS)
     yield
     for name in ENVS.keys() - before.keys() - ENVS.builtins().keys():

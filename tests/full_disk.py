@@ -1,4 +1,4 @@
-"""A real limit of the system in the place of a full disk: the write fails in the kernel, in its middle."""
+"""A limit of the operating system in place of a full disk: a write fails in the kernel, after a part of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_end_at(size: int) -> Iterator[None]:
-    """No file of this process grows beyond so many bytes inside."""
+    """Inside, no file of this process grows beyond ``size`` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Training from Python: what is wrong is rejected before anything starts, and leaves nothing registered."""
+"""Training from Python: a wrong argument is rejected before anything starts, and nothing stays registered."""
 
 from __future__ import annotations
 

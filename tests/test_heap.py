@@ -1,4 +1,4 @@
-"""Freed memory stays with a process that asked for that, until it gives it back."""
+"""A process that requested it keeps freed memory until it returns it."""
 
 import ctypes
 import subprocess

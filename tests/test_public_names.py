@@ -1,4 +1,4 @@
-"""The public names: all there, and cheap to get."""
+"""All public names exist, and importing them is cheap."""
 
 import importlib
 import subprocess
@@ -10,7 +10,7 @@ import skyasync
 
 
 def imported(code):
-    """The heavy packages that running this code loads."""
+    """The heavy packages that this code imports."""
     heavy = "[m for m in ('torch', 'ray', 'transformers', 'vllm', 'datasets', 'matplotlib') if m in sys.modules]"
     done = subprocess.run([sys.executable, "-c", f"import sys\n{code}\nprint({heavy})"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Named parts: a plain dictionary that knows where the built-in parts live."""
+"""The registry is a dictionary that also knows the modules of the built-in components."""
 
 import importlib
 import subprocess

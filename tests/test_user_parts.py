@@ -1,4 +1,4 @@
-"""What a user registers is told from what the library brought, and can be registered again elsewhere."""
+"""The library distinguishes components of users from its own, and other processes can register them again."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LOSSES = "skyasync.algorithms:POLICY_LOSSES"
 
 
 def plain_loss() -> None:
-    """A user's part."""
+    """A user's loss."""
 
 
 @pytest.fixture
 def losses() -> Iterator[Registry]:
-    """The real registry, put back afterwards."""
+    """The real registry, restored after the test."""
     before = dict(POLICY_LOSSES)
     yield POLICY_LOSSES
     POLICY_LOSSES.clear()
@@ -37,7 +37,7 @@ def test_every_registry_that_a_run_reads_is_listed() -> None:
     listed = [resolve_reference(reference, kind="registry") for reference in REGISTRIES]
     held = {id(held): held for module in modules for held in vars(module).values() if type(held) is Registry}
     unlisted = [registry.kind for registry in held.values() if not any(registry is r for r in listed)]
-    assert unlisted == ["preset"]  # read by the program alone
+    assert unlisted == ["preset"]  # read by the program only
 
 
 @pytest.mark.parametrize("reference", REGISTRIES)

@@ -1,4 +1,4 @@
-"""Threads that wait for work leave their core to others."""
+"""Threads that wait for work use no CPU time."""
 
 import os
 import subprocess

@@ -10,7 +10,7 @@ from skyasync.simulate.clock import run_virtual
 
 
 def virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Turn an async test into one that runs on virtual time; a deadlock in it is an error."""
+    """Run an async test in simulated time; a deadlock in it is an error."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Faults at random moments from a seed: for real, on a training run of yours, or for all plans on virtual time.
+"""Random faults from a seed: in a real training run, or in simulated runs of all plans.
 
 python -m tests.chaos --every 30 --minutes 60 --seed 1 -- key=value ...
 python -m tests.chaos --virtual --schedules 10000

@@ -1,8 +1,8 @@
-"""What a run under chaos came to: what each event cost, and whether anything was lost, doubled or left behind.
+"""The result of a run with injected faults: the time that each fault cost, and what was lost, doubled or left over.
 
-Pure: it is given what was seen. Invariant: a verdict without complaints means that every prompt in the ledger ended
-once, that steps are numbered from 1 without a gap, that nothing of the run lives on, and that the run did not end by
-itself but by an error that an event explains (``Kind.ends``), and computed with nothing that was damaged.
+Pure functions. Invariant: an audit without complaints means that every prompt in the ledger ended once; that steps are
+numbered from 1 without a gap; that no process of the run is left; that a fault (``Kind.ends``) explains each error that
+ended the run; and that no engine computed with damaged weights.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from skyasync.trainer.checkpoint.ledger import audit
 from tests.chaos.channel import MISSED_S, USED
 from tests.chaos.events import Event
 
-NAMED = 5  # of what is wrong, by name
-STEPS_SEEN = 3  # behind an event, for what it cost
+NAMED = 5  # complaints by name
+STEPS_SEEN = 3  # steps after an event that are compared with the usual step time
 
 
 @dataclass(frozen=True)
 class Strike:
-    """An event as it came out.
+    """The outcome of an event.
 
     Args:
-        at: seconds from the beginning, when it was done.
-        hit: what it met; "" if there was nothing to be met.
+        at: seconds from the beginning, when the fault was injected.
+        hit: the part that the fault hit; "" if there was none.
     """
 
     event: Event
@@ -37,13 +37,13 @@ class Strike:
 
 @dataclass(frozen=True)
 class Ending:
-    """The command has ended by itself.
+    """The command ended without being killed.
 
     Args:
-        began: seconds from the beginning, when it was started.
+        began: seconds from the beginning, when the command was started.
         at: when it ended.
         how: its exit status, in words.
-        error: the last line of its traceback; "" if it has written none.
+        error: the last line of its traceback; "" if there is none.
     """
 
     began: float
@@ -57,13 +57,13 @@ class Ending:
 
 @dataclass
 class Seen:
-    """What was seen from outside.
+    """What an observer outside of the run saw.
 
     Attributes:
-        steps: seconds from the beginning at which a step was finished that no earlier one had reached, and its number.
+        steps: seconds from the beginning at which a step finished that no earlier start had reached, and its number.
         starts: seconds from the beginning at which the command was started, and why.
-        endings: of the command by itself, before it was done.
-        left: what was there after the end.
+        endings: each time that the command ended without being killed, before it was done.
+        left: processes and files that were left after the end.
         began: unix time of the beginning.
     """
 
@@ -77,22 +77,22 @@ class Seen:
     seconds: float = 0.0
 
     def step(self, at: float, number: int) -> None:
-        """A step is in the metrics; one that is made again behind a checkpoint is none."""
+        """A step was added to the metrics. A step that is repeated after a restore does not count."""
         if number > (self.steps[-1][1] if self.steps else 0):
             self.steps.append((at, number))
 
 
 def usual_s(steps: Sequence[tuple[float, int]]) -> float:
-    """Seconds of a step: the median, which those that were struck hardly move. 0 if there are too few."""
+    """Median seconds of a step, which a few faults hardly change. 0 if there are too few steps."""
     gaps = [(second - first) / (b - a) for (first, a), (second, b) in itertools.pairwise(steps)]
     return median(gaps) if gaps else 0.0
 
 
 def cost_s(at: float, steps: Sequence[tuple[float, int]], usual: float) -> float | None:
-    """By how many seconds the next steps were finished later than usual; None if none was.
+    """Seconds by which the next steps finished later than usual; None if they did not.
 
-    The first of them may have been through with what was struck (an engine, while the policy trains), so the latest of
-    ``STEPS_SEEN`` counts. Events that fall together are each told the whole of it.
+    The first of these steps may no longer need the failed part (an engine, while the policy trains), so the largest
+    delay of ``STEPS_SEEN`` steps counts. Events at the same time are each assigned the whole delay.
     """
     later = [when for when, _ in steps if when > at][:STEPS_SEEN]
     late = [when - at - number * usual for number, when in enumerate(later, start=1)]
@@ -100,13 +100,13 @@ def cost_s(at: float, steps: Sequence[tuple[float, int]], usual: float) -> float
 
 
 def wrong_prompts(lines: Sequence[Mapping[str, object]]) -> list[str]:
-    """Prompts of a ``ledger.jsonl`` that did not end once, in words."""
+    """Complaints on prompts of a ``ledger.jsonl`` that did not end exactly once."""
     twice = {name: ends for name, ends in audit(lines).items() if len(ends) != 1}
     return _few([f"prompt {name} ended {len(ends)} times: {', '.join(ends)}" for name, ends in twice.items()])
 
 
 def wrong_steps(steps: Sequence[int]) -> list[str]:
-    """What is wrong with the step numbers of a ``metrics.jsonl`` (0 is the evaluation before the first), in words."""
+    """Complaints on the step numbers of a ``metrics.jsonl`` (0 is the evaluation before the first step)."""
     there = Counter(step for step in steps if step > 0)
     twice = [f"step {step} is in the metrics {times} times" for step, times in sorted(there.items()) if times > 1]
     gone = [f"step {step} is missing in the metrics" for step in range(1, max(there, default=0)) if step not in there]
@@ -114,13 +114,15 @@ def wrong_steps(steps: Sequence[int]) -> list[str]:
 
 
 def unlike(ledger: Sequence[Mapping[str, object]], steps: Sequence[int]) -> list[str]:
-    """Steps of the metrics of whose prompts the ledger says nothing, in words."""
+    """Complaints on steps in the metrics without prompts in the ledger."""
     told = {line["step"] for line in ledger}
     return _few([f"step {step} is not in the ledger" for step in sorted(set(steps)) if step > 0 and step not in told])
 
 
 def explained(seen: Seen) -> dict[Ending, Strike]:
-    """The endings that an event explains: one that the command met, and that may end it so. An event explains one."""
+    """The endings that an event explains: the event hit the command, and its kind may end it so. An event explains
+    one ending.
+    """
     found = dict[Ending, Strike]()
     for ending in seen.endings:
         for strike in seen.strikes:
@@ -133,19 +135,19 @@ def explained(seen: Seen) -> dict[Ending, Strike]:
 
 
 def unexplained(seen: Seen) -> list[str]:
-    """Endings that no event explains, in words."""
+    """Complaints on endings that no event explains."""
     why = explained(seen)
     return [f"the run ended by itself after {e.at:.0f} s: {e}" for e in seen.endings if e not in why]
 
 
 def unnoticed(seen: Seen) -> list[str]:
-    """Damage that engines computed with, and that did not end the run, in words."""
+    """Complaints on damage that engines computed with although the run did not end."""
     why, used = explained(seen).values(), [strike for strike in seen.strikes if strike.hit.endswith(USED)]
     return [f"event {s.event.number} was not noticed: {s.event.kind}, {s.hit}" for s in used if s not in why]
 
 
 def table(seen: Seen) -> list[str]:
-    """A line for each event, and for each time that the command ended by itself, in Markdown."""
+    """A Markdown table of all events, and of each time that the command ended without being killed."""
     usual, why = usual_s(seen.steps), explained(seen)
     lines = list[tuple[float, str]]()
     for strike in seen.strikes:
@@ -160,7 +162,7 @@ def table(seen: Seen) -> list[str]:
 
 
 def costs(seen: Seen) -> dict[str, list[float]]:
-    """By kind of event."""
+    """The costs of all events by kind."""
     usual, found = usual_s(seen.steps), dict[str, list[float]]()
     for strike in seen.strikes:
         cost = cost_s(strike.at, seen.steps, usual) if strike.hit else None
@@ -170,7 +172,7 @@ def costs(seen: Seen) -> dict[str, list[float]]:
 
 
 def in_words(event: Event) -> str:
-    """Its kind, and how long it lasts if it does."""
+    """The kind of an event, and its duration if it has one."""
     return event.kind + (" for good" if event.hangs else f" for {event.lasts:.1f} s" if event.lasts else "")
 
 

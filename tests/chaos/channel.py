@@ -1,6 +1,7 @@
-"""What happens inside of a run's controller by order from outside: a folder with orders, and with what came of them.
+"""A folder with orders for a run's controller, and with their results.
 
-Invariant: an order is carried out within its time, once where it is done at once; each first time is written down.
+Invariant: an order is carried out before its deadline. An order that is carried out at one moment is carried out once.
+The time at which each order first takes effect is recorded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-VARIABLE = "SKYASYNC_CHAOS"  # in the environment of the run's processes: the folder
-USED = ", which the engines took"  # what was damaged has not been noticed in its sync
-MISSED_S = 20.0  # what is done at once has so long to find its moment
+VARIABLE = "SKYASYNC_CHAOS"  # environment variable of the run's processes: the folder
+USED = ", which the engines took"  # the result if the sync did not notice the damage
+MISSED_S = 20.0  # seconds in which an order that is carried out at one moment must find its moment
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Order:
 
 
 class Orders:
-    """Both ends of the folder: ``give`` and ``taken`` are called outside, ``now`` inside."""
+    """Both ends of the folder: the driver calls ``give`` and ``taken``, the controller calls ``now``."""
 
     def __init__(self, folder: Path) -> None:
         self._given, self._taken = folder / "orders.jsonl", folder / "taken.jsonl"
@@ -38,15 +39,15 @@ class Orders:
         _append(self._given, asdict(order))
 
     def taken(self) -> dict[int, str]:
-        """By the order's number: what it met."""
+        """The part that each order hit, by the order's number."""
         return {int(row["number"]): str(row["what"]) for row in _read(self._taken)}
 
     def tell(self, order: Order, what: str) -> None:
-        """What it met; what is told last holds."""
+        """Record the part that an order hit; the last record counts."""
         _append(self._taken, {"number": order.number, "what": what})
 
     def now(self, kind: str, what: str, *, once: bool = False) -> Order | None:
-        """The order of this kind that holds now, if there is one; ``what`` it meets is written down."""
+        """The current order of this kind, if there is one; the part that it hits is recorded."""
         orders = [Order(**row) for row in _read(self._given) if row["kind"] == kind]
         due = [order for order in orders if order.until > time.time()]
         if not due:
@@ -65,7 +66,7 @@ def _append(file: Path, row: dict[str, object]) -> None:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """Whole lines."""
+    """The complete lines of a file."""
     with contextlib.suppress(FileNotFoundError):
         return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
     return []

@@ -1,6 +1,6 @@
-"""The command: chaos for real, or on virtual time.
+"""The command line: faults in a real run, or in simulated runs.
 
-Invariant: a mistake in the command line is one line, before anything starts; the status is 0 only if nothing is wrong.
+Invariant: a mistake in the command line gives one line before anything starts; the status is 0 only without complaints.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from tests.chaos.events import KINDS, endless, weights_of
 
-#: What a run under chaos is given unless it says otherwise itself.
+#: Settings that a run with fault injection gets by default.
 SETTINGS = {
     "trainer.ckpt_interval": 5,
     "trainer.ckpt_keep": 3,
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ends the program: with 0 if nothing was wrong, with 1 if something was, with 2 on a user's mistake."""
+    """End the program: with 0 without complaints, with 1 with complaints, with 2 on a user's mistake."""
     ours, theirs = _split(list(sys.argv[1:] if argv is None else argv))
     options = _parser().parse_args(ours)
     try:
@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def chosen(only: Sequence[str], without: Sequence[str]) -> dict[str, float]:
-    """Kinds with weights: ``kind`` or ``kind=weight``.
+    """Kinds with weights from ``kind`` or ``kind=weight``.
 
     Raises:
-        UserError: for one that there is not.
+        UserError: for an unknown kind.
     """
     asked = {}
     for each in only or KINDS:
@@ -69,7 +69,9 @@ def run_name(seed: int) -> str:
 
 
 def added(cfg: Config, name: str, given: Sequence[str] = ()) -> list[str]:
-    """Settings of ``SETTINGS`` that are not ``given``, and that the run's own configuration leaves by default."""
+    """The settings of ``SETTINGS`` that are not ``given``, and that the run's own configuration leaves at their
+    defaults.
+    """
     keys = {argument.partition("=")[0] for argument in given}
     missing = [
         f"{key}={value}"
@@ -123,7 +125,7 @@ def _virtual(options: argparse.Namespace) -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Of a scheduler's SIGTERM: the run is ended first, and what is left of it."""
+    """On a scheduler's SIGTERM: end the run and its remaining processes first."""
     raise SystemExit(143)
 
 

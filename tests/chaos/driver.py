@@ -1,15 +1,15 @@
-"""A training program as a child, and what is done to it from outside until its time is over.
+"""Run a training program as a child, and inject faults from outside until the time is over.
 
 ```
- schedule ──▶ due ──▶ processes of the run (family) ──▶ SIGKILL, SIGSTOP
-                └───▶ orders ──▶ its controller
- metrics.jsonl ──▶ steps, with the time at which they were there
+schedule ──▶ due ──▶ processes of the run (family) ──▶ SIGKILL, SIGSTOP
+             └───▶ orders ──▶ its controller
+metrics.jsonl ──▶ steps, with the time at which they were there
 ```
 
-Invariant: only descendants of the child are touched; when it has ended, however it did, the same command is started
-again, unless it says that it is done, its time is over, or it ends by itself time after time without a step between.
-The schedule's clock stands still from each start of the command, or of its controller, to the first finished step: a
-run that is struck while it starts says so and ends, as it should, and there would be nothing else to see.
+Invariant: signals are sent to descendants of the child only. When the child ends, the same command is started again,
+unless it is done, its time is over, or it ends repeatedly without finishing a step. The schedule's clock stops from
+each start of the command or its controller to the first finished step: a run that fails while it starts reports an
+error and ends, so there would be nothing else to test.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from tests.chaos.events import Event
 from tests.chaos.process_tree import Process, family, parts
 
 TICK_S = 0.1
-LOOK_S = 1.0  # from one look at all processes to the next
-GONE_S = 30.0  # that a killed program's processes may take to end
-MOST_ENDS = 4  # by itself, without a step between
+LOOK_S = 1.0  # seconds between two scans of all processes
+GONE_S = 30.0  # seconds in which the processes of a killed program have to end
+MOST_ENDS = 4  # ends without a finished step in between, until the driver gives up
 TERMINATED_S = 120.0
-ERROR = re.compile(r"^[A-Za-z_][\w.]*(\(\w+\))?: .+$", re.MULTILINE)  # what ends a traceback
-LONGEST = 400  # characters of it
-ENVIRONMENT = (VARIABLE, "TMPDIR", "RAY_TMPDIR")  # of the program: its scratch folder, where Ray's is made then
+ERROR = re.compile(r"^[A-Za-z_][\w.]*(\(\w+\))?: .+$", re.MULTILINE)  # the end of a traceback
+LONGEST = 400  # characters of the traceback
+ENVIRONMENT = (VARIABLE, "TMPDIR", "RAY_TMPDIR")  # environment of the program: its scratch folder, which is also Ray's
 
 
 def scratch_folder() -> Path:
-    """Its name is short: addresses of Ray's sockets begin with it, and have little room."""
+    """A folder with a short name: the paths of Ray's sockets begin with it, and their length is limited."""
     return Path(tempfile.mkdtemp(prefix="chaos"))
 
 
@@ -57,12 +57,12 @@ class Command:
 
 @dataclass
 class FaultDriver:
-    """One run under chaos.
+    """One run with fault injection.
 
     Args:
         events: those of the schedule.
-        seconds: how long there are events; then the run has ``grace_s`` to end by itself.
-        say: told of every event.
+        seconds: how long events are injected; after that the run has ``grace_s`` to end.
+        say: called with a message for every event.
     """
 
     command: Command
@@ -83,10 +83,10 @@ class FaultDriver:
         self._looked, self._size, self._ends = 0.0, -1, 0
         self._struck_driver = self._up = False
         self._controllers: set[Process] = set()
-        self._clock, self._ticked = 0.0, 0.0  # the schedule's, and when it was last looked at
+        self._clock, self._ticked = 0.0, 0.0  # the schedule's time, and when it was last updated
 
     def run(self) -> Seen:
-        """Until the program is done, or its time is over."""
+        """Return when the program is done or its time is over."""
         self._start("the beginning")
         try:
             while not self._over():
@@ -117,7 +117,7 @@ class FaultDriver:
 
     @property
     def folder(self) -> Path:
-        """Where the run is: a name that was taken has a number behind it."""
+        """The folder of the run; if the name was taken, the folder's name ends with a number."""
         own = self.command.folder
         for folder in sorted(own.parent.glob(f"{own.name}*"), reverse=True):
             if read_status(folder).pid == self._child.pid:
@@ -130,7 +130,7 @@ class FaultDriver:
         self._ticked = now
 
     def _over(self) -> bool:
-        """The program is done, or gives up; one that was killed, or has ended by itself, is started again."""
+        """Whether the program is done or gives up. If it was killed or has failed, start it again."""
         status = self._child.poll()
         if status is None:
             return self._late()
@@ -160,7 +160,7 @@ class FaultDriver:
         return True
 
     def _error(self) -> str:
-        """The last line of the traceback that this start of the command has left; "" if it left none."""
+        """The last line of the traceback of the current start of the command; "" if there is none."""
         try:
             file = self._folder / "error.txt"
             fresh = file.stat().st_mtime >= self.seen.began + self._began
@@ -171,7 +171,7 @@ class FaultDriver:
         return lines[-1][0][:LONGEST] if lines else ""
 
     def _await_gone(self, patience_s: float) -> float:
-        """Seconds until no part of the run is left; two commands at once would write to one folder."""
+        """Seconds until no process of the run is left: two commands at once would write to one folder."""
         began = time.time()
         while time.time() - began < patience_s and any(
             p.lives for ps in parts(self.known.values()).values() for p in ps
@@ -196,12 +196,12 @@ class FaultDriver:
             self.seen.endings.append(Ending(self._began, self.now, f"at SIGTERM: {how}", self._error()))
         self._look(at_once=True)
         self._settle_orders(last=True)
-        taken = self._orders.taken()  # of which more may have been told since
+        taken = self._orders.taken()  # more orders may have been reported since
         met = [replace(strike, hit=taken.get(strike.event.number, strike.hit)) for strike in self.seen.strikes]
         self.seen.strikes = sorted(met, key=lambda strike: strike.event.number)
         self.seen.seconds = self.now
 
-    # ---------------------------------------------------------------- what is seen
+    # ---------------------------------------------------------------- observation
 
     def _look(self, *, at_once: bool = False) -> None:
         metrics = self._folder / "metrics.jsonl"
@@ -219,21 +219,21 @@ class FaultDriver:
             self._settle_orders()
 
     def _meet(self, processes: Sequence[Process]) -> None:
-        """Remember them, by what they are called now; where a controller is new, its parts have to start first."""
+        """Remember processes by their current titles; the parts of a new controller have to start first."""
         controllers = {process for process in parts(processes).get("controller", []) if process.lives}
         self._up &= not controllers or controllers == self._controllers
         self._controllers = controllers or self._controllers
         self.known.update({(process.number, process.born): process for process in processes})
 
     def _settle_orders(self, *, last: bool = False) -> None:
-        """Note what came of the orders that were given."""
+        """Record the results of the orders that were given."""
         taken = self._orders.taken()
         for event, given in list(self._ordered):
             if event.number in taken or last or self.now > given + event.lasts + MISSED_S + 1:
                 self._ordered.remove((event, given))
                 self._note(event, given, taken.get(event.number, ""))
 
-    # ---------------------------------------------------------------- what is done
+    # ---------------------------------------------------------------- faults
 
     def _strike(self) -> None:
         while self._next.at <= self._clock and self.now <= self.seconds:
@@ -244,7 +244,7 @@ class FaultDriver:
                 self._due.remove(event)
 
     def _do(self, event: Event) -> bool:
-        """Whether it has been seen to; what finds nothing is tried again for a while."""
+        """Whether the event is done; an event without a target is retried for a while."""
         if event.about.inside:
             until = time.time() + (event.lasts or 0.0) + MISSED_S * (event.lasts == 0)
             self._orders.give(Order(event.number, event.kind, until, event.lasts, event.pick))

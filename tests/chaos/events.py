@@ -1,6 +1,6 @@
-"""What is to go wrong, and when: a schedule that follows from its seed alone.
+"""The kinds of faults, and a schedule of faults that depends on its seed only.
 
-Pure: no clock, no I/O. Invariant: the same arguments give the same events, in the order of their times; a longer
+Pure: no clock, no I/O. Invariant: the same arguments give the same events, in the order of their times. A longer
 schedule begins with the shorter one.
 """
 
@@ -15,8 +15,8 @@ from itertools import count
 from skyasync.errors import UserError, unknown
 
 FOREVER = math.inf
-SHORT_S = 3.0  # the mean of what passes by itself
-HANGS = 0.3  # share of what is frozen that is never thawed, where the library has to notice it
+SHORT_S = 3.0  # mean duration of faults that end after some time
+HANGS = 0.3  # share of stopped processes that are never continued, if the library has to detect that
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Kind:
     """A kind of event.
 
     Args:
-        deed: what is done.
-        target: to what.
-        weight: how often, beside the others.
-        passes: it has an end of its own.
-        may_hang: it may also have none, since somebody sees to it.
-        inside: done by the run's own controller, which listens for it (``tests.chaos.fault_hooks``).
-        ends: words of the error by which it may end the run; "" where the run has to go on.
+        deed: the action.
+        target: the part that it applies to.
+        weight: relative frequency.
+        passes: it ends after some time.
+        may_hang: it may last forever, since the library has to detect it.
+        inside: the run's own controller does it by order (``tests.chaos.fault_hooks``).
+        ends: words of the error with which it may end the run; "" if the run must continue.
     """
 
     deed: str
@@ -63,12 +63,12 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that goes wrong.
+    """One fault.
 
     Args:
         at: seconds from the beginning.
-        lasts: seconds until it is undone; 0 where there is nothing to undo, ``FOREVER`` where nobody undoes it.
-        pick: from 0 to 1, which of several processes it is.
+        lasts: seconds until it is undone; 0 if there is nothing to undo, ``FOREVER`` if it is never undone.
+        pick: from 0 to 1, selects one of several processes.
     """
 
     number: int
@@ -83,15 +83,15 @@ class Event:
 
     @property
     def hangs(self) -> bool:
-        """It is undone by nobody: the run has to notice."""
+        """It is never undone: the run has to detect it."""
         return self.lasts == FOREVER
 
 
 def weights_of(names: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Kinds with their weights, as asked: all of ``KINDS`` if nothing is.
+    """The requested kinds with their weights; all of ``KINDS`` without a request.
 
     Raises:
-        UserError: for a name that is none, a weight below 0, and if nothing is left.
+        UserError: for an unknown name, a weight below 0, and if no kind is left.
     """
     asked = {name: kind.weight for name, kind in KINDS.items()} if names is None else dict(names)
     for name, weight in asked.items():
@@ -105,11 +105,11 @@ def weights_of(names: Mapping[str, float] | None = None) -> dict[str, float]:
 
 
 def endless(seed: int, mean_s: float, weights: Mapping[str, float] | None = None) -> Iterator[Event]:
-    """Events without end: gaps are exponential, so that none tells when the next one comes.
+    """An endless series of events. Gaps are exponential, so no event predicts the time of the next one.
 
     Args:
-        mean_s: of the gaps.
-        weights: by kind (``KINDS``); all of them, as they stand there, if none are given.
+        mean_s: mean of the gaps.
+        weights: by kind (``KINDS``); by default the weights of ``KINDS``.
     """
     if not 0 < mean_s < math.inf:
         raise UserError(f"{mean_s:g} s between events: it takes a number above 0")
@@ -125,7 +125,7 @@ def endless(seed: int, mean_s: float, weights: Mapping[str, float] | None = None
 
 
 def schedule(seed: int, mean_s: float, length_s: float, weights: Mapping[str, float] | None = None) -> list[Event]:
-    """The events of so many seconds; see ``endless``."""
+    """The events of the first ``seconds``; see ``endless``."""
     events = []
     for event in endless(seed, mean_s, weights):
         if event.at >= length_s:

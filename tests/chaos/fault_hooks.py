@@ -1,7 +1,7 @@
-"""A run whose controller does what the orders say: it loses messages, delays them, finds the disk full, or flips a bit.
+"""A run whose controller injects faults by order: it drops messages, delays them, finds the disk full, or flips a bit.
 
-Invariant: where no order holds, every part does exactly what it would have done. What is changed are the parts'
-classes, in the controller's process alone, so that those that come later (an engine in another's place) are struck too.
+Invariant: without an order, every part works as usual. Only the classes of the parts are changed, in the controller's
+process, so that parts which are created later (a replacement engine) get the faults too.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer
 
 Method = Callable[..., Any]
-WRITING = ("transfer_weights", "write")  # a call of the ranks, after which engines read what rank 0 wrote
+WRITING = ("transfer_weights", "write")  # a call of the ranks; engines read the weights of rank 0 after it
 
 
 class FaultyExperiment(BasePPOExp):
-    """The experiment as it is, in a controller that takes orders."""
+    """The usual experiment, with a controller that takes orders."""
 
     def build(self) -> RayPPOTrainer:
         if folder := os.environ.get(VARIABLE):
@@ -34,7 +34,7 @@ class FaultyExperiment(BasePPOExp):
 
 
 def take_orders(orders: Orders) -> None:
-    """From here on this process's parts are struck."""
+    """Change the classes of this process's parts so that they take orders."""
     from skyasync.inference.ray_engine import RayEngine
     from skyasync.utils.rpc import RayTransport
     from skyasync.weight_sync.sync import WeightSync
@@ -59,7 +59,7 @@ def _lossy(own: Method, orders: Orders, what: str) -> Method:
     @wraps(own)
     async def call(self: object, *args: object) -> Any:
         if orders.now("drop-messages", what, once=True):
-            await asyncio.Event().wait()  # nobody will ever hear of it
+            await asyncio.Event().wait()  # never returns: the message is lost
         if late := orders.now("delay-messages", what):
             await asyncio.sleep(late.lasts)
         return await own(self, *args)
@@ -89,7 +89,9 @@ def _full(own: Method, orders: Orders) -> Method:
 
 
 class _Flips:
-    """Flips a bit between the writing of weights and the first look at them; says so if the engines took them then."""
+    """Flips a bit after weights are written and before they are first read; reports whether the engines took these
+    weights.
+    """
 
     def __init__(self, orders: Orders) -> None:
         self._orders, self._order, self._of = orders, cast(Order | None, None), "weights"
@@ -118,10 +120,10 @@ class _Flips:
 
 
 def flip_bit(file: Path, pick: float, *, bare: bool = False) -> None:
-    """Flip one bit of the tensors in a safetensors file; ``pick``, from 0 to 1, says which.
+    """Flip one bit of the tensors in a safetensors file; ``pick``, from 0 to 1, selects it.
 
     Args:
-        bare: it is memory of tensors, with nothing in front of them (``weight_sync.transfers.shared_memory``).
+        bare: the file has tensors without a header (``weight_sync.transfers.shared_memory``).
     """
     with file.open("r+b") as weights:
         begin = 0 if bare else 8 + int.from_bytes(weights.read(8), "little")

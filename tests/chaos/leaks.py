@@ -1,7 +1,7 @@
-"""What a run that has ended has left on the machine.
+"""Processes and files that a run left on the machine after its end.
 
-Invariant: only what can be told to be the run's is named: processes that descended from its program or carry its mark,
-weights whose writer was one of them, and what lies in the temporary folder that it was given.
+Invariant: only what belongs to the run is listed: processes that descended from its program or have its mark in their
+environment, weights that one of these processes wrote, and the contents of the run's temporary folder.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from tests.chaos.process_tree import Process, marked
 
 PATIENCE_S = 30.0
 WATCHDOG_S = 15.0
-KEPT = ("ray", "torchinductor_", "orders.jsonl", "taken.jsonl")  # logs of a Ray without watchdog, torch's cache; ours
+KEPT = (
+    "ray",
+    "torchinductor_",
+    "orders.jsonl",
+    "taken.jsonl",
+)  # logs of a Ray cluster without watchdog, torch's cache; our scratch folders
 
 
 def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]:
-    """What is there ``PATIENCE_S`` after the end, in words; by then Ray's watchdog has to have ended as well."""
+    """What is left ``PATIENCE_S`` after the end, in words; Ray's watchdog has to end within this time, too."""
     known = list(known)
     left = _wait(lambda: _living(known, mark), PATIENCE_S)
     found = [f"process {p.number}: {p.title[:80]!r}" for p in left]
@@ -29,7 +34,7 @@ def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]
 
 
 def clean_up(known: Iterable[Process], mark: str) -> None:
-    """Kill what is left. A watchdog, which then has nobody to wait for, first removes what it has to."""
+    """Kill remaining processes. A watchdog first removes the files that it is responsible for."""
     known = list(known)
     for process in _living(known, mark):
         if watchdog.__file__ not in process.title:
@@ -39,21 +44,21 @@ def clean_up(known: Iterable[Process], mark: str) -> None:
 
 
 def shared_weights(numbers: set[int]) -> list[str]:
-    """Files of weights that one of these processes has written."""
+    """Weight files that one of these processes wrote."""
     files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
     written = ((f, f.name.removeprefix(shared_memory.PREFIX).split("-")[0]) for f in files)
     return [f"shared memory {file}" for file, writer in written if writer.isdigit() and int(writer) in numbers]
 
 
 def temporary_files(folder: Path) -> list[str]:
-    """What was left in the folder for temporary files."""
+    """Files that are left in the folder for temporary files."""
     if not folder.is_dir():
         return []
     return [f"temporary {_seen(path)}" for path in sorted(folder.iterdir()) if not path.name.startswith(KEPT)]
 
 
 def _seen(path: Path) -> str:
-    """Its name, and some of what is in it."""
+    """The name of a folder, and some of its contents."""
     inside = [each.name for each in path.rglob("*")][:3] if path.is_dir() else []
     return str(path) + (f" with {', '.join(inside)}" if inside else "")
 

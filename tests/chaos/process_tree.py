@@ -1,7 +1,7 @@
-"""The processes of a run, as the kernel tells of them, by what they do in it.
+"""The processes of a run, by their parts in it.
 
-Invariant: what is found here descends from the process that was started for the run, and is told from another that has
-got its number since by when it began: nothing else on the machine is ever touched.
+Invariant: every process that is found here descends from the process that was started for the run. Its start time
+distinguishes it from a later process with the same number, so no other process is ever signalled.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ IDLE = "IDLE"
 
 @dataclass(frozen=True)
 class Process:
-    """``born``: the kernel's ticks at its beginning; ``title``: its command line."""
+    """``born``: the start time in ticks of the kernel; ``title``: the command line."""
 
     number: int
     born: str
     title: str = field(default="", compare=False)
 
     def send(self, signal_: signal.Signals) -> bool:
-        """Send a signal, if it still is the one that was found; whether it was."""
+        """Send a signal if it is still the same process; return whether it was."""
         if not self.lives:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -37,13 +37,13 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        """Neither gone nor a zombie that waits to be reaped."""
+        """Whether it is running, and not a zombie that waits to be reaped."""
         found = _stat(self.number)
         return found is not None and found[19] == self.born and found[0] != "Z"
 
 
 def target_of(title: str) -> str:
-    """What a process is to the run, by the title that Ray gives it; "" for what is none of its parts."""
+    """The run's part that a process is, by the title that Ray gives it; "" if it is none."""
     name, _, rest = title.partition("::")
     actor = rest.partition(".")[0].split(" ")[0].split("\0")[0]
     if name != "ray" or not actor or actor == IDLE or not (actor[0].isupper() or actor[0] == "_"):
@@ -52,7 +52,7 @@ def target_of(title: str) -> str:
 
 
 def family(root: int) -> list[Process]:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
     parents, found = _parents(), {root}
     grown = True
     while grown:
@@ -74,7 +74,7 @@ def read(number: int) -> Process | None:
 
 
 def parts(processes: Iterable[Process]) -> dict[str, list[Process]]:
-    """By target."""
+    """The processes by part."""
     found: dict[str, list[Process]] = {}
     for process in processes:
         if target := target_of(process.title):
@@ -83,7 +83,7 @@ def parts(processes: Iterable[Process]) -> dict[str, list[Process]]:
 
 
 def marked(mark: str) -> list[Process]:
-    """Processes with this in their environment."""
+    """Processes with this string in their environment."""
     found = []
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ def _parents() -> Mapping[int, int]:
 
 
 def _stat(number: int) -> list[str] | None:
-    """From the state on."""
+    """The fields of ``/proc/PID/stat`` after the name."""
     try:
         return (PROC / str(number) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos.program key=value ...``: what ``skyasync`` trains, with parts that take orders."""
+"""``python -m tests.chaos.program key=value ...``: the training of ``skyasync``, with parts that take orders."""
 
 from skyasync.cli.train import main
 from tests.chaos.fault_hooks import FaultyExperiment

@@ -1,6 +1,6 @@
-"""The summary of a run under chaos: every event with what it cost, and what the run's own files say.
+"""The summary of a run with fault injection: every event with its cost, and the audit of the run's files.
 
-Invariant: what is written is what was found; a complaint is never left out of the summary, and makes the tool fail.
+Invariant: the summary contains every complaint, and any complaint makes the tool fail.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCORE = "eval/score"
 
 
 def complaints(seen: Seen, folder: Path) -> list[str]:
-    """What is wrong, in words; nothing if the run has come through."""
+    """What is wrong, in words; empty if the run passed."""
     steps = [int(row["step"]) for row in read_rows(folder / "metrics.jsonl")]
     ledger = read_rows(folder / "ledger.jsonl")
     found = unexplained(seen) + unnoticed(seen) + wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
@@ -42,7 +42,7 @@ def complaints(seen: Seen, folder: Path) -> list[str]:
 
 
 def summary(seen: Seen, folder: Path, wrong: Sequence[str]) -> list[str]:
-    """In Markdown."""
+    """The summary in Markdown."""
     usual, hit = usual_s(seen.steps), [strike for strike in seen.strikes if strike.hit]
     lines = [
         f"{len(seen.strikes)} events in {seen.seconds / 60:.1f} minutes, {len(hit)} of which met something; "
@@ -62,7 +62,7 @@ def summary(seen: Seen, folder: Path, wrong: Sequence[str]) -> list[str]:
 
 
 def write(seen: Seen, folder: Path, lines: Sequence[str], wrong: Sequence[str]) -> None:
-    """Into the run's folder: the summary, and everything that was seen."""
+    """Write the summary and all observations into the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMMARY).write_text("\n".join(["# Chaos", "", *lines, ""]), encoding="utf-8")
     record = json.dumps(asdict(seen) | {"wrong": list(wrong)}, default=str)

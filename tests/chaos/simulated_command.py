@@ -1,7 +1,7 @@
-"""One command on virtual time: what the controller does with its parts, and what events do to them.
+"""One command in simulation: how the controller manages its parts, and the effects of events on them.
 
-Invariant: as in ``skyasync.run.controller`` and ``skyasync.run.recovery``: lost workers get a trainer
-that goes on from the newest checkpoint, while engines and environments live on; any other error ends the command.
+Invariant: as in ``skyasync.run.controller`` and ``skyasync.run.recovery``: lost workers get a trainer that resumes from
+the newest checkpoint, while engines and environments stay; any other error ends the command.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RESTARTS = 1000
 
 
 class Virtual(RayPPOTrainer):
-    """Mixed in before a plan: training is counted, and the age of every token checked."""
+    """Mixed in before a plan: counts training steps, and checks the staleness of every token."""
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch:
         step, trainer = self.global_step + 1, self.cfg.trainer
@@ -51,7 +51,7 @@ class Virtual(RayPPOTrainer):
 
     @property
     def _allowed(self) -> int:
-        """Versions that a token may be behind: as the plan promises, but for what a resumed run had begun before."""
+        """Staleness that a token may have: the plan's bound, except for episodes that began before a resume."""
         if self.streams or not self.asynchronous:
             return 10**9 if self._resumed_rollouts else 0
         if self.cfg.trainer.plan == "one_step_off":
@@ -71,10 +71,10 @@ class Virtual(RayPPOTrainer):
 
 
 class Command:
-    """Runs once.
+    """One start of the command.
 
     Attributes:
-        error: what ended it.
+        error: the error that ended it.
         restarts: of workers.
     """
 
@@ -113,7 +113,7 @@ class Command:
         return self._hosts[-1]
 
     async def run(self) -> bool:
-        """Whether it came to its end; else why it did not is in ``error``."""
+        """Whether it finished; if not, ``error`` has the reason."""
         self._task = asyncio.create_task(self._to_the_end())
         try:
             await asyncio.wait([self._task])
@@ -172,10 +172,10 @@ class Command:
         await self._client.shutdown()
         await self._ranks.shutdown()
 
-    # ---------------------------------------------------------------- what happens to it
+    # ---------------------------------------------------------------- events
 
     def strike(self, event: Event) -> bool:
-        """Whether there was something to be hit."""
+        """Inject a fault; return whether there was a target."""
         about = event.about
         if about.target in ("controller", "driver"):
             return self._task is not None and self._task.cancel()

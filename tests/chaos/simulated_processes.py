@@ -1,7 +1,7 @@
-"""Engines and environment processes on virtual time that can be killed, stopped and robbed of their messages.
+"""Simulated engines and environment processes that can be killed or stopped, and whose messages can be lost.
 
-Invariant: what a process is asked while it is dead raises the error that the real one's death raises; while it is
-stopped, nothing is answered, and what it was at goes on when it runs again.
+Invariant: a request to a killed process raises the same error as a request to a killed real process. A stopped process
+does not answer, and continues its work when it is continued.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from skyasync.utils.rpc import Answer, Call, LocalTransport
 from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate
 
 TOKEN_S, SYNC_S, START_S = 0.5, 0.5, 20.0
-LETTER = ord("x")  # what engines write
+LETTER = ord("x")  # the tokens that engines generate
 SILENCE_S, START_LIMIT_S = 20.0, 300.0
 
 
 class Life:
-    """Of one process: it lives, is stopped, or is dead."""
+    """The state of one process: running, stopped, or killed."""
 
     def __init__(self, death: type[Exception], what: str) -> None:
         self._death, self._what = death, what
         self.dead, self.runs = asyncio.Event(), asyncio.Event()
         self.runs.set()
-        self.dropped, self.late_s = 0, 0.0  # messages to be lost; how late they are
+        self.dropped, self.late_s = 0, 0.0  # number of messages to lose; their delay
 
     def kill(self) -> None:
         self.dead.set()
         self.runs.set()
 
     async def spend(self, seconds: float) -> None:
-        """So much time of the process passes; raises its death."""
+        """Let time of the process pass; raises an error if the process is killed."""
         if not self.dead.is_set() and seconds:
             try:
                 async with asyncio.timeout(seconds):
@@ -55,7 +55,7 @@ class Life:
             raise self._death(f"the process of {self._what} is gone")
 
     async def message(self, seconds: float = 0.01) -> None:
-        """One comes, and takes so long."""
+        """A message arrives after a delay."""
         if self.dropped:
             self.dropped -= 1
             await asyncio.Event().wait()
@@ -63,14 +63,14 @@ class Life:
 
 
 class Engine(InferenceEngine):
-    """Writes a token in ``TOKEN_S``; how many is in the request's prompt."""
+    """Generates a token in ``TOKEN_S``; the prompt determines the number of tokens."""
 
     restartable = True
 
     def __init__(self) -> None:
         self.life = Life(EngineFailedError, "an engine")
         self.version, self._paused, self._made = 0, False, 0
-        self._wire = asyncio.Lock()  # what is said first arrives first
+        self._wire = asyncio.Lock()  # messages arrive in the order in which they were sent
         self._rows: dict[str, list[int]] = {}  # request -> version of each token
         self._told: dict[str, int] = {}
         self._prompts: dict[str, GenerationRequest] = {}
@@ -179,12 +179,14 @@ class Engine(InferenceEngine):
 
 
 def wanted_tokens(request: GenerationRequest) -> int:
-    """How long the answer is: between 1 and 8 tokens, by the prompt's first one."""
+    """The length of the answer: between 1 and 8 tokens, by the prompt's first token."""
     return 1 + int(request.prompt_token_ids[0]) % 8
 
 
 def _prompt_length(request: GenerationRequest) -> int:
-    """Behind a death the tokens so far stand behind the prompt, which never ends with what an engine writes."""
+    """A request that continues at another engine has its tokens after the prompt; a prompt never ends with a
+    generated token.
+    """
     tokens = request.prompt_token_ids.tolist()
     while tokens and tokens[-1] == LETTER:
         tokens.pop()
@@ -212,7 +214,7 @@ class Host(LocalTransport):
 
 
 class Turns(BaseTextEnv):
-    """Two turns, of which the second earns something."""
+    """Two turns; the second one has a reward."""
 
     raw_text = True
 
@@ -222,7 +224,7 @@ class Turns(BaseTextEnv):
 
 
 class Letters:
-    """A tokenizer: a token is a letter."""
+    """A tokenizer with one token per letter."""
 
     eos_token_id, eos_token, chat_template = 0, "\0", None
 

@@ -1,7 +1,7 @@
-"""The ranks of a policy on virtual time, and the disk that they save to.
+"""Simulated ranks of a policy, and the disk that they save to.
 
-Invariant: as of ``virtual_parts``. What the policy has learnt is the number of its optimizer steps, so that weights
-which do not belong to their step are an error at once.
+Invariant: as in ``simulated_processes``. The state of the policy is the number of its optimizer steps, so weights that
+belong to another step are an error at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TRAIN_S, PUBLISH_S, SAVE_S, START_S, MOVE_S = 2.0, 0.5, 1.0, 15.0, 0.5
 
 
 class RanksDiedError(RuntimeError):
-    """Stands for Ray's error."""
+    """In place of Ray's error."""
 
 
 class Ranks(WeightTransfer):
-    """The trainer's dispatch: what it has learnt is a number, the optimizer steps."""
+    """In place of the trainer's dispatch: the policy's state is a number, the optimizer steps."""
 
     def __init__(self, disk: Disk) -> None:
         self.life, self._disk = Life(RanksDiedError, "the policy"), disk
@@ -54,7 +54,7 @@ class Ranks(WeightTransfer):
         self.life.kill()
 
     async def _asked(self, seconds: float) -> None:
-        """As ``RankGroup``: who is silent for too long counts as dead."""
+        """As ``RankGroup``: a rank that sends no heartbeat for too long counts as failed."""
         try:
             async with asyncio.timeout(seconds + SILENCE_S) as timer:
                 await self.life.spend(seconds)
@@ -75,9 +75,9 @@ class Ranks(WeightTransfer):
         self.gradients += tokens
 
     async def step(self, number: int) -> None:
-        """The ``number``-th of the run."""
+        """Optimizer step ``number`` of the run."""
         await self._asked(TRAIN_S / 4)
-        assert self.weights == number - 1, f"step {number} is of weights that {self.weights} steps have made"
+        assert self.weights == number - 1, f"step {number} uses weights of {self.weights} steps"
         self.weights, self.gradients = number, 0
 
     proves_content = True
@@ -88,7 +88,7 @@ class Ranks(WeightTransfer):
 
     async def publish(self, version: int) -> WeightUpdate:
         await self._asked(PUBLISH_S)
-        assert self.weights == version, f"the weights of {self.weights} steps are handed over as version {version}"
+        assert self.weights == version, f"the weights of {self.weights} steps are published as version {version}"
         sound, self.flip = not self.flip, False
         return WeightUpdate(version, "shared_memory", {"sound": sound})
 
@@ -131,7 +131,7 @@ class Ranks(WeightTransfer):
 
 
 class Disk:
-    """It may be full until some time."""
+    """It may be full until a given time."""
 
     def __init__(self) -> None:
         self.full_until = 0.0

@@ -1,11 +1,11 @@
-"""All plans under chaos on virtual time: the real plans, client, supervisor, generator, checkpoints and ledger.
+"""Simulated runs of all plans with faults: the real plans, client, supervisor, generator, checkpoints and ledger.
 
-What is virtual are the processes (``virtual_parts``). A schedule's events fall on them while ``operate`` does what the
-program and its user do: workers are started again, and the same command is, whenever it has ended before its time.
+Only the processes are simulated (``simulated_processes``). A schedule's events hit them, while ``operate`` does the
+work of the program and its user: it restarts workers, and starts the same command again if it ends too early.
 
-Invariant of a play, or it is told what broke it: nothing waits for ever; at the end the ledger has every prompt once,
-trained or given up with a reason, no step is missing or there twice, none was trained on samples older than the plan
-allows, and no task is left.
+Invariant of a simulated run, otherwise it is reported as broken: nothing waits forever. At the end the ledger has every
+prompt once, trained or failed with a reason. No step is missing or doubled. No step was trained on samples that are
+staler than the plan allows. No task is left.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from tests.chaos.events import KINDS, schedule
 from tests.chaos.simulated_command import Command, Virtual
 
 NAMES = ("sync", "one_step_off", "streamed", "fully_async", "colocated_async", "hybrid_async")
-CHAOS_S = 400.0  # of events; then the run is left alone
+CHAOS_S = 400.0  # of events; after that there are no more faults
 LIMIT_S = 50_000.0
-LINGER_S = 2_000.0  # for tasks that wait for an answer to give up
+LINGER_S = 2_000.0  # seconds until tasks that wait for an answer time out
 MOST_COMMANDS = 200
-#: What may end a command: processes hit by an event while it starts, one after the other or for good, and flipped bits.
+#: Errors that may end a command: repeated or lasting faults of processes while it starts, and flipped bits.
 ENDS = re.compile(
     "^(EngineFailed|RanksDied|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer"
     "|the checkpoint of step |the process that runs the environment was not ready"
 )
-#: Kinds that there is something to be hit by on virtual time: a stopped program or controller stops the clock itself.
+#: Kinds that have a target in simulation: a stopped program or controller would stop the clock itself.
 WEIGHTS = {name: kind.weight for name, kind in KINDS.items() if name not in ("freeze-driver", "freeze-controller")}
 
 
 @dataclass
 class Play:
-    """One schedule and what came of it."""
+    """One schedule and its result."""
 
     plan: str
     seed: int
-    events: Counter[str] = field(default_factory=Counter)  # that met something
+    events: Counter[str] = field(default_factory=Counter)  # events that had a target
     commands: int = 0
-    restarts: int = 0  # of workers
+    restarts: int = 0  # restarts of workers
     wrong: list[str] = field(default_factory=list)
 
 
 def settings_of(seed: int, plan: str) -> tuple[Config, int]:
-    """A configuration drawn from the seed, and how many prompts there are."""
+    """A configuration drawn from the seed, and the number of prompts."""
     chance, cfg = random.Random(f"settings {seed}"), Config()
     trainer, generator = cfg.trainer, cfg.generator
     batch, trainer.epochs, staleness = chance.randint(1, 3), chance.randint(1, 2), chance.randint(0, 3)
@@ -84,13 +84,13 @@ def settings_of(seed: int, plan: str) -> tuple[Config, int]:
 
 
 def play(seed: int, plan: str) -> Play:
-    """One schedule on one plan; what broke is in its ``wrong``."""
+    """One schedule on one plan; ``wrong`` has the broken invariants."""
     played = Play(plan, seed)
     with _folder() as folder, _quiet():
         try:
             run_virtual(_operate(played, folder))
             played.wrong += _audited(played, folder / "run")
-        except Exception as error:  # a deadlock, an assertion, or what ended the command every time
+        except Exception as error:  # a deadlock, an assertion, or an error that ended the command every time
             played.wrong.append(headline(error))
     return played
 
@@ -132,7 +132,7 @@ async def _strike(played: Play, events: list[Any], command: Callable[[], Command
 
 
 def _audited(played: Play, folder: Path) -> list[str]:
-    """What the run's files say that must not be."""
+    """Complaints on the run's files."""
     cfg, rows = settings_of(played.seed, played.plan)
     steps = [row["step"] for row in read_rows(folder / "metrics.jsonl")]
     ledger = read_rows(folder / "ledger.jsonl")
@@ -151,7 +151,9 @@ def _audited(played: Play, folder: Path) -> list[str]:
 
 
 def play_all(count: int, seed: int, say: Callable[[str], None]) -> int:
-    """So many schedules, the plans in turn; the exit status. Tells what broke as it breaks, and the sums at the end."""
+    """Run ``schedules`` schedules, the plans in turn; the exit status. Prints failures as they happen, and the sums
+    at the end.
+    """
     by_plan = {name: [0, 0, 0, 0] for name in NAMES}
     kinds: Counter[str] = Counter()
     broken = 0
@@ -180,7 +182,7 @@ def _env() -> str:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """In memory where there is room for it: what is written to it is synced, thousands of times."""
+    """A folder in memory if there is enough: the run syncs its files thousands of times."""
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=memory if memory.is_dir() else None))
     try:
@@ -191,7 +193,7 @@ def _folder() -> Iterator[Path]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What the library warns of is what was done to it."""
+    """Silence the library's warnings of injected faults."""
     logger = logging.getLogger("skyasync")
     before = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""What is told of a run under chaos follows from what was seen."""
+"""The audit of a run with fault injection follows from the observations."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_a_cost_is_how_much_later_than_usual_the_next_steps_were_finished():
     assert cost_s(15.0, steps, 2.0) == 14.0
     assert cost_s(31.5, steps, 2.0) == 0.0
     assert cost_s(33.5, steps, 2.0) is None
-    assert cost_s(13.5, steps, 2.0) == 13.5, "the step in hand was through with it"
-    assert cost_s(9.0, [*steps, (99.0, 6)], 2.0) == 0.0, "what comes later has other reasons"
+    assert cost_s(13.5, steps, 2.0) == 13.5, "the current step did not need the failed part any more"
+    assert cost_s(9.0, [*steps, (99.0, 6)], 2.0) == 0.0, "later delays have other reasons"
 
 
 def test_a_step_that_is_made_again_is_no_progress():

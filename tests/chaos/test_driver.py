@@ -1,5 +1,7 @@
-"""The tool around a program: what it strikes, and that the same command goes on. The program stands for a run: it has
-processes with a run's titles, and writes a step every so often."""
+"""The driver of a program: which processes it signals, and that it starts the same command again.
+
+The program is a substitute for a run: it has processes with a run's titles, and writes a step at intervals.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,7 @@ def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> No
     seen = driver.run()
     try:
         found = {strike.event.number: strike.hit.partition(" ")[0] for strike in seen.strikes}
-        assert found == {1: "rank", 2: "driver", 3: "rank", 4: ""}, "nobody takes orders there"
+        assert found == {1: "rank", 2: "driver", 3: "rank", 4: ""}, "this process takes no orders"
         assert [why.partition(";")[0] for _, why in seen.starts] == ["the beginning", "its driver was killed"]
         assert seen.endings == []
         assert seen.ended == "the command was done" and seen.steps[-1][1] == STEPS

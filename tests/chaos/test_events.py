@@ -1,4 +1,4 @@
-"""A schedule follows from its seed."""
+"""The seed determines the schedule."""
 
 from __future__ import annotations
 

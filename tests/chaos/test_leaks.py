@@ -1,4 +1,4 @@
-"""What a killed program's watchdog still has to do is left to it, and Ray's folder lies where it is looked for."""
+"""The watchdog of a killed program removes its files itself, and Ray's folder is where the audit looks for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_watchdog_may_end_its_work_before_what_is_left_is_killed(scratch: Path
     assert program.stdout is not None
     folder = Path(program.stdout.readline().strip())
     assert folder.parent == scratch
-    while len(marked(mark)) < 3:  # program, watchdog, part: one that has just begun has no environment to be read
+    while len(marked(mark)) < 3:  # program, watchdog, part: a process that has just started has no environment to read
         time.sleep(0.01)
     program.kill()
     program.wait()

@@ -1,4 +1,4 @@
-"""Only a run's own processes are found, by what they are to it."""
+"""Only a run's own processes are found, each with its part in the run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_descendants_are_found_and_struck_and_nothing_else_is():
         assert {process.number for process in marked("m-4711")} == {root.pid, child}
         assert os.getpid() not in found
         stale = Process(child, "1")
-        assert not stale.lives and not stale.send(signal.SIGKILL), "another one has that number now"
+        assert not stale.lives and not stale.send(signal.SIGKILL), "another process has this number now"
         assert found[child].lives and found[child].send(signal.SIGKILL)
         root.wait(10)
         assert not found[child].lives and not found[child].send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""All plans under chaos on virtual time; ``python -m tests.chaos --virtual --schedules 10000`` runs more."""
+"""Simulated runs of all plans with faults; ``python -m tests.chaos --virtual --schedules 10000`` runs more."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def test_no_prompt_is_lost_or_trained_twice_no_step_is_missing_and_nothing_hangs
     plays = [play(seed, plan) for seed in range(EACH)]
     assert {each.seed: each.wrong for each in plays if each.wrong} == {}
     met = sum((each.events for each in plays), Counter[str]())
-    assert met.keys() == WEIGHTS.keys(), "each kind of event has met something"
+    assert met.keys() == WEIGHTS.keys(), "each kind of event has had a target"
     assert sum(each.restarts for each in plays) > 3 and sum(each.commands - 1 for each in plays) > 3
 
 
 @pytest.mark.parametrize(
     "seed, plan",
     [
-        (4318, "one_step_off"),  # ended between a checkpoint and its step's line in the metrics
-        (3039, "streamed"),  # an episode begins anew before the one of its name has been closed
+        (4318, "one_step_off"),  # the command ended between a checkpoint and its step's line in the metrics
+        (3039, "streamed"),  # an episode starts again before the former one of its name has been closed
     ],
 )
 def test_what_was_broken_once(seed: int, plan: str) -> None:

@@ -1,4 +1,4 @@
-"""A run whose engines are changed while it generates, by its file."""
+"""A run whose engine list file changes while it generates."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.elastic import FILE, write_engine_list
 from tests.run.test_ray_cluster import listening
 
-SEEN = "engines.jsonl"  # in the run's folder: how many lived at each step's end, and the versions of all tokens since
+SEEN = "engines.jsonl"  # in the run's folder: the number of engines after each step
 
-Changes = dict[int, list[str]]  # behind this step: which engines there shall be
+Changes = dict[int, list[str]]  # after this step: the new engine list
 
 
 class Client(InferenceClient):
-    """Requests behind a change wait in the middle until it has come true."""
+    """After a change of the list, a request waits until the number of engines is the new one."""
 
     wanted = 1
     asked = 0
 
     async def generate(self, request: Any) -> Any:
         self.asked += 1
-        if self.asked % 8 == 0:  # others are on their way to the engines
+        if self.asked % 8 == 0:  # other requests are on their way to the engines
             while len(self.pool.healthy) != self.wanted:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return await super().generate(request)

@@ -18,7 +18,7 @@ __all__ = ["models", "no_temporary_files", "train"]
 
 @pytest.fixture
 def no_temporary_files(ray_session: None) -> Iterator[None]:
-    """Behind the test there are no more of them than before, of all processes of the cluster."""
+    """No process of the cluster leaves temporary files during the test."""
     folder = Path(os.environ[TEMPORARY])
     before = set(temporary_files(folder))
     yield

@@ -1,7 +1,7 @@
-"""Runs whose controller and program are killed at many points, one after the other, from inside of the controller.
+"""Runs whose controller and program are killed at many points in turn, by code inside of the controller.
 
-Invariant: a point is written down before it is struck, so that the process that goes on strikes the next one; nothing
-else of the run is changed, but that a save which is to be struck first waits until all that was begun is finished.
+Invariant: a point is recorded before the kill, so that the restarted process takes the next one. The run is otherwise
+unchanged, except that some saves wait before the kill until all requests in flight have finished.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CONTROLLER, DRIVER = "controller", "driver"
 STARTING, REMOVING, RENAMED = "starting", "removing", "behind the rename"
 SAVING, RENAMING = "saving", "before the rename"
 MOMENTS = (STARTING, "rollout", "sync", "training", SAVING, "written", RENAMING, RENAMED, REMOVING, "between")
-FULL = (SAVING, RENAMED)  # an asynchronous plan has all finished that it may have ahead
+FULL = (SAVING, RENAMED)  # an asynchronous plan has finished all groups that may be in flight
 
 
 class Point(NamedTuple):
-    """``after``: so many whole steps of the controller's process. ``wait_s``: from the moment's beginning."""
+    """``after``: completed steps of the controller's process. ``wait_s``: from the beginning of the moment."""
 
     whom: str
     moment: str
@@ -40,7 +40,9 @@ class Point(NamedTuple):
 
 
 def drawn(seed: str) -> list[Point]:
-    """Each moment for each of the two; the first is behind two checkpoints, since a run begins anew without one."""
+    """Every moment for both processes, in random order. The first is after two checkpoints: without one a run
+    starts afresh.
+    """
     chance = random.Random(seed)
     found = [
         Point(whom, moment, 0 if moment == STARTING else chance.choice((0, 1)), chance.uniform(0.0, 0.03))
@@ -54,7 +56,7 @@ def drawn(seed: str) -> list[Point]:
 
 
 class Deaths(TrainerCallback):
-    """In a controller's process.
+    """Kills in a controller's process.
 
     Args:
         driver: the program's process.
@@ -64,14 +66,14 @@ class Deaths(TrainerCallback):
         done = len(read_rows(folder / DONE))
         self._next = points[done] if done < len(points) else None
         self._number, self._file, self._driver, self._steps = done, folder / DONE, driver, 0
-        self._finished = 0  # groups that wait to be trained, when what is to be struck was last saved
+        self._finished = 0  # finished groups that wait for training, when the last checkpoint before a kill was saved
 
     def due(self, *moments: str) -> bool:
         point = self._next
         return point is not None and point.moment in moments and self._steps >= point.after
 
     def at(self, moment: str, *, within: bool = False) -> None:
-        """``within``: the moment lasts for a while."""
+        """``within``: the moment has a duration."""
         point = self._next
         if point is None or not self.due(moment):
             return
@@ -90,7 +92,7 @@ class Deaths(TrainerCallback):
         self.at("between")
 
     def watch(self) -> None:
-        """From here on this process's parts tell of their moments."""
+        """Change the classes of this process's parts so that they report their moments."""
         for owner, name, moment in (
             (InferenceClient, "generate", "rollout"),
             (InferenceClient, "update_weights", "sync"),

@@ -1,6 +1,6 @@
-"""A small file system that is filled, made read-only and mended while a run writes to it, and runs on it.
+"""A small file system that is filled, made read-only and repaired while a run writes to it, and runs on it.
 
-Invariant: what fails fails in the kernel, with ENOSPC or EROFS, in the process that writes.
+Invariant: writes fail in the kernel, with ENOSPC or EROFS, in the process that writes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ BALLAST = "ballast"
 
 FULL, READ_ONLY, WELL = "full", "read-only", "well"
 
-States = dict[int, str]  # behind this step: how the disk is from here on
+States = dict[int, str]  # after this step: the new state of the disk
 
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own; the test is skipped where none can be mounted."""
+    """A file system for this test, which is skipped if none can be mounted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE_MIB}m,mode=700", "tmpfs", str(folder)]
     try:
@@ -53,7 +53,7 @@ def empty(disk: Path) -> None:
 
 
 def forbid(disk: Path) -> None:
-    """No file is opened for writing from here on; a file system with files that are open for it cannot be remounted."""
+    """Reject opening files for writing: a file system with open files cannot be remounted read-only."""
     subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
 
@@ -77,7 +77,7 @@ class Breaking(TrainerCallback):
 
 
 class Broken(Heard):
-    """Args: disk: where the run's folder is. file: for warnings, on another one."""
+    """Args: disk: file system of the run's folder. file: for warnings, on another file system."""
 
     def __init__(self, cfg: Config, file: Path, disk: Path, states: States) -> None:
         super().__init__(cfg, file)

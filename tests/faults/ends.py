@@ -1,4 +1,4 @@
-"""Runs in which engines' processes are ended from outside, one after the other, at chosen moments."""
+"""Runs in which engine processes are killed or stopped from outside, one after the other, at chosen moments."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync.update import WeightUpdate
 
-FOUND = "engines.json"  # in the run's folder: what there was at its end
-ALONE = 64  # requests that the living engines get before the run waits for the newcomer: two steps
+FOUND = "engines.json"  # in the run's folder: versions and unused failures at the run's end
+ALONE = 64  # requests to the other engines before the run waits for the replacement engine: two steps
 
-Ends = list[tuple[str, str]]  # moment ("rollout", "sync", "idle") and what happens: "kill", "stop" or "kill core"
+Ends = list[tuple[str, str]]  # moment ("rollout", "sync", "idle") and failure: "kill", "stop" or "kill core"
 
 
 def end(how: str) -> None:
-    """Of the engine that was started last."""
+    """Kill or stop the engine that was started last."""
     actors = ray._private.state.actors().values()
     living = [a for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
     engine = max(living, key=lambda actor: actor["StartTime"])["Pid"]
@@ -34,12 +34,12 @@ def end(how: str) -> None:
 
 
 def guarded_by(actor: int) -> list[int]:
-    """What vLLM has started in an engine's process."""
+    """The processes that vLLM has started for an engine's process."""
     mark, found = f"{VARIABLE}={actor}-".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             started = mark in (folder / "environ").read_bytes()
-        except OSError:  # gone, or somebody else's
+        except OSError:  # ended, or another user's
             continue
         found += [int(folder.name)] if started else []
     return found
@@ -50,10 +50,10 @@ def failed_engines(client: InferenceClient) -> bool:
 
 
 class Client(InferenceClient):
-    """Ends an engine at the next moment of the list, as soon as all live again."""
+    """Lets an engine fail at the next moment of the list, as soon as all engines are healthy."""
 
     ends: Ends = []  # noqa: RUF012  (set on the instance)
-    since = 0  # requests since the last end
+    since = 0  # requests since the last failure
 
     def happens(self, moment: str) -> None:
         if self.ends and self.ends[0][0] == moment and not failed_engines(self) and self.since >= ALONE:
@@ -96,7 +96,7 @@ class EnginesEnd(BasePPOExp):
         return [Idle()]
 
     async def close(self) -> None:
-        """When all live, ask each for a token, which it stamps with the version of its weights."""
+        """When all engines are healthy, request a token of each, which has the version of the engine's weights."""
         async with asyncio.timeout(60):
             while failed_engines(self.parts.client):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Runs whose controller's warnings are in a file, a line each, as its terminal would show them."""
+"""Runs that write their controller's warnings to a file, one per line."""
 
 from __future__ import annotations
 

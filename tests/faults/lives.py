@@ -1,7 +1,7 @@
-"""One command, started again each time that it was killed, and what each of these left behind.
+"""One command, started again each time that it was killed, and the processes and files that each start left.
 
-Invariant: a command with a Ray of its own is started again at once, beside what ends of the former; one that has joined
-a cluster when nothing of the former is left there.
+Invariant: a command with a Ray cluster of its own is started again at once, while the former processes still end. A
+command that has joined a cluster is started again when no former process is left in it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ if __name__ == "__main__":
 
 
 def of_plan(plan: str) -> list[str]:
-    """The clock has no part in the sum of ``streamed``."""
+    """The sum of ``streamed`` must not depend on the clock."""
     return [f"trainer.plan={plan}", *SETTINGS, *(["trainer.stream_groups=2"] if plan == "streamed" else [])]
 
 
 class Lives:
-    """Args: program: with its arguments. folder: for what it prints. joins: it trains on this process's cluster."""
+    """Args: program: with its arguments. folder: for its output. joins: it trains on this process's cluster."""
 
     def __init__(self, program: Sequence[str | Path], folder: Path, *, joins: bool) -> None:
         self._program, self._output, self._joins = program, folder / "output", joins
@@ -66,7 +66,7 @@ class Lives:
             assert self.started < most, self._output.read_text()
 
     def _live(self) -> bool:
-        """Whether it came to its end."""
+        """Whether the command finished."""
         mark, scratch = f"skyasync-test-{uuid.uuid4().hex}", Path(tempfile.mkdtemp(prefix="death"))
         places = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
         self.started += 1
@@ -84,7 +84,7 @@ class Lives:
 
     @property
     def left(self) -> list[str]:
-        """What any of them had left ``GONE_S`` after its end."""
+        """What is left ``GONE_S`` after the end of any start."""
         return [what for look in self._left for what in look.result()]
 
 
@@ -102,7 +102,7 @@ def _living(mark: str, *, joined: bool) -> list[str]:
 
 
 def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str) -> tuple[Trained, list[str]]:
-    """A run whose controller and program are killed at ten points each, and the settings of it.
+    """A run whose controller and program are killed at ten points each, and its settings.
 
     Args:
         address: of this process's cluster, or "" for one of the run's own.
@@ -117,7 +117,7 @@ def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str)
     drivers = sum(point.whom == DRIVER for point in points)
     lives.to_the_end(most=1 + drivers)
     done = read_rows(run.folder / DONE)
-    assert [(row["whom"], row["moment"]) for row in done] == [point[:2] for point in points], "each of them has come"
+    assert [(row["whom"], row["moment"]) for row in done] == [point[:2] for point in points], "each point was reached"
     full = [row["finished"] for row in done if row["moment"] in FULL]
     assert len(full) == 4 and (min(full) >= BATCH or not PLANS.find(plan).asynchronous), "the buffer was full"
     assert lives.started == 1 + drivers
@@ -127,18 +127,18 @@ def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str)
 
 
 def check(run: Trained, steps: int) -> None:
-    """No step is missing or there twice, and every prompt has ended once."""
+    """No step is missing or doubled, and every prompt has ended once."""
     ledger, numbers = read_lines(run.folder / "ledger.jsonl"), run.series("step")
     assert wrong_steps(numbers) + wrong_prompts(ledger) + unlike(ledger, numbers) == []
     assert max(numbers) == steps
     ended = audit(ledger)
-    whole = steps * BATCH // DATASET_SIZE - 2  # of later epochs some prompts may be ahead of others
+    whole = steps * BATCH // DATASET_SIZE - 2  # some prompts of later epochs may have been trained before others
     assert {f"e{epoch}-i{row}" for epoch in range(whole) for row in range(DATASET_SIZE)} <= ended.keys()
     assert len(ended) == steps * BATCH
 
 
 def as_if_nothing_had_been(run: Trained, settings: Sequence[str], train: Train) -> None:
-    """Bit for bit what a run of these settings is that is left alone."""
+    """The metrics are bitwise identical to those of a run with these settings that is not killed."""
     whole = train(*settings, "trainer.run_name=whole")
     for name in AS_IF_NOTHING_HAD_BEEN:
         assert run.series(name) == whole.series(name), name

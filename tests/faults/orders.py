@@ -1,4 +1,4 @@
-"""Runs whose environments' processes end or stop themselves, in the middle of an episode, when they are ordered to."""
+"""Runs whose environment processes kill or stop themselves in the middle of an episode, by order."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tests.end_to_end.parts import Sevens
 
 DEEDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
-Orders = dict[int, list[str]]  # behind this step: one of DEEDS for each process that gets to it
+Orders = dict[int, list[str]]  # after this step: one of DEEDS for each process that takes an order
 
 
 class Mortal(Sevens):
-    """An order is a file, which one process alone can take away, and each takes one."""
+    """An order is a file. One process alone can remove it, and each process takes one order at a time."""
 
     one = threading.Lock()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         with self.one:
             for order in sorted(Path(self.env_config["orders"]).iterdir()):
-                with contextlib.suppress(FileNotFoundError):  # somebody else was quicker
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
                     order.unlink()
                     os.kill(os.getpid(), DEEDS[order.suffix.removeprefix(".")])
-                    time.sleep(600)  # until it happens
+                    time.sleep(600)  # until the signal arrives
         return super().step(action)
 
 

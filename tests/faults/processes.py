@@ -1,4 +1,4 @@
-"""Runs of which a process is killed from outside, at chosen moments."""
+"""Runs in which one process is killed from outside, at chosen moments."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.workers.dispatch import RayWorkerDispatch
 
-SEEN = "processes.jsonl"  # in the run's folder: which engines each step had
+SEEN = "processes.jsonl"  # in the run's folder: the engines of each step
 
-# Behind this step, once: an actor's class, "stop" before it if it is to hang, "in training" or "in sync" behind it if
-# that is to come in the middle of the next one.
+# After this step, once: an actor's class, after "stop" if it hangs instead, before "in training" or "in sync" if the
+# moment is in the middle of the next step.
 Kills = dict[int, str]
 MIDDLE_S = 0.005
 
 
 def living(name: str) -> list[int]:
-    """Processes of the living actors of this class."""
+    """Processes of the running actors of this class."""
     actors = ray._private.state.actors().values()
     return [a["Pid"] for a in actors if a["ActorClassName"] == name and a["State"] == "ALIVE"]
 
 
 class Kill(TrainerCallback):
-    """What was killed is written down first, so that the run that goes on does not kill it again."""
+    """Records a kill before it, so that the restarted run does not repeat it."""
 
     def __init__(self, kills: Kills) -> None:
         self.kills = kills
-        self.due = ("", "")  # in which moment, and what
+        self.due = ("", "")  # the moment, and the kill
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         folder: Path = trainer.run_dir.path
@@ -53,7 +53,7 @@ class Kill(TrainerCallback):
                 strike(what)
 
     def watch(self) -> None:
-        """From here on this process's parts tell of their moments."""
+        """Change the classes of this process's parts so that they report their moments."""
         for owner, name, moment in (
             (RayWorkerDispatch, "forward_backward", "training"),
             (InferenceClient, "update_weights", "sync"),

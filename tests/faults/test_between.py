@@ -1,4 +1,6 @@
-"""A run that ends between a checkpoint and the step's line in the metrics: the line is there all the same."""
+"""A run that ends after a checkpoint and before the step's line in the metrics still has that line after the
+restart.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.trainer.plans.parts import PLANS, Run, make_run
 
 
 class Dies(TrainerCallback):
-    """As soon as there is a checkpoint."""
+    """Ends the process as soon as there is a checkpoint."""
 
     def on_checkpoint(self, trainer: Any, folder: Path) -> None:
         raise ZeroDivisionError

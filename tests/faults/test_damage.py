@@ -1,4 +1,4 @@
-"""The newest checkpoint is cut off, then has a bit flipped: it is named, and the run goes on from the one before."""
+"""The newest checkpoint is truncated, then has a bit flipped: the run names it, and resumes from the one before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, t
     checkpoints = goes_on(5).folder / "checkpoints"
     shorten(largest(newest := checkpoints / "step_000005"))
     goes_on(8, newest, " bytes instead of ")
-    shutil.rmtree(checkpoints / "step_000008")  # in which nothing is ahead: it was to be the last
+    shutil.rmtree(checkpoints / "step_000008")  # no prompts are in flight: it was to be the last step
     newest = checkpoints / "step_000007"
     flip(largest(newest) if plan in ("sync", "streamed") else newest / "rollouts.safetensors")
     run = goes_on(12, newest, "does not hold what was written (its checksum differs)")

@@ -1,6 +1,8 @@
-"""The controller and the program, killed at ten points each in one run: the same command goes on, nothing is lost.
+"""The controller and the program are killed at ten points each in one run: the same command resumes, and nothing is
+lost.
 
-These plans have nothing ahead of the trainer; for the others see ``test_deaths_ahead``, which another process runs.
+These plans have nothing in flight while they train. ``test_deaths_ahead`` has the others, so that another process runs
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]
 def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
     plan: str, own: bool, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
 ) -> None:
-    """``own``: with a Ray of its own, started again at once; else on a cluster that lives on."""
+    """``own``: with a Ray cluster of its own, started again at once; otherwise on a cluster that stays."""
     address = "" if own else ray.get_runtime_context().gcs_address
     run, settings = twenty_deaths(plan, tmp_path, warm_processes, models["tied"], address)
     as_if_nothing_had_been(run, settings, train)

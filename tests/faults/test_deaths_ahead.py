@@ -1,4 +1,6 @@
-"""As ``test_deaths``, of plans that are ahead of the trainer: what they have finished by then is not lost either."""
+"""As ``test_deaths``, for plans that generate while they train: the groups that they have finished are not lost
+either.
+"""
 
 from __future__ import annotations
 
@@ -19,5 +21,5 @@ def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
 ) -> None:
     address = ray.get_runtime_context().gcs_address
     run, settings = twenty_deaths(plan, tmp_path, warm_processes, models["tied"], address)
-    if plan == "one_step_off":  # in the other, what is finished first is trained first
+    if plan == "one_step_off":  # the other plan trains first the groups that finish first
         as_if_nothing_had_been(run, settings, train)

@@ -1,4 +1,4 @@
-"""Engines that are killed or hang while a run goes on: it finishes, and nothing is lost, twice, or left behind."""
+"""Engines that are killed or hang during a run: the run finishes, and nothing is lost, doubled or left over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCH = 8
 SETTINGS = (
     "generator.sampling_params.max_generate_length=24",
     "generator.heartbeat_s=0.05",
-    "generator.heartbeat_timeout_s=4",  # of a machine that has other things to do as well
+    "generator.heartbeat_timeout_s=4",  # for a machine that has other work as well
     "generator.max_engine_restarts=9",
 )
 
@@ -30,7 +30,9 @@ def check(run: Trained, steps: int, ends: Ends, engines: int) -> None:
     assert {len(entries) for entries in trained.values()} == {1}, "each prompt is trained once"
     found = json.loads((run.folder / FOUND).read_text())
     assert found == {"versions": [steps] * engines, "not_ended": []}
-    assert max(row.get("engines/deaths", 0) for row in run.metrics) >= len(ends) - 1  # the last may be seen later
+    assert (
+        max(row.get("engines/deaths", 0) for row in run.metrics) >= len(ends) - 1
+    )  # the last failure may be detected later
     assert max(row.get("engines/recovery_s", 0) for row in run.metrics) > 0
     assert all(row["staleness/max"] <= 1 for row in run.metrics)
     assert "is replaced" in (run.folder / "timeline.json").read_text()

@@ -1,4 +1,6 @@
-"""Environment processes that die or hang in the middle of an episode: it is played again, or given up and counted."""
+"""Environment processes that fail or hang in the middle of an episode: the episode is repeated, or fails and is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,12 @@ from tests.faults.orders import Ordered, Orders
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 BATCH, STEPS, SAMPLES = 8, 12, 4
-PLAYS = 3  # of an episode that loses its process each time
+PLAYS = 3  # of an episode that loses its process every time
 ORDERS: Orders = {2: ["kill"], 4: ["stop"], 6: ["kill"] * PLAYS}
 HOLDERS = ("controller", "workers", "engines", "environments", "object_store")
-LIMIT_S = 45.0  # of a step: a process that hangs is silent for 5 s and a step's limit, the rest is the machine's
+LIMIT_S = (
+    45.0  # seconds of a step: a hanging process is silent for 5 s plus a step's limit, the rest is for the machine
+)
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
@@ -31,15 +35,15 @@ def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, tr
         "environment.num_workers=1", "environment.step_timeout_s=2", "environment.on_error=mask",
         experiment=partial(Ordered, orders=ORDERS),  # type: ignore[arg-type]
     )  # fmt: skip
-    assert list(orders.iterdir()) == [], "all has come"
+    assert list(orders.iterdir()) == [], "every order was carried out"
     ledger, steps = read_lines(run.folder / "ledger.jsonl"), run.series("step")
     assert steps == list(range(1, STEPS + 1))
     assert wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps) == []
     assert len(audit(ledger)) == STEPS * BATCH
-    assert any(row.get("env/retries") for row in run.metrics), "episodes of a process that was lost are played again"
+    assert any(row.get("env/retries") for row in run.metrics), "episodes of a lost process are repeated"
     given_up = round(sum(run.series("env/given_up")) * BATCH * SAMPLES)
-    assert 1 <= given_up <= 2 * BATCH * SAMPLES, "those that lost their process three times in a row are counted"
+    assert 1 <= given_up <= 2 * BATCH * SAMPLES, "episodes that lost their process three times in a row are counted"
     assert max(run.series("time/step_s")) < LIMIT_S
     seen = {who for row in run.metrics for who in HOLDERS if row.get(f"memory/{who}_gib", 0) > 0}
-    assert seen == set(HOLDERS), "of each kind of process, while there is one"
+    assert seen == set(HOLDERS), "one warning for each kind of process"
     assert leftovers.none_soon(leftovers.of_the_cluster) == []

@@ -1,4 +1,4 @@
-"""A bit of weights that is flipped behind their writer ends the run, in the sync in which it happens."""
+"""A bit of the weights that flips after they are written ends the run, in the same sync."""
 
 from __future__ import annotations
 

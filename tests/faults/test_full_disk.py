@@ -1,4 +1,4 @@
-"""A run's whole folder on a disk that is full or read-only for a while, and then full for good."""
+"""A run's folder on a disk that is full or read-only for a while, and then full for good."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.faults.lives import check
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 PATIENCE, STEPS = 4, 14
-STATES = {5: WELL, 8: FULL}  # before that step is saved; what is being written behind it may fail, too
+STATES = {5: WELL, 8: FULL}  # before this step is saved; the save that is being written may fail, too
 WORDS = {FULL: "No space left", READ_ONLY: "Read-only file system"}
 AT_ONCE, BEHIND = "trainer.ckpt_async=false", "trainer.ckpt_async=true"
 

@@ -1,4 +1,4 @@
-"""Engines join a run and leave it: real ones, on Ray, while it generates and syncs."""
+"""Real engines join a run and leave it on Ray, while the run generates and syncs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.changing import SEEN, Changed
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 CHANGES = {1: ["0", "1"], 5: ["1"]}
-STEPS = 10  # four behind a change: what two of them train is on its way when it is asked for
+STEPS = 10  # four steps after a change: the batches of two are in flight when the list changes
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
@@ -34,7 +34,7 @@ def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: 
     assert (last["engines/joined"], last["engines/left"], last["engines/alive"]) == (1, 1, 1)
     assert "engines/deaths" not in last
     assert run.series("step") == list(range(1, STEPS + 1))
-    assert max(run.series("sync/logprob_gap")) < 1e-4, "who has joined computes with the trainer's weights"
+    assert max(run.series("sync/logprob_gap")) < 1e-4, "engines that joined compute with the trainer's weights"
     trained = audit(read_lines(run.folder / "ledger.jsonl"))
     assert {len(entries) for entries in trained.values()} == {1}
     assert not (run.folder / FILE).exists()

@@ -1,6 +1,6 @@
-"""A node of the cluster goes away in a rollout, with the engine on it: the run goes on with the other one.
+"""A node of the cluster fails in a rollout, with the engine on it: the run continues with the other engine.
 
-Two nodes of Ray on this machine, each with a raylet of its own.
+Two nodes of Ray on this machine, each with its own raylet.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def test_a_run_goes_on_when_the_node_of_an_engine_goes_away(
         )  # fmt: skip
     assert done.returncode == 0, output.read_text()
     there = json.loads((tmp_path / FOUND).read_text())
-    assert there.count("_EngineActor") == 1 and {*there} <= {"_EngineActor", "RpcActor"}, "what was on the node"
+    assert there.count("_EngineActor") == 1 and {*there} <= {"_EngineActor", "RpcActor"}, (
+        "the parts that were on the node"
+    )
     check(run, STEPS)
     assert max(row.get("engines/deaths", 0) for row in run.metrics) == 1
     assert left_of(mark, scratch, joined=False) == []

@@ -1,4 +1,6 @@
-"""Numbers that go wrong, in every plan: what is left out, what is undone, what is told, and when it is the end."""
+"""Non-finite values and spikes, in every plan: which samples are dropped, which steps are undone, and when the run
+ends.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ NAN = float("nan")
 
 
 class Broken(RayPPOTrainer):
-    """Advantages are no numbers in the steps ``bad``; keeps the weights behind every step."""
+    """Advantages are not finite in the steps ``bad``; keeps the weights after every step."""
 
     bad: frozenset[int]
 
@@ -46,7 +48,7 @@ class Broken(RayPPOTrainer):
     def compute_advantages_and_returns(self, batch: Any) -> Any:
         found = super().compute_advantages_and_returns(batch)
         if self.global_step + 1 in self.bad:
-            found.advantages[found.loss_mask] = NAN  # and the critic's returns are good
+            found.advantages[found.loss_mask] = NAN  # and the critic's returns are finite
         return found
 
     async def end_step(self, status: Any) -> None:
@@ -96,12 +98,12 @@ async def test_an_update_that_is_not_finite_is_left_out_by_policy_and_critic(
     ends = audit(read_rows(tmp_path / "run" / "ledger.jsonl"))
     assert sorted(end for (end,) in ends.values()) == ["given_up@2"] * 4 + ["trained@1"] * 4 + ["trained@3"] * 4
     for role in states[1]:
-        assert all(map(torch.equal, states[1][role], states[2][role])), f"the {role} has learnt from it"
+        assert all(map(torch.equal, states[1][role], states[2][role])), f"the {role} was trained on it"
         assert not all(map(torch.equal, states[2][role], states[3][role]))
     (file,) = (tmp_path / "run" / "nonfinite").iterdir()
     kept = recorded.read(file)
     assert (kept.step, len(kept.groups)) == (2, 4)
-    assert all(values is not None for values in kept.trainer_logprobs), "what the trainer thought of the tokens"
+    assert all(values is not None for values in kept.trainer_logprobs), "the trainer's log-probabilities of the tokens"
 
 
 @every_plan
@@ -113,7 +115,7 @@ async def test_without_a_word_it_ends_the_run_and_the_batch_is_kept(
         await run.train()
     (file,) = (tmp_path / "run" / "nonfinite").iterdir()
     assert recorded.read(file).step == 2
-    if plan is PLANS[0]:  # and can be trained on by itself
+    if plan is PLANS[0]:  # and it can be trained on
         again = LocalRun(ReplayTrainer, config(model, steps=0, eval_interval=0))
         again.trainer.files, again.trainer.independent = [file], True  # type: ignore[attr-defined]
         await again.train()
@@ -129,7 +131,7 @@ async def test_several_in_a_row_end_the_run(model: str, tmp_path: Path) -> None:
 
 
 class NoNumber(OddBytes):
-    """Of one row, which is in the second batch, the first sample that is played."""
+    """A non-finite reward for the first sample of one row, which is in the second batch."""
 
     played = False
 
@@ -162,7 +164,7 @@ async def test_a_step_with_a_reward_that_is_no_number_is_left_out(
     assert re.search(r"the reward of 1 episode is not finite \(e0-i4-r\d: nan\)", caplog.text)
     ends = audit(read_rows(tmp_path / "run" / "ledger.jsonl"))
     given_up = {name for name, (end,) in ends.items() if end == f"given_up@{bad}"}
-    assert "e0-i4" in given_up and len(given_up) == 4, "what no update was made of is not trained"
+    assert "e0-i4" in given_up and len(given_up) == 4, "groups that were in no update are not trained"
     assert len([end for (end,) in ends.values() if end.startswith("trained@")]) == 8
 
 
@@ -207,11 +209,11 @@ async def test_an_evaluation_with_a_reward_that_is_no_number_says_so(
                 await run.train()
 
 
-# ---------------------------------------------------------------- too large
+# ---------------------------------------------------------------- spikes
 
 
 def spiking(plan: type[RayPPOTrainer], folder: Path, kls: dict[int, float], **settings: Any) -> Run:
-    """``kls``: the KL that each update of that number reports; the others report 0."""
+    """``kls``: the KL of each update by its number; the others report 0."""
     run = make_run(
         plan, prompts=24, trainer__spike_limits={"policy/approx_kl": 0.5}, trainer__ckpt_path=str(folder),
         trainer__ckpt_interval=2, **settings,
@@ -248,11 +250,11 @@ def test_a_spike_ends_the_run_before_engines_get_its_weights(plan: type[RayPPOTr
 def test_a_spike_is_undone_and_its_data_left_out(plan: type[RayPPOTrainer], behind: bool, tmp_path: Path) -> None:
     kls = {1: 0.6, 4: 0.75}
     run = spiking(plan, tmp_path, kls, trainer__on_spike="rollback", trainer__ckpt_async=behind).train()
-    assert [step for step, _ in run.tracker.rows] == [1, 2, 3, 4, 5, 6], "no step is repeated or missing"
+    assert [step for step, _ in run.tracker.rows] == [1, 2, 3, 4, 5, 6], "no step is doubled or missing"
     assert run.tracker.of("spikes/rolled_back_to") == {1: 0.0, 4: 2.0}
-    # The dispatch's weights count updates: undone are step 1 (1 -> 0), and steps 3 and 4 (3 -> 1).
+    # The dispatch's weights count updates: the guard undoes step 1 (1 -> 0), and steps 3 and 4 (3 -> 1).
     assert run.dispatch.weights == 3
-    assert run.trained == stream(24), "every prompt is trained once, and none again"
+    assert run.trained == stream(24), "every prompt is trained once"
     assert run.sync.versions == [0, 1, 2, 3, 4, 5, 6]
 
 
@@ -271,7 +273,7 @@ def test_the_ledger_counts_what_was_undone_as_given_up(tmp_path: Path) -> None:
     ends = audit(read_rows(folder.ledger))
     assert sorted(ends) == sorted(map(str, run.trained)) and {len(found) for found in ends.values()} == {1}
     of = [str(identity) for identity in run.trained]
-    assert {name for name in of if ends[name] == ["given_up@4"]} == set(of[8:16]), "of steps 3 and 4"
+    assert {name for name in of if ends[name] == ["given_up@4"]} == set(of[8:16]), "the prompts of steps 3 and 4"
     assert {ends[name][0].partition("@")[0] for name in of[:8] + of[16:]} == {"trained"}
 
 

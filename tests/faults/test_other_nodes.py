@@ -1,7 +1,7 @@
-"""Engines on two nodes of a cluster: those on another node than rank 0 get the weights by broadcast, also one
-that takes the place of an engine that was killed.
+"""Engines on two nodes of a cluster: those on another node than rank 0 get the weights by broadcast, also a replacement
+engine.
 
-Two nodes of Ray on this machine, which see each other's memory: whose memory an engine has mapped is looked up.
+The two nodes of Ray on this machine can map each other's memory, so the test looks up which memory an engine maps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ if __name__ == "__main__":
 def test_engines_of_another_node_get_the_weights_by_broadcast(
     tmp_path: Path, models: dict[str, str], warm_processes: Path
 ) -> None:
-    names = {"sync": False, "one_step_off": True}  # whether the engine there is killed
+    names = {"sync": False, "one_step_off": True}  # whether the engine of that node is killed
     output, mark = tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
     runs = [(name, kills, arguments(
         f"trainer.plan={name}", f"trainer.run_name={name}", f"trainer.max_training_steps={STEPS}",
@@ -106,8 +106,8 @@ def test_engines_of_another_node_get_the_weights_by_broadcast(
         assert run.versions == [(step, {max(0, step - 1 - settled)}) for step in range(1, STEPS + 1)]
         assert all(0.0 <= reward <= 1.0 for reward in run.series("reward/mean")) and any(run.series("reward/mean"))
         assert max(row.get("engines/deaths", 0) for row in run.metrics) == killed
-        assert max(run.series("sync/logprob_gap")) <= 1e-5, "the probe looks at both engines"
-        remote = [row for row in run.metrics if "sync/bytes_to_nodes" in row]  # none while no engine is there
+        assert max(run.series("sync/logprob_gap")) <= 1e-5, "the verification prompts run on both engines"
+        remote = [row for row in run.metrics if "sync/bytes_to_nodes" in row]  # 0 while there is no engine
         assert len(remote) == STEPS if not killed else KILLED_BEHIND <= len(remote) <= STEPS
         assert len({row["sync/bytes_to_nodes"] for row in remote}) == 1 and remote[0]["sync/bytes_to_nodes"] > 100_000
         assert min(row["sync/to_nodes_s"] for row in remote) > 0
@@ -125,8 +125,9 @@ def engines_of(actors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def of_their_own_node(actors: list[dict[str, Any]]) -> None:
-    """An engine on the policy's node has mapped what the policy wrote, of which it computes on one buffer; the other
-    has memory of its own."""
+    """An engine on the policy's node maps the policy's buffer and computes on one copy of it; the other engine has
+    memory of its own.
+    """
     (policy,) = [actor for actor in actors if actor["name"] == "PolicyWorker"]
     assert not policy["second"] and sorted(engine["second"] for engine in engines_of(actors)) == [False, True]
     for engine in engines_of(actors):

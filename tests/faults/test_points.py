@@ -1,7 +1,7 @@
-"""Every kind of death at chosen moments, in all plans on virtual time; the plans' parts are those of a real run.
+"""Every kind of failure at chosen moments, in simulated runs of all plans, with the real parts of the plans.
 
-A program or controller that is killed leaves what is on the disk at that moment, and nothing tidies up: the run's
-folder is copied in the middle of everything, and the same command goes on with the copy.
+A killed program or controller leaves the disk as it is at that moment: the test copies the run's folder while the run
+writes to it, and the same command resumes with the copy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _drawn = simulation.settings_of
 
 
 def settings(seed: int, plan: str) -> tuple[Config, int]:
-    """Every step is saved, with what is in flight."""
+    """Every step is saved, with the requests in flight."""
     cfg, _ = _drawn(SEED, plan)
     trainer, generator = cfg.trainer, cfg.generator
     trainer.train_batch_size, trainer.epochs, trainer.ckpt_interval, trainer.ckpt_keep = 2, 2, 1, 2
@@ -53,14 +53,14 @@ def now() -> float:
 
 
 class Seen:
-    """When, in a run that nothing befalls, each moment came."""
+    """The time of each moment in a run without faults."""
 
     def __init__(self) -> None:
         self.at: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
 
     def noting(self, moment: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def noted(*args: Any) -> Any:
-            self.at[moment].append(now() + 0.2)  # in its middle
+            self.at[moment].append(now() + 0.2)  # in the middle of the moment
             return await call(*args)
 
         return noted
@@ -110,7 +110,7 @@ def test_each_process_may_die_or_hang_in_each_moment(plan: str, kind: str, seen:
 def test_a_command_goes_on_with_what_a_killed_one_left_at_any_moment(plan: str, tmp_path: Path) -> None:
     copies = copied_while_it_runs(plan, tmp_path)
     saving = [copy for copy in copies if any(copy.glob("run/checkpoints/*.unfinished/*"))]
-    assert saving, "some are of the middle of a save"
+    assert saving, "some copies are from the middle of a save"
     chance = random.Random(plan)
     for copy in {*chance.sample(copies, POINTS), *chance.sample(saving, min(3, len(saving)))}:
         run_virtual(command(plan, copy).run())
@@ -126,7 +126,7 @@ def command(plan: str, folder: Path) -> Command:
 
 
 def copied_while_it_runs(plan: str, folder: Path) -> list[Path]:
-    """The folders of a run as it was every 1.3 seconds, and before and behind every change of a name in it."""
+    """Copies of the run's folder every 1.3 seconds, and before and after every rename in it."""
     whole, copies = folder / "whole", list[Path]()
 
     def copy() -> None:
@@ -152,7 +152,7 @@ def copied_while_it_runs(plan: str, folder: Path) -> list[Path]:
 
 
 def around(change: Callable[..., Any], copy: Callable[[], None], whole: Path) -> Callable[..., Any]:
-    """A killed program has been killed before it, or behind it."""
+    """A program is killed before or after each rename."""
     inside: list[int] = []
 
     def changing(path: Any, *args: Any, **options: Any) -> Any:

@@ -1,5 +1,6 @@
-"""A worker that is killed or hangs, an environment process, the controller and the program, one after the other: the
-run goes on from its checkpoints."""
+"""A worker that is killed or hangs, an environment process, the controller and the program fail in turn: the run
+resumes from its checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ BATCH = 8
 SETTINGS = (
     "trainer.ckpt_interval=2",
     "trainer.max_restarts=9",
-    "trainer.heartbeat_timeout_s=5",  # of a machine that has other things to do as well
+    "trainer.heartbeat_timeout_s=5",  # for a machine that has other work as well
     "generator.heartbeat_s=0.2",
 )
 WORKER, HUNG, ENVIRONMENT, CONTROLLER = "PolicyWorker", "stop PolicyWorker", "RpcActor", "Controller"
-KILLS: dict[str, Kills] = {  # one worker is killed and one hangs in each, a controller hangs in the first
+KILLS: dict[str, Kills] = {  # in each run one worker is killed and one hangs; in the first one a controller hangs
     "sync": {3: WORKER, 4: ENVIRONMENT, 5: f"stop {CONTROLLER}", 6: f"{HUNG} in training"},
     "one_step_off": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER, 6: f"{WORKER} in sync"},
     "streamed": {3: f"{WORKER} in training", 4: ENVIRONMENT, 5: CONTROLLER, 6: HUNG},
@@ -65,7 +66,10 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
     case: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
 ) -> None:
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
-    kills, scratch = KILLS[case], Path(tempfile.mkdtemp(prefix="kill"))  # a short name: sockets are below it
+    kills, scratch = (
+        KILLS[case],
+        Path(tempfile.mkdtemp(prefix="kill")),
+    )  # a short name: the paths of sockets begin with it
     (tmp_path / "program.py").write_text(PROGRAM.replace("KILLS", repr(kills)))
     plan = case if case in PLANS else "sync"
     command = [f"trainer.plan={plan}", "trainer.placement.colocate_all=false", *CASES[case], *SETTINGS]
@@ -93,12 +97,12 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
     assert {path.name for path in run.folder.glob("killed-*")} == {f"killed-{n}-{s}" for s, n in kills.items()}
     assert not (run.folder / "error.txt").exists()
     at_three, next_one = [row["engines"] for row in read_rows(run.folder / SEEN)][2:4]
-    assert at_three == next_one, "engines live on while workers are started again"
+    assert at_three == next_one, "engines stay while workers are restarted"
 
     saved = max(int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_??????"))
     again = train(*command, f"trainer.max_training_steps={saved + 2}")
     assert again.folder == run.folder
-    assert run.series("step") == list(range(1, saved + 3)), "no step is missing or there twice"
+    assert run.series("step") == list(range(1, saved + 3)), "no step is missing or doubled"
     trained = audit(read_lines(run.folder / "ledger.jsonl"))
     assert len(trained) == (saved + 2) * BATCH
     assert {len(entries) for entries in trained.values()} == {1}, "each prompt is trained once"

@@ -1,4 +1,4 @@
-"""Ray's own processes, killed under a run: it ends with one line that names the process, or goes on without it."""
+"""Ray's own processes are killed during a run: the run ends with one line that names the process, or continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = (
     "trainer.eval_before_train=false", "trainer.terminal=lines", "generator.backend=transformers",
     "generator.n_samples_per_prompt=2", "environment.num_workers=1",
 )  # fmt: skip
-#: What a process is called, by a part of its title; what the line says; the run goes on without it.
+#: A part of the process's title; the line of the error; whether the run continues without the process.
 RAYS = {
     "raylet": ("raylet/raylet", "Ray's raylet (process NUMBER) has ended with signal 9", False),
     "gcs": ("gcs/gcs_server", "Ray's GCS server (process NUMBER) has ended with signal 9", False),

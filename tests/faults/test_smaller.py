@@ -1,4 +1,6 @@
-"""Ends that are not a process's: too many episodes given up, engines that compute something else, open umasks."""
+"""Runs that end without a failed process: too many failed episodes, engines that compute something else, strict
+umasks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name
 @every_plan
 @pytest.mark.parametrize("most", [0.2, 0.25], ids=["ends", "goes on"])
 def test_too_many_episodes_given_up_end_a_run(plan: type[RayPPOTrainer], most: float) -> None:
-    """Two of eight of the second step: those of row 5 are the ones that fail."""
+    """Two of eight episodes of the second step fail: those of row 5."""
     run = make_run(plan, prompts=8, environment__max_given_up=most)
     original = run.generator.generate
 
@@ -38,7 +40,7 @@ def test_too_many_episodes_given_up_end_a_run(plan: type[RayPPOTrainer], most: f
 
 
 def spiking(plan: type[RayPPOTrainer], **settings: Any) -> Run:
-    """Behind the second step the engines are far from the trainer."""
+    """After the second step the engines' log-probabilities are far from the trainer's."""
     run = make_run(plan, prompts=16, trainer__spike_limits={"sync/logprob_gap": 0.5}, **settings)
 
     async def verify(version: int) -> dict[str, float]:

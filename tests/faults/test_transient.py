@@ -1,4 +1,6 @@
-"""Environments, rewards and agent programs that fail for now: they are asked again, and then given up and counted."""
+"""Temporary errors of environments, rewards and agent programs: they are retried, then the episode fails and is
+counted.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ PATIENCE = RetryPolicy(tries=3, pause_s=4.0, names=("ConnectionError", "builtins
 
 
 class Shaky(RecordedEnv):
-    """Two turns; ``fails`` calls of the second raise what ``kind`` names."""
+    """Two turns; ``fails`` calls of the second one raise the error named by ``kind``."""
 
     left: dict[str, int] = {}  # noqa: RUF012  (shared on purpose)
 
@@ -77,7 +79,7 @@ def test_a_call_that_fails_for_now_is_made_again_later_and_later(env: type, kind
         assert 0.5 * (4 + 8 + 16) <= asyncio.get_running_loop().time() <= 4 + 8 + 16 + 1
         (trajectory,) = group.trajectories
         assert trajectory.metrics == {"turns": 2.0, "retries": 3.0}
-        assert len(engine.requests) == 2, "the model is not asked again"
+        assert len(engine.requests) == 2, "the model gets no second request"
         assert env.closed == (["a"] * 4 if where == "init" else ["a"])  # type: ignore[attr-defined]
 
     scenario()
@@ -123,7 +125,7 @@ async def test_an_agent_program_is_played_again_from_its_beginning(
         (group,) = (await run_generator(found, requests(rows), 0))[0]
         assert group.rewards == [score]
         assert group.trajectories[0].metrics["retries"] == 2.0
-        assert len(group.trajectories[0].actions) == 1, "of the last try alone"
+        assert len(group.trajectories[0].actions) == 1, "of the last attempt only"
     finally:
         await found.close()
 

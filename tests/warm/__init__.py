@@ -1,8 +1,8 @@
-"""Processes of the tests start as forks of one that has imported what is slow to import.
+"""Processes of the tests are forks of a server process that has imported the slow libraries (``nursery.py``).
 
-Ray's workers are forks of a nursery (``nursery.py``), and vLLM's core and its workers, which know no other way than a
-fresh interpreter, are forks of that one's child, which has vLLM imported as well, once it is asked for. So are the
-programs that a test starts by ``program``; their clusters have such workers, too.
+Ray's workers are forks of the server. vLLM's core and its workers, which otherwise start as new interpreters, are forks
+of the server's child, which imports vLLM on the first request. Programs that a test starts by ``program``, and the
+workers of their clusters, are forks too.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from unittest import mock
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "nursery.py"
-ON_LINUX = sys.platform == "linux"  # elsewhere processes start as ever
-FAILED = "failed"  # a file beside the door of a nursery that has ended
-FAILURES: list[str] = []  # what the terminal says behind the tests
-TEMPORARY = "SKYASYNC_TESTS_TEMPORARY"  # where the processes of the session's cluster have their temporary files
+ON_LINUX = sys.platform == "linux"  # on other systems processes start as usual
+FAILED = "failed"  # a file next to the socket of a server that has ended
+FAILURES: list[str] = []  # the line that pytest prints after the tests
+TEMPORARY = "SKYASYNC_TESTS_TEMPORARY"  # the folder of temporary files of the processes of the session's cluster
 
 
 @contextmanager
 def nursery() -> Iterator[Path]:
-    """Inside, it can be asked for processes at this address."""
+    """Start the fork server; inside, it forks processes on requests to this address."""
     with TemporaryDirectory() as folder, (Path(folder) / "errors").open("w+") as errors:
         door = Path(folder) / "nursery"
         _write_interpreters(door)
@@ -39,7 +39,7 @@ def nursery() -> Iterator[Path]:
             yield door
             return
         command = [sys.executable, SCRIPT, door]
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # read when torch is loaded; a fork sets its own number
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # a fork sets its own number
         with subprocess.Popen(
             command, env=one_thread, stdin=subprocess.PIPE, stderr=errors, process_group=0
         ) as process:
@@ -55,7 +55,7 @@ def nursery() -> Iterator[Path]:
 
 
 def _watch(process: subprocess.Popen[bytes], door: Path, errors: TextIO, over: Event) -> None:
-    """A nursery that ends before the tests do ends them, too: whoever asks it for a process would wait in vain."""
+    """End the tests if the fork server ends first: they would wait for it forever."""
     status = process.wait()
     if not over.is_set():
         errors.seek(0)
@@ -67,7 +67,7 @@ def _watch(process: subprocess.Popen[bytes], door: Path, errors: TextIO, over: E
 
 @contextmanager
 def warm_workers(door: Path) -> Iterator[None]:
-    """Inside, every cluster that this process starts takes its workers from the nursery."""
+    """Inside, the workers of every cluster that this process starts are forks."""
     if not ON_LINUX:
         yield
         return
@@ -89,7 +89,7 @@ def warm_workers(door: Path) -> Iterator[None]:
 
 @contextmanager
 def warm_children(door: Path, *, vllm: bool = False) -> Iterator[None]:
-    """Inside, what this process spawns by ``multiprocessing`` comes from the nursery."""
+    """Inside, processes that this process spawns by ``multiprocessing`` are forks."""
     from multiprocessing import spawn
 
     before = spawn.get_executable()
@@ -111,19 +111,19 @@ def warm_engines_on_ray(door: Path) -> Iterator[None]:
 
 
 def _marker(door: Path) -> Path:
-    """A file that is there while this process's clusters want workers that have vLLM imported."""
+    """A file that exists while workers of this process's clusters should have vLLM imported."""
     return door.with_name(f"engines.{os.getpid()}")
 
 
 def interpreter(door: Path, *, vllm: bool = False) -> Path:
-    """What starts in place of a Python that ``multiprocessing`` would start."""
+    """The executable that replaces Python for ``multiprocessing``."""
     return door.with_name("python" if vllm else "python.plain")
 
 
 def program(door: Path, *, vllm: bool = False) -> str:
-    """What a test starts in place of ``python``, with a script or ``-m`` and a module.
+    """The start of a command line that replaces ``python``, for a script or ``-m`` and a module.
 
-    The fork has a session of its own, whose group is sent what this process is sent: SIGINT and SIGTERM.
+    The fork has its own session. Its process group gets the signals of this process: SIGINT and SIGTERM.
     """
     return str(door.with_name("program.vllm" if vllm else "program"))
 

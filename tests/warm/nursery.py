@@ -1,11 +1,10 @@
-"""A process that has imported torch and this library, and whose forks become Ray's workers: 0.3 s of a core, not 4.4.
+"""A fork server that has imported torch and this library. Ray's workers are its forks: 0.3 s of a core each, not 4.4.
 
-Whoever knocks at its second door gets a fork of its child, which has vLLM imported as well.
+A request to its second socket gets a fork of its child, which has vLLM imported as well.
 
-Invariant: this process never runs a thread of Python's or a tensor operation, nor imports Ray, whose workers would end
-at once. A fork has the arguments, environment, folder and open files of the process that asked for it
-(``stand_in.py``), which ends when the fork ends, as it did; a fork whose asker has ended is killed. All of them end
-with the tests.
+Invariant: the server never runs a Python thread or a tensor operation, and never imports Ray: Ray's workers would end
+at once. A fork has the arguments, environment, folder and open files of the client process (``stand_in.py``), which
+ends when the fork ends, with the same status. A fork whose client has ended is killed. All of them end with the tests.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ OF_RUNS = (
     "skyasync.workers.policy",
     "skyasync.workers.frozen",
 )
-OF_RAY = (  # what Ray imports in each of its workers: half of what their start takes
+OF_RAY = (  # the imports of Ray in each of its workers: half of their start time
     "cloudpickle",
     "google.protobuf.json_format",
     "google.protobuf.reflection",
@@ -86,7 +85,7 @@ OF_RAY = (  # what Ray imports in each of its workers: half of what their start 
     "uvloop",
     "wcwidth",
 )
-OF_TESTS = ("hypothesis", "pytest")  # whose modules have environments and rewards in them
+OF_TESTS = ("hypothesis", "pytest")  # modules that define environments and rewards
 OF_ENGINES = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -95,11 +94,11 @@ OF_ENGINES = (
     "vllm.model_executor.models.llama",
 )
 REPOSITORY = Path(__file__).parents[2]
-MOST_FILES = 250  # that one message can carry
+MOST_FILES = 250  # limit of one message
 
 
 def serve(path: str) -> None:
-    """Answers whoever knocks at ``path`` or ``path.vllm`` until the input of this process is closed."""
+    """Serve requests to ``path`` and ``path.vllm`` until the input of this process is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     doors = {_open_door(f"{path}.vllm"): OF_ENGINES}
     _import((*OF_RUNS, *OF_RAY, *OF_TESTS))
@@ -119,7 +118,7 @@ def serve(path: str) -> None:
 
 
 def _import(names: tuple[str, ...]) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what is imported may start programs
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # imports may start programs
     sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM imports it where it can
     for name in names:
         if name.startswith("skyasync") or find_spec(name.partition(".")[0]):  # uvloop, for instance, comes with vLLM
@@ -127,14 +126,14 @@ def _import(names: tuple[str, ...]) -> None:
     del sys.modules["ray"]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.collect()
-    gc.freeze()  # no fork has to look through it again, and to copy its pages
+    gc.freeze()  # so that garbage collection in a fork does not visit, and thereby copy, these pages
 
 
 def _open_door(path: str) -> socket.socket:
     door = socket.socket(socket.AF_UNIX)
     door.bind(f"{path}.closed")
     door.listen(64)
-    os.rename(f"{path}.closed", path)  # whoever finds the door finds it open
+    os.rename(f"{path}.closed", path)  # the socket is listening before it has its name
     return door
 
 
@@ -147,7 +146,7 @@ def _answer(door: socket.socket) -> None:
 
 
 def _raise_a_child(asker: socket.socket) -> None:
-    """Forks again, and tells the asker the child's number, and its status at its end."""
+    """Fork, send the child's number to the client, and its status when it ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, files, _, _ = socket.recv_fds(asker, 4, MOST_FILES)
     wish = json.loads(asker.makefile("rb").read(int.from_bytes(length, "big")))
@@ -159,7 +158,7 @@ def _raise_a_child(asker: socket.socket) -> None:
     for file in files:
         os.close(file)
     asker.sendall(f"{child}\n".encode())
-    if asker in select.select([asker, os.pidfd_open(child)], [], [])[0]:  # which says nothing more: it was killed
+    if asker in select.select([asker, os.pidfd_open(child)], [], [])[0]:  # killed: its status says nothing more
         os.kill(child, signal.SIGKILL)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -168,7 +167,7 @@ def _raise_a_child(asker: socket.socket) -> None:
 
 
 def _become(wish: dict[str, Any], files: dict[int, int]) -> None:
-    """Runs what the interpreter would run that the asker stands in for."""
+    """Run the program of the interpreter that the client replaces."""
     argv, is_program = wish["argv"], wish["env"].pop("SKYASYNC_PROGRAM", None) is not None
     if is_program:
         os.setsid()
@@ -178,7 +177,7 @@ def _become(wish: dict[str, Any], files: dict[int, int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(wish["env"])
-    tempfile.tempdir = None  # it is asked for anew, as the environment says
+    tempfile.tempdir = None  # read again from the environment
     os.chdir(wish["cwd"])
     multiprocessing.set_executable(str(Path(os.environ["SKYASYNC_NURSERY"]).with_name("python")))
     if is_program:
@@ -196,7 +195,7 @@ def _become(wish: dict[str, Any], files: dict[int, int]) -> None:
 
 
 def _run_program(argv: list[str]) -> None:
-    """Runs what follows ``python``, a script or ``-m`` and a module, and ends the process as a program ends."""
+    """Run what follows ``python``, a script or ``-m`` and a module, and end the process as a program ends."""
     folder = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(REPOSITORY)]
     import skyasync  # noqa: F401  (before Ray, as in every program)
@@ -210,11 +209,11 @@ def _run_program(argv: list[str]) -> None:
         else:
             sys.argv = argv
             runpy.run_path(argv[0], run_name="__main__")
-        sys.exit(0)  # flushes, and calls what wants to be called at the end, inside
+        sys.exit(0)  # flushes output and calls exit handlers inside
 
 
 def _lay_out(files: dict[int, int]) -> None:
-    """Gives each file the number that it has with the asker."""
+    """Give each file the descriptor that it has in the client."""
     above = max(*files, *files.values()) + 1
     aside = {number: fcntl.fcntl(file, fcntl.F_DUPFD, above) for number, file in files.items()}
     for number, file in aside.items():
@@ -224,7 +223,7 @@ def _lay_out(files: dict[int, int]) -> None:
 
 
 def _look_unborn() -> None:
-    """What imports have fixed already: threads and compilation as the environment says, random numbers of its own."""
+    """Set what imports have fixed already: threads and compilation by the environment, and new random numbers."""
     import numpy as np
     import torch
 
@@ -234,7 +233,7 @@ def _look_unborn() -> None:
 
 
 def _without_setup(argv: list[str]) -> list[str]:
-    """The worker's script and its arguments; Ray's set-up script would only start another interpreter for it."""
+    """The worker's script and its arguments, without Ray's set-up script, which would start another interpreter."""
     from ray._private.runtime_env.context import RuntimeEnvContext  # Ray reads the environment at import
     from ray._private.utils import update_envs
 

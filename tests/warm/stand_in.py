@@ -1,6 +1,6 @@
-"""What starts in place of an interpreter: asks the nursery for a child, and stands in for it to its end.
+"""Started in place of an interpreter: requests a fork from the server, and ends when the fork ends.
 
-Invariant: imports the standard library only, gives the child every file that it has itself, and ends as the child did.
+Invariant: imports the standard library only, passes all its open files to the fork, and ends with the fork's status.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 
-IMPORTS_S = 120.0  # on a busy machine; alone they take five
+IMPORTS_S = 120.0  # on a busy machine; on an idle one they take five
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
         nursery.sendall(wish)
         answers = nursery.makefile("r")
         child = int(answers.readline())
-        if "SKYASYNC_PROGRAM" in os.environ:  # whose group is another one, since its session is
+        if "SKYASYNC_PROGRAM" in os.environ:  # the fork has another process group, since it has its own session
             signal.signal(signal.SIGTERM, lambda *_: os.killpg(child, signal.SIGTERM))
             signal.signal(signal.SIGINT, lambda *_: os.killpg(child, signal.SIGINT))
         else:
@@ -31,26 +31,26 @@ def main() -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = int(answers.readline() or 1)
     if code < 0:
-        if -code != signal.SIGKILL:  # which knows no other way
+        if -code != signal.SIGKILL:  # vLLM's processes can start in no other way
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 
 
 def _open_files() -> list[int]:
-    """What whoever started this process has left open for it; none of it is closed here while the child lives."""
+    """The files that the process which started this one left open; they stay open here until the fork ends."""
     numbers = map(int, os.listdir("/proc/self/fd"))
     return sorted(number for number in numbers if os.path.exists(f"/proc/self/fd/{number}"))
 
 
 def _nursery() -> socket.socket:
-    """Waits for its imports, with which it has begun when the tests did.
+    """Wait until the server has finished its imports, which began with the tests.
 
     Raises:
-        FileNotFoundError: if they take too long, or have failed.
+        FileNotFoundError: if the imports take too long, or have failed.
     """
     address = os.environ["SKYASYNC_NURSERY"]
-    ray_imports_vllm = os.path.exists(os.environ.get("SKYASYNC_ENGINES", ""))  # most likely: a test says so
+    ray_imports_vllm = os.path.exists(os.environ.get("SKYASYNC_ENGINES", ""))  # the likely reason: a test says so
     if ray_imports_vllm and not address.endswith(".vllm"):
         address += ".vllm"
     nursery = socket.socket(socket.AF_UNIX)

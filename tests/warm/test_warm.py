@@ -1,4 +1,4 @@
-"""The process that keeps imports warm: its end is the tests' end, with its reason."""
+"""If the fork server ends, the tests end, with its reason."""
 
 from __future__ import annotations
 
