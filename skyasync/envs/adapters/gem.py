@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from skyasync.envs.adapters import GameEnv
@@ -21,6 +22,9 @@ from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.registry import ENVS, Foreign
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
+
+#: What stands before the colon in gem's ids, such as "game:GuessTheNumber-v0-easy" and "rg:chain_sum".
+GEM_KINDS = ("game", "rg", "logic", "math", "code", "qa", "eval")
 
 
 @ENVS.register("gem")
@@ -108,15 +112,12 @@ def _named(settings: Mapping[str, Any]) -> Callable[..., Foreign]:
     name = settings.get("gem_env")
     if not name:
         raise UserError("gem needs gem_env, as a column of the row or in environment.env_config: module:Class or an id")
-    if ".py:" in name or (":" in name and "-v" not in name):
+    kind, colon, _ = name.partition(":")
+    if colon and kind not in GEM_KINDS:
         env_class: Callable[..., Foreign] = resolve_reference(name, kind="gem_env")
         return env_class
     try:
         import gem
     except ModuleNotFoundError:
         raise UserError("gem is not installed; add it with: uv pip install gem-llm") from None
-
-    def make(**settings: object) -> Foreign:
-        return gem.make(name, **settings)
-
-    return make
+    return partial(gem.make, name)

@@ -1,5 +1,8 @@
 """Environments in gem's and gymnasium's form, played by hand."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from skyasync.envs import make, register
@@ -55,6 +58,14 @@ def test_the_adapter_by_name_says_what_it_needs():
     assert make("gem", extras={"gem_env": f"{__file__}:Count"}).init([])[0][0]["content"] == "count\nat 0"
     with pytest.raises((MissingExtraError, UserError)):
         make("gem", extras={"gem_env": "game:GuessTheNumber-v0"})
+
+
+@pytest.mark.parametrize("name", ["game:GuessTheNumber-v0-easy", "rg:chain_sum", "eval:MATH500", "own"])
+def test_an_id_of_gem_is_made_by_gem(monkeypatch, name):
+    made = []
+    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=lambda env_id: made.append(env_id) or Count(4)))
+    assert make("gem", extras={"gem_env": name}).init([])[0][0]["content"] == "count\nat 4"
+    assert made == [name]
 
 
 def test_register_takes_both_spellings_and_needs_a_class():
