@@ -148,6 +148,18 @@ def computes_on_mapped_weights(cfg: Config) -> bool:
     return maps_weights(cfg) and bool(ENGINES.about(backend(cfg)).can["computes_on_mapped_weights"])
 
 
+def chosen_engine(cfg: Config) -> str:
+    """The engine of the run, and why it is this one; empty for a run without engines."""
+    generator, name = cfg.generator, backend(cfg)
+    if generator.engines:
+        return f"{name} (generator.engines: {len(generator.engines)})"
+    if generator.num_inference_engines == 0:
+        return ""
+    if generator.backend != "auto":
+        return f"{name} (generator.backend)"
+    return f"{name} (generator.backend=auto: vLLM is {'' if name == 'vllm' else 'not '}installed)"
+
+
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:
     """A line that names what ``auto`` has become, and why; empty if the configuration names a backend."""
     if cfg.generator.weight_sync_backend != "auto":

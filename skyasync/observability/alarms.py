@@ -84,7 +84,7 @@ def _reward_flat(course: _Course) -> Iterator[str]:
     if len(rewards) >= LONG and not course.reward_risen() and (mixed is None or mixed >= FEW_MIXED):
         yield (
             f"The reward has not risen in {len(rewards)} steps ({fmean(rewards[:WINDOW]):.3f} in the first {WINDOW}, "
-            f"{fmean(rewards[-WINDOW:]):.3f} in the last). Look whether the samples deserve their rewards; then change "
+            f"{fmean(rewards[-WINDOW:]):.3f} in the last). Read some samples: are their rewards right? Then change "
             f"trainer.policy.optimizer_config.lr (3 times larger if the KL stays near 0, smaller if the reward jumps)."
         )
 
@@ -93,8 +93,8 @@ def _groups_equal(course: _Course) -> Iterator[str]:
     mixed = course.last("reward/mixed_groups")
     if mixed is not None and mixed < FEW_MIXED and not course.reward_risen():
         yield (
-            f"In {1 - mixed:.0%} of the groups all samples have the same reward: they teach a group-relative "
-            f"estimator nothing. Use easier or harder prompts, a reward with partial credit, a larger "
+            f"In {1 - mixed:.0%} of the groups all samples have the same reward, so a group-relative "
+            f"estimator has no gradient. Use easier or harder prompts, a reward with partial credit, a larger "
             f"generator.n_samples_per_prompt, or trainer.algorithm.dynamic_sampling.type=variance."
         )
 
@@ -130,7 +130,11 @@ def _difference(course: _Course) -> Iterator[str]:
     differences = [row["sync/logprob_gap_mean"] for row in probes]
     near = len(probes) == 3 and all(value > limit for value, limit in zip(differences, limits, strict=True))
     if near or (both and both[1] > max(GAP, RISES * both[0])):
-        measured = f"{differences[-1]:.3g} nats on probes" if near else f"gap/mean is {both[1] if both else 0:.3g} nats"
+        measured = (
+            f"{differences[-1]:.3g} nats on verification prompts"
+            if near
+            else f"gap/mean is {both[1] if both else 0:.3g} nats"
+        )
         yield (
             f"The log-probabilities of trainer and engine differ too much under the same weights: {measured}. Use the "
             f"same precision on both sides (trainer.policy.model.dtype, generator.dtype), or correct for it with "
@@ -170,14 +174,14 @@ def _trainer_idle(course: _Course) -> Iterator[str]:
     if (share := course.last("idle/trainer")) is not None and share > IDLE:
         yield (
             f"The trainer is idle {share:.0%} of the time: it waits for samples. Start more engines "
-            f"(generator.num_inference_engines), generate further ahead, or look whether environments and rewards are "
-            f"slow (the timeline shows both)."
+            f"(generator.num_inference_engines), generate further ahead, or check in the timeline if environments and "
+            f"rewards are slow."
         )
 
 
 def _no_gradient(course: _Course) -> Iterator[str]:
     if (norm := course.last("policy/grad_norm")) == 0:
-        yield f"The gradient is {norm:g}: nothing is learnt. The rewards of every group are equal, or all is masked."
+        yield f"The gradient is {norm:g}: nothing is learned. All groups have equal rewards, or all tokens are masked."
 
 
 def _score_fell(course: _Course) -> Iterator[str]:
@@ -197,8 +201,8 @@ def _restarts(course: _Course, restarts: Sequence[Row]) -> Iterator[str]:
     if failures or again:
         what = ([f"engines ({failures})"] if failures else []) + again
         yield (
-            f"Parts failed in the last {WINDOW} steps and were started again: {', '.join(what)}. Their files "
-            f"in logs/ end with the reason; out of memory is the most frequent one (skyasync plan estimates it)."
+            f"Processes failed in the last {WINDOW} steps and were restarted: {', '.join(what)}. Their files "
+            f"in logs/ end with the reason. The most frequent one is lack of memory (skyasync plan estimates it)."
         )
 
 

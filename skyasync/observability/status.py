@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Status:
-    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``reason``: why it ended before its last step."""
+    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``reason``: why it ended before its last step;
+    ``engine``: the inference engine, and why it was chosen."""
 
     state: str = UNKNOWN
     began: float = 0.0
@@ -34,6 +35,7 @@ class Status:
     pid: int = 0
     host: str = ""
     reason: str = ""
+    engine: str = ""
 
     @property
     def over(self) -> bool:
@@ -41,9 +43,10 @@ class Status:
 
 
 @contextlib.contextmanager
-def status_file(folder: Path) -> Iterator[None]:
+def status_file(folder: Path, engine: str = "") -> Iterator[None]:
     """Write that the run goes on, and after the block how it ended."""
-    status = Status(RUNNING, began=round(time.time(), 3), pid=os.getpid(), host=socket.gethostname())
+    began = round(time.time(), 3)
+    status = Status(RUNNING, began=began, pid=os.getpid(), host=socket.gethostname(), engine=engine)
     _write(folder, status)
     state = FAILED
     try:

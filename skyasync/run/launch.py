@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from skyasync.config.secrets import Secrets
 from skyasync.errors import Terminated
 from skyasync.inference.elastic import FILE as ENGINES_FILE
-from skyasync.inference.settings import chosen_backend
+from skyasync.inference.settings import chosen_backend, chosen_engine
 from skyasync.observability.run_dir import RunDirectory, shown, unlock_run
 from skyasync.run.controller import run_in_controller
 from skyasync.run.recovery import Recovery
@@ -39,8 +40,11 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
 
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
+    engine = chosen_engine(experiment.cfg)
+    if engine:
+        print(f"engine: {engine}", flush=True)
     try:
-        with status_file(folder.path), to_the_end(folder.timeline), _live_page(experiment, folder):
+        with status_file(folder.path, engine), to_the_end(folder.timeline), _live_page(experiment, folder):
             return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
         if not started:
@@ -109,6 +113,8 @@ def run_without_controller(
 
     folder.secrets = Secrets.of(experiment.cfg)
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
+    if engine := chosen_engine(experiment.cfg):
+        print(f"engine: {engine}", file=sys.stderr)  # standard output may be JSON
     try:
         with cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
             experiment.gpus = gpus

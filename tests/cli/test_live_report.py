@@ -24,7 +24,7 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
         printed = re.fullmatch(r"live page: (http://127\.0\.0\.1:\d+/)\n", server.stdout.readline())
         assert printed is not None
         with urllib.request.urlopen(printed[1], timeout=60) as answer:
-            assert b"2 runs side by side" in answer.read()
+            assert b"2 runs compared" in answer.read()
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == 0
 

@@ -13,6 +13,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.inference.settings import (
     chosen_backend,
+    chosen_engine,
     computes_on_mapped_weights,
     engine_config,
     engines_per_device,
@@ -84,6 +85,32 @@ def test_a_run_says_by_what_its_weights_travel(overrides: list[str], said: str) 
     line = chosen_backend(load_config(overrides), gpus=False)
     assert line.startswith("generator.weight_sync_backend=auto is shared_memory: ") and said in line
     assert ("other nodes" in line) == ("ray.address=auto" in overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["generator.backend=transformers"], "transformers (generator.backend)"),
+        ([SERVER], "vllm_server (generator.engines: 1)"),
+    ],
+)
+def test_a_run_names_its_engine_and_why_it_is_this_one(overrides: list[str], line: str) -> None:
+    assert chosen_engine(load_config(overrides)) == line
+
+
+@pytest.mark.parametrize(
+    ("installed", "line"),
+    [
+        (True, "vllm (generator.backend=auto: vLLM is installed)"),
+        (False, "transformers (generator.backend=auto: vLLM is not installed)"),
+    ],
+)
+def test_auto_names_what_decides(installed: bool, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda name: installed or None)
+    cfg = Config()
+    assert chosen_engine(cfg) == line
+    cfg.generator.num_inference_engines = 0
+    assert chosen_engine(cfg) == ""
 
 
 @pytest.mark.parametrize(

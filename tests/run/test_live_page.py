@@ -69,7 +69,7 @@ async def test_several_runs_are_laid_over_one_another(tmp_path: Path, serve: Ser
     live = await serve(make_run(tmp_path / "one"), make_run(tmp_path / "two"))
     async with ClientSession() as browser, browser.get(live.url) as page:
         text = await page.text()
-    assert "2 runs side by side" in text and "<script>" in text
+    assert "2 runs compared" in text and "<script>" in text
 
 
 async def test_a_run_without_a_step_has_a_page(tmp_path: Path, serve: Serve) -> None:

@@ -57,7 +57,7 @@ class Section:
 _REWARD = Chart(
     "Reward and score",
     (Line("reward/mean", "training reward", smooth=True), Line("eval/score", "held-out score", markers=True)),
-    says="The mean reward of what was trained, and the score of the held-out prompts.",
+    says="The mean reward of the trained samples, and the score of the held-out prompts.",
     large=True,
 )
 _SUPERVISED = Chart(
@@ -67,9 +67,9 @@ _SUPERVISED = Chart(
     large=True,
 )
 _SIGNAL = Chart(
-    "Groups that teach",
+    "Informative groups",
     (Line("reward/mixed_groups", "groups with different rewards", smooth=True),),
-    says="Where all samples of a prompt have the same reward, group-relative advantages are 0.",
+    says="If all samples of a prompt have the same reward, their group-relative advantages are 0.",
     percent=True,
 )
 _KL = Chart(
@@ -80,8 +80,8 @@ _KL = Chart(
         Line("policy/kl_loss", "to the reference, in the loss"),
         Line("reward/kl", "to the reference, in the reward"),
     ),
-    says="How far an update moves the policy, and how far it is from the one that sampled.",
-    missing="No update has been logged yet. A KL term (trainer.algorithm.use_kl_loss) adds that to the reference.",
+    says="How far an update moves the policy, and how far the trained policy is from the sampling one.",
+    missing="No update has been logged yet. trainer.algorithm.use_kl_loss=true adds the divergence from the reference.",
 )
 _CLIPPED = Chart(
     "Clipped and masked tokens",
@@ -97,40 +97,39 @@ _CLIPPED = Chart(
 _ENTROPY = Chart(
     "Entropy",
     (Line("policy/entropy", "of the policy, per token"),),
-    missing="Measured where the loss has an entropy term: trainer.algorithm.use_entropy_loss=true, with "
-    "trainer.algorithm.entropy_loss_coef as small as you like.",
+    missing="Set trainer.algorithm.use_entropy_loss=true (trainer.algorithm.entropy_loss_coef=0 only measures).",
 )
 _GRADIENT = Chart("Gradient norm", (Line("policy/grad_norm", "before clipping"),), missing="No update was logged yet.")
 _RATE = Chart("Learning rate", (Line("policy/lr", "learning rate"),), missing="No update has been logged yet.")
 _CRITIC = Chart(
     "Critic",
     (Line("critic/explained_variance", "explained variance of the returns"),),
-    says="1 where its values foretell the returns, 0 where they say no more than the mean.",
-    missing="A run with a critic fills this: trainer.algorithm.advantage_estimator=gae.",
+    says="1 if the values predict the returns exactly, 0 if they predict no better than the mean return.",
+    missing="Needs a critic: trainer.algorithm.advantage_estimator=gae.",
 )
 _STALENESS = Chart(
     "Staleness",
     (Line("staleness/mean", "mean over tokens", low="staleness/min", high="staleness/max"),),
-    says="Versions between a token's sampling and its training, by the token's own version; the band is least to most.",
+    says="Policy versions between sampling and training of a token; the band is from the smallest to the largest.",
 )
 _HISTOGRAM = Chart(
     "Tokens by staleness",
     (),
     says="Of the whole run.",
-    missing="staleness/tokens_<n> of the steps fill this.",
+    missing="Needs the metrics staleness/tokens_<n>.",
     kind="histogram",
 )
 _ESS = Chart(
     "Effective sample size",
     (Line("off_policy/effective_sample_size", "share of the tokens"),),
-    says="1 where all tokens weigh the same; little of it is left where a few carry the gradient.",
-    missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
+    says="1 if all tokens have the same importance weight; near 0 if a few tokens dominate the gradient.",
+    missing="Needs the engine's log-probabilities: a generator that returns rollout_logprobs.",
     percent=True,
 )
 _CONTROL = Chart(
     "Step size under staleness",
     (Line("staleness_control/lr_scale", "factor of the learning rate"),),
-    says="1 is the schedule's own rate; it is lower while stale samples are far from the trained policy.",
+    says="1 is the rate of the schedule; it is lower while stale samples are far from the trained policy.",
     percent=True,
 )
 _GAP = Chart(
@@ -140,8 +139,8 @@ _GAP = Chart(
         Line("sync/logprob_gap_limit", "limit of the mean"),
         Line("sync/logprob_gap", "largest difference", markers=True),
     ),
-    says="On probe prompts under the same weights: what rounding leaves.",
-    missing="Verified syncs fill this: generator.verify_weight_sync=true, every generator.verify_interval steps.",
+    says="On verification prompts, with the same weights on both sides: only rounding should remain.",
+    missing="Needs generator.verify_weight_sync=true; measured every generator.verify_interval syncs.",
     log=True,
 )
 _LENGTHS = Chart(
@@ -152,14 +151,14 @@ _LENGTHS = Chart(
 _TRUNCATED = Chart(
     "Truncated responses",
     (Line("response/truncated", "in training"), Line("eval/response_truncated", "in evaluation", markers=True)),
-    says="Cut by generator.sampling_params.max_generate_length, or for want of room.",
+    says="Cut by generator.sampling_params.max_generate_length or generator.max_model_len.",
     percent=True,
 )
 _THROUGHPUT = Chart("Throughput", (Line("throughput/tokens_per_s", "generated tokens/s", smooth=True),))
 _IDLE = Chart(
     "Idle shares",
     (Line("idle/trainer", "trainer", smooth=True), Line("idle/engines", "engines", smooth=True)),
-    says="Of each step's time, by the parts' own clocks.",
+    says="Shares of each step's time.",
     percent=True,
 )
 _STEP = Chart("Seconds per step", (Line("time/step_s", "seconds", smooth=True),))
@@ -176,18 +175,18 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     rewards = Chart(
         "Reward by domain",
         tuple(Line(name, name.removeprefix("reward/mean/"), smooth=True) for name in rewarded),
-        missing="Rows with a domain (data.domain_key) fill this.",
+        missing="Needs rows with a domain (data.domain_key).",
     )
     scores = Chart(
         "Score by domain",
         tuple(Line(name, name.removeprefix("eval/score/"), markers=True) for name in evaluated),
-        missing="Held-out rows with a domain (data.domain_key) fill this.",
+        missing="Needs held-out rows with a domain (data.domain_key).",
     )
     by_staleness = Chart(
         "Log-ratio by staleness",
         tuple(Line(f"off_policy/staleness_{n}/abs_log_ratio", f"{n} version{'s'[: n != 1]} old") for n in stale),
-        says="Mean |log(trainer / engine)| of the tokens of each staleness: what a correction has to mend.",
-        missing="The engine's log-probabilities fill this: a generator that returns rollout_logprobs.",
+        says="Mean |log(trainer / engine)| of the tokens of each staleness, before the correction.",
+        missing="Needs the engine's log-probabilities: a generator that returns rollout_logprobs.",
     )
     control = [_CONTROL] if "staleness_control/lr_scale" in names else []
     own = [*(shares[start : start + MOST_OWN] for start in range(0, len(shares), MOST_OWN)),
@@ -201,7 +200,7 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     steps = Chart(
         "Seconds per step",
         tuple(Line(part, part) for part in parts),
-        says="What the trainer does and waits for; the parts add up to the step.",
+        says="What the trainer does or waits for; the parts add up to the step.",
         kind="stack",
     )
     aim = _SUPERVISED if "sft/loss" in names else _REWARD

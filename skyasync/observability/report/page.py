@@ -25,8 +25,8 @@ NAME = "report.html"
 LIVE_SCRIPT = (Path(__file__).parent / "live.js").read_text(encoding="utf-8").rstrip("\n")
 _WARNINGS = {
     "warnings/stuck_ratio": "the ratio of proximal to behaviour policy was exactly 1 on stale tokens: the behaviour "
-    "log-probabilities seem not to be the engine's",
-    "warnings/repeated_samples": "samples repeated each other as chance would not: are their seeds the same?",
+    "log-probabilities are probably not the engine's",
+    "warnings/repeated_samples": "samples are equal more often than chance explains: check their seeds",
     "warnings/non_finite": "a metric was NaN or infinite",
 }
 
@@ -49,10 +49,10 @@ def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]
                 (line.strip() for line in reversed(text.splitlines()) if line.strip()), "error.txt is empty"
             )
         except OSError:
-            last_line = "nothing is written down of why"
+            last_line = "error.txt is missing"
         result.append(Finding(f"The run failed: {last_line}", grave=True))
     elif status.state == LOST:
-        message = "The run's process is gone without a word: it was killed, or its machine ended."
+        message = "The run's process ended without a reason: it was killed, or its machine stopped."
         result.append(Finding(message, grave=True))
     elif status.state == STOPPED:
         result.append(Finding("The run was stopped before its end."))

@@ -106,7 +106,7 @@ def test_settings_are_those_that_differ(whole: str) -> None:
     assert "trainer.plan" in changed and "mine.strength" in changed
     assert "trainer.seed" not in changed
     assert re.search(
-        r"trainer\.plan.*>command line<.*Of the recipe.*mine\.strength.*>recipe<", changed, flags=re.DOTALL
+        r"trainer\.plan.*>command line<.*Set by the recipe.*mine\.strength.*>recipe<", changed, flags=re.DOTALL
     )
 
 
@@ -132,7 +132,7 @@ def test_a_run_that_was_cut_off_has_a_page_that_says_so_first(tmp_path: Path) ->
 def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "second", settings="trainer:\n  plan: sync\n  max_training_steps: 12\n  seed: 42\n")
     made = page([run, other])
-    assert "2 runs side by side" in made and ">first</td>" in made and ">second</td>" in made
+    assert "2 runs compared" in made and ">first</td>" in made and ">second</td>" in made
     differ = made[made.index("Settings in which the runs differ") :]
     assert "trainer.plan" in differ and "one_step_off" in differ and "max_training_steps" not in differ
     assert Page(made).open == []
@@ -147,6 +147,11 @@ def test_the_command_writes_the_page_and_says_where(run: Path, capsys: pytest.Ca
     command(["report", str(run)])
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert (run / "report.html").stat().st_size < 1_000_000
+
+
+def test_the_page_names_the_engine_and_why_it_was_chosen(run: Path) -> None:
+    with status_file(run, "transformers (generator.backend=auto: vLLM is not installed)"):
+        assert "engine <b>transformers</b> (generator.backend=auto: vLLM is not installed)" in page([run])
 
 
 def test_a_run_that_goes_on_is_loaded_anew(tmp_path: Path) -> None:
