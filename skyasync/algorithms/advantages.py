@@ -29,8 +29,14 @@ class EstimatedBy(Protocol):
     advantage_estimator: str
 
 
-def compute_advantages(cfg: EstimatedBy, rewards: Tensor, mask: Tensor, group_ids: Tensor, values: Tensor | None = None,
-                       trajectory_ids: Tensor | None = None) -> Estimate:  # fmt: skip
+def compute_advantages(
+    cfg: EstimatedBy,
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    values: Tensor | None = None,
+    trajectory_ids: Tensor | None = None,
+) -> Estimate:
     """Estimate, then whiten and clip, all as ``cfg`` says.
 
     Args:
@@ -69,8 +75,15 @@ def broadcast(advantages: Tensor, mask: Tensor) -> Estimate:
 
 @ADVANTAGE_ESTIMATORS.register("grpo", group_relative=True)
 @configured(norm_by_std="grpo_norm_by_std")
-def grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, norm_by_std: bool = True, eps: float = 1e-6,
-         singleton_raw: bool = False) -> Estimate:  # fmt: skip
+def grpo(
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    norm_by_std: bool = True,
+    eps: float = 1e-6,
+    singleton_raw: bool = False,
+) -> Estimate:
     """``(r - mean_group) / (std_group + eps)``; without ``norm_by_std`` only the mean is subtracted.
 
     The unbiased standard deviation; eps: OpenRLHF 1e-9, SkyRL, verl and ROLL 1e-6, AReaL 1e-5, TRL 1e-4.
@@ -94,8 +107,9 @@ def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: boo
 
 
 @ADVANTAGE_ESTIMATORS.register("maxrl", group_relative=True)
-def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6,
-          singleton_raw: bool = False) -> Estimate:  # fmt: skip
+def maxrl(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6, singleton_raw: bool = False
+) -> Estimate:
     """``(r - mean_group) / (mean_group + eps)``: harder prompts weigh more. For rewards that are not negative.
 
     Source: Tajwar et al. 2026 (maximum-likelihood RL).
@@ -110,32 +124,55 @@ def maxrl(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6
 
 @ADVANTAGE_ESTIMATORS.register("normalized", group_relative=("mean",), whole_batch=("mean", "std"))
 @configured(mean="reward_norm_mean", std="reward_norm_std")
-def normalized(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, mean: str = "group", std: str = "group",
-               leave_one_out: bool = False, unbiased: bool = True, eps: float = 1e-6,
-               raw_std: bool = False) -> Estimate:  # fmt: skip
+def normalized(
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    mean: str = "group",
+    std: str = "group",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    eps: float = 1e-6,
+    raw_std: bool = False,
+) -> Estimate:
     """Any cell of the matrix {group, batch, none} x {group, batch, none} of mean and standard deviation.
 
     See ``normalization.normalize``. Source: AReaL ``reward_norm``, ROLL ``norm_mean_type`` and ``norm_std_type``.
     """
     advantages = normalize(
-        scores(rewards), group_ids, mean=mean, std=std, leave_one_out=leave_one_out, unbiased=unbiased, eps=eps,
+        scores(rewards),
+        group_ids,
+        mean=mean,
+        std=std,
+        leave_one_out=leave_one_out,
+        unbiased=unbiased,
+        eps=eps,
         raw_std=raw_std,
-    )  # fmt: skip
+    )
     return broadcast(advantages, mask)
 
 
 @ADVANTAGE_ESTIMATORS.register("reinforce++", whole_batch=True)
 @configured(gamma="gamma")
-def reinforce_pp(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, scale: bool = True,
-                 unbiased: bool = True) -> Estimate:  # fmt: skip
+def reinforce_pp(
+    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, scale: bool = True, unbiased: bool = True
+) -> Estimate:
     """Discounted returns of the token rewards, whitened over the batch's tokens. Source: Hu 2025 (REINFORCE++)."""
     returns = discounted_returns(rewards, mask, gamma=gamma)
     return whiten(returns, mask, scale=scale, unbiased=unbiased), returns
 
 
 @ADVANTAGE_ESTIMATORS.register("reinforce++_baseline", group_relative=True, whole_batch=True)
-def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, scale: bool = True,
-                          unbiased: bool = True, singleton_raw: bool = False) -> Estimate:  # fmt: skip
+def reinforce_pp_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    scale: bool = True,
+    unbiased: bool = True,
+    singleton_raw: bool = False,
+) -> Estimate:
     """``r - mean_group``, whitened over the batch's tokens: the scale is the batch's, so easy groups do not explode.
 
     Source: Hu 2025 (REINFORCE++, the variant with a group baseline).
@@ -147,8 +184,9 @@ def reinforce_pp_baseline(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, s
 
 @ADVANTAGE_ESTIMATORS.register("gae", whole_batch=("whitened",))
 @configured(gamma="gamma", lambd="lambd", whitened="gae_whiten")
-def generalized(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0,
-                whitened: bool = True) -> Estimate:  # fmt: skip
+def generalized(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0, whitened: bool = True
+) -> Estimate:
     """Generalised advantage estimation with a critic, whitened over the batch's tokens. See ``returns.gae``."""
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lambd=lambd)
     return (whiten(advantages, mask) if whitened else advantages), returns
@@ -175,8 +213,9 @@ def gpg(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo_passk", group_relative=True)
-def grpo_passk(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6,
-               norm_by_std: bool = True) -> Estimate:  # fmt: skip
+def grpo_passk(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6, norm_by_std: bool = True
+) -> Estimate:
     """``(best - second best) / (std_group + eps)`` for a group's best sample, 0 for the others: optimises pass@k.
 
     Source: verl ``grpo_passk``. A group whose best is shared gets 0.

@@ -130,8 +130,9 @@ def icepop(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.
 
 @CORRECTIONS.register("sequence_icepop")
 @configured(low="product_mask_low", high="product_mask_high")
-def sequence_icepop(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.5,
-                    high: float = 2.0, level: str = "sequence") -> Tensor:  # fmt: skip
+def sequence_icepop(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.5, high: float = 2.0, level: str = "sequence"
+) -> Tensor:
     """The sequence's weight where it lies in ``[low, high]``, else 0. Source: TRL ``sequence_mask``, verl.
 
     Args:
@@ -142,8 +143,9 @@ def sequence_icepop(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: f
 
 @CORRECTIONS.register("sequence_mask_tis")
 @configured(low="geo_mask_low", high="geo_mask_high", cap="token_tis_ratio_clip_high")
-def sequence_mask_tis(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.99, high: float = 1.01,
-                      cap: float = 2.0) -> Tensor:  # fmt: skip
+def sequence_mask_tis(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.99, high: float = 1.01, cap: float = 2.0
+) -> Tensor:
     """``min(w, cap)`` per token in sequences whose geometric mean lies in ``[low, high]``, 0 in the others.
 
     Source: OpenRLHF ``seq-mask-tis``, which documents the truncated weight but multiplies the raw one.
@@ -168,8 +170,9 @@ def sequence_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: flo
 
 @CORRECTIONS.register("geometric_mask")
 @configured(low="geo_mask_low", high="geo_mask_high")
-def geometric_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.99,
-                   high: float = 1.01) -> Tensor:  # fmt: skip
+def geometric_mask(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = 0.99, high: float = 1.01
+) -> Tensor:
     """1 for sequences whose geometric mean of w lies in ``[low, high]``, else 0: insensitive to length."""
     return inside(importance_weights(proximal, behaviour, mask, "geometric"), low, high)
 
@@ -185,16 +188,25 @@ def outlier_mask(
 
 
 @CORRECTIONS.register("difference_mask")
-def difference_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = -0.2,
-                    high: float = 0.2) -> Tensor:  # fmt: skip
+def difference_mask(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, *, low: float = -0.2, high: float = 0.2
+) -> Tensor:
     """1 where ``low <= exp(proximal) - exp(behaviour) <= high``, a difference of probabilities. Source: ROLL."""
     return inside(torch.where(mask, proximal.exp() - behaviour.exp(), 0).detach(), low, high)
 
 
 @CORRECTIONS.register("kl_mask")
 @configured(high="kl_mask_high")
-def kl_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, estimator: str = "k3", level: str = "geometric",
-            low: float = -inf, high: float = 0.1) -> Tensor:  # fmt: skip
+def kl_mask(
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    *,
+    estimator: str = "k3",
+    level: str = "geometric",
+    low: float = -inf,
+    high: float = 0.1,
+) -> Tensor:
     """1 where the KL estimate of behaviour from proximal policy lies in ``[low, high]``, else 0.
 
     The estimate is that of ``kl_estimate(behaviour, proximal)``: the samples are the behaviour policy's. ``level``
@@ -209,8 +221,9 @@ def kl_mask(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, estimator: str
 
 @CORRECTIONS.register("negative_mask")
 @configured(threshold="negative_mask_threshold")
-def negative_mask(proximal: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, *,
-                  threshold: float = 0.1) -> Tensor:  # fmt: skip
+def negative_mask(
+    proximal: Tensor, behaviour: Tensor, advantages: Tensor, mask: Tensor, *, threshold: float = 0.1
+) -> Tensor:
     """0 on tokens with A < 0 in sequences whose mean ``behaviour - proximal`` exceeds ``threshold``, else 1.
 
     Bad samples that the policy would hardly write any more teach nothing. Source: DeepSeek-V3.2 (2025); TRL ``opsm``.

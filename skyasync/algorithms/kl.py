@@ -77,8 +77,9 @@ def straight_through(value: Tensor, current: Tensor, reference: Tensor) -> Tenso
     return value.detach() + gradient - gradient.detach()
 
 
-def kl_estimate(current: Tensor, reference: Tensor, estimator: str = "k3", *, bound: float = 0.0,
-                weight: Tensor | None = None) -> Tensor:  # fmt: skip
+def kl_estimate(
+    current: Tensor, reference: Tensor, estimator: str = "k3", *, bound: float = 0.0, weight: Tensor | None = None
+) -> Tensor:
     """The named estimate per token.
 
     Args:
@@ -102,8 +103,16 @@ def bernoulli_kl(first: Tensor, second: Tensor, eps: float = 1e-8) -> Tensor:
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
-def penalize_rewards(rewards: Tensor, policy: Tensor, reference: Tensor, mask: Tensor, *, coef: float,
-                     estimator: str = "k3", bound: float = 0.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+def penalize_rewards(
+    rewards: Tensor,
+    policy: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    *,
+    coef: float,
+    estimator: str = "k3",
+    bound: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """Token rewards minus ``coef`` times the KL estimate on the mask's tokens, and the mean KL.
 
     Args:

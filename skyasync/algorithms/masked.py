@@ -64,8 +64,15 @@ def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
     return means.repeat_interleave(lengths, output_size=rows * width).view(rows, width)[:, :length]
 
 
-def whiten(values: Tensor, mask: Tensor, *, scale: bool = True, unbiased: bool = True, eps: float = 1e-8,
-           eps_on: str = "variance") -> Tensor:  # fmt: skip
+def whiten(
+    values: Tensor,
+    mask: Tensor,
+    *,
+    scale: bool = True,
+    unbiased: bool = True,
+    eps: float = 1e-8,
+    eps_on: str = "variance",
+) -> Tensor:
     """Subtract the mask's token mean and divide by its standard deviation; 0 outside the mask.
 
     Args:

@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def normalize(scores: Tensor, group_ids: Tensor, *, mean: str = "group", std: str = "group",
-              leave_one_out: bool = False, unbiased: bool = True, eps: float = 1e-6, raw_std: bool = False,
-              singleton_raw: bool = False) -> Tensor:  # fmt: skip
+def normalize(
+    scores: Tensor,
+    group_ids: Tensor,
+    *,
+    mean: str = "group",
+    std: str = "group",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    eps: float = 1e-6,
+    raw_std: bool = False,
+    singleton_raw: bool = False,
+) -> Tensor:
     """``(score - mean) / (std + eps)``, each over the group, the batch or not at all; ``[batch]``.
 
     Args:

@@ -125,10 +125,15 @@ class Objective:
             ValueError: if a tensor that the objective needs is missing.
         """
         given = {
-            "current": torch.where(mask, current, 0), "proximal": current.detach() if proximal is None else proximal,
-            "behaviour": behaviour, "reference": reference, "advantages": advantages, "entropy": entropy, "mask": mask,
+            "current": torch.where(mask, current, 0),
+            "proximal": current.detach() if proximal is None else proximal,
+            "behaviour": behaviour,
+            "reference": reference,
+            "advantages": advantages,
+            "entropy": entropy,
+            "mask": mask,
             "selection": selection,
-        }  # fmt: skip
+        }
         tensors = {name: t for name, t in given.items() if t is not None}
         self._check(tensors)
         if "mask" in self._loss.inputs:  # tokens of a row meet each other: those outside the mask must be harmless

@@ -103,10 +103,18 @@ def drift_by_staleness(batches: Sequence[Sampled], version: int) -> dict[int, Dr
         version: of the proximal policy.
     """
     staleness = torch.cat([(version - batch.versions)[batch.loss_mask] for batch in batches])
-    log_w = torch.cat([
-        torch.full_like(b.behaviour_logprobs, torch.nan)[b.loss_mask] if b.proximal_logprobs is None
-        else (b.proximal_logprobs - b.behaviour_logprobs)[b.loss_mask] for b in batches
-    ]).double().clamp(-EXPONENT_BOUND, EXPONENT_BOUND)  # fmt: skip
+    log_w = (
+        torch.cat(
+            [
+                torch.full_like(b.behaviour_logprobs, torch.nan)[b.loss_mask]
+                if b.proximal_logprobs is None
+                else (b.proximal_logprobs - b.behaviour_logprobs)[b.loss_mask]
+                for b in batches
+            ]
+        )
+        .double()
+        .clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    )
     kl = log_w.expm1() - log_w
     return {int(s): Drift(int((staleness == s).sum()), float(kl[staleness == s].mean())) for s in staleness.unique()}
 
@@ -142,10 +150,13 @@ def _metrics(prefix: str, ratio: Tensor, drift: Tensor, mask: Tensor, weights: T
         return {}
     chosen, log_w = ratio[mask].double(), drift[mask].double()
     metrics = {
-        "ratio_mean": chosen.mean(), "ratio_max": chosen.max(), "ratio_min": chosen.min(),
+        "ratio_mean": chosen.mean(),
+        "ratio_max": chosen.max(),
+        "ratio_min": chosen.min(),
         "effective_sample_size": effective_sample_size(ratio.double(), mask),
-        "kl": (chosen - 1 - log_w.clamp(-20, 20)).mean(), "abs_log_ratio": log_w.abs().mean(),
-    }  # fmt: skip
+        "kl": (chosen - 1 - log_w.clamp(-20, 20)).mean(),
+        "abs_log_ratio": log_w.abs().mean(),
+    }
     if weights is not None:
         factor = weights[mask]
         metrics["masked_fraction"] = (factor == 0).double().mean()
@@ -153,8 +164,9 @@ def _metrics(prefix: str, ratio: Tensor, drift: Tensor, mask: Tensor, weights: T
     return {prefix + name: float(value) for name, value in metrics.items()}
 
 
-def approximate_proximal(current: Tensor, behaviour: Tensor, versions: Tensor, current_version: int, *,
-                         method: str = "loglinear") -> Tensor:  # fmt: skip
+def approximate_proximal(
+    current: Tensor, behaviour: Tensor, versions: Tensor, current_version: int, *, method: str = "loglinear"
+) -> Tensor:
     """Log-probabilities ``[batch, length]`` of the policy just before this update, from those of the two ends.
 
     With ``alpha = (v_prox - v) / (current_version - v)`` in [0, 1] and ``v_prox = current_version - 1``: "loglinear" is

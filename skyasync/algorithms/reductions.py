@@ -30,8 +30,13 @@ class ReducedBy(Protocol):
     loss_reduction: str
 
 
-def loss_weights(cfg: ReducedBy, mask: Tensor, group_ids: Tensor, dtype: torch.dtype | None = None,
-                 trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
+def loss_weights(
+    cfg: ReducedBy,
+    mask: Tensor,
+    group_ids: Tensor,
+    dtype: torch.dtype | None = None,
+    trajectory_ids: Tensor | None = None,
+) -> Tensor:
     """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
 
     Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence. By default in float64.
@@ -43,8 +48,9 @@ def loss_weights(cfg: ReducedBy, mask: Tensor, group_ids: Tensor, dtype: torch.d
     return reduction({"mask": mask, "group_ids": group_ids}).to(dtype or torch.float64)
 
 
-def loss_numerators(cfg: ReducedBy, mask: Tensor, group_ids: Tensor,
-                    trajectory_ids: Tensor | None = None) -> tuple[Tensor, float]:  # fmt: skip
+def loss_numerators(
+    cfg: ReducedBy, mask: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None
+) -> tuple[Tensor, float]:
     """The weights of some whole groups without their denominator, ``[batch, length]``, and that denominator.
 
     Denominators add up: the weights of all parts of a mini-batch, divided by the sum of their denominators, are those
@@ -134,8 +140,9 @@ def sequence_token_sum(mask: Tensor, group_ids: Tensor, *, count_empty: bool = F
 @LOSS_REDUCTIONS.register("seq_mean_token_sum_norm", by_parts=True)
 @divided_by(_sequences)
 @configured(max_seq_len="max_seq_len")
-def seq_mean_token_sum_norm(mask: Tensor, group_ids: Tensor, *, max_seq_len: int = 0,
-                            count_empty: bool = False) -> Tensor:  # fmt: skip
+def seq_mean_token_sum_norm(
+    mask: Tensor, group_ids: Tensor, *, max_seq_len: int = 0, count_empty: bool = False
+) -> Tensor:
     """1 / (sequences * max_seq_len): the sum over tokens, divided by a constant. Source: Dr.GRPO.
 
     ``max_seq_len=0`` takes the width of the tensor, which changes from batch to batch: set it.

@@ -16,8 +16,15 @@ from skyasync.algorithms.masked import JoinedRows
 from skyasync.algorithms.normalization import normalize
 
 
-def shape_rewards(cfg: object, rewards: Tensor, mask: Tensor, *, truncated: Tensor | None = None,
-                  group_ids: Tensor | None = None, trajectory_ids: Tensor | None = None) -> Tensor:  # fmt: skip
+def shape_rewards(
+    cfg: object,
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    truncated: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    trajectory_ids: Tensor | None = None,
+) -> Tensor:
     """Token rewards ``[batch, length]`` with every sample's score shaped; the very same tensor if nothing is asked for.
 
     In this order: ``truncated_responses=zero`` or ``stop_properly_penalty_coef``, ``overlong_buffer``,

@@ -21,8 +21,15 @@ def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> 
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lambd=1.0)[0]
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0,
-        bootstrap: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """``A_t = delta_t + gamma lambd A_next``, ``delta_t = r_t + gamma V_next - V_t``; returns ``A + V``.
 
     Args:
@@ -46,8 +53,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, la
     return advantages, torch.where(mask, advantages + values, 0)
 
 
-def turn_gae(rewards: Tensor, values: Tensor, mask: Tensor, turn_ids: Tensor, *, gamma: float = 1.0,
-             lambd: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+def turn_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, turn_ids: Tensor, *, gamma: float = 1.0, lambd: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """GAE whose steps are turns: a turn's reward is the sum of its tokens', its value that of its first token.
 
     Args:

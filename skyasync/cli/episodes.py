@@ -45,8 +45,7 @@ def show(
         samples_of_run: Sequence[Row] = jsonl.read_rows(run / "samples.jsonl")
         if step is None and not episode:
             step = max((row["step"] for row in samples_of_run), default=0)
-        rows = [row for row in samples_of_run
-                if step in (None, row["step"]) and row["prompt_id"].startswith(episode)]  # fmt: skip
+        rows = [row for row in samples_of_run if step in (None, row["step"]) and row["prompt_id"].startswith(episode)]
     if not rows:
         raise UserError(f"{run} has recorded no {f'episode {episode}' if episode else f'episodes of step {step}'}")
     for row in rows[:MOST]:
@@ -87,14 +86,16 @@ def _recorded(run: Path, step: int | None, episode: str, folder: str) -> list[Ro
                 if not str(trajectory.id).startswith(episode):
                     continue
                 for segments, trained in sequences:
-                    rows.append({
-                        "step": recorded.step,
-                        "prompt_id": str(trajectory.id),
-                        "prompt": group.prompt.messages[-1]["content"],
-                        "reward": trajectory.reward,
-                        "stop_reason": trajectory.stop_reason,
-                        "tokens": token_columns(segments, decode, trained, most=None),
-                    })  # fmt: skip
+                    rows.append(
+                        {
+                            "step": recorded.step,
+                            "prompt_id": str(trajectory.id),
+                            "prompt": group.prompt.messages[-1]["content"],
+                            "reward": trajectory.reward,
+                            "stop_reason": trajectory.stop_reason,
+                            "tokens": token_columns(segments, decode, trained, most=None),
+                        }
+                    )
     return rows
 
 

@@ -124,7 +124,10 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     if run.is_file():
         # The run has written its model for each role that shares it; these settings name no model of their own.
         settings = read(run)
-        shared = [key for key, value in settings.items()
-                  if key.endswith(".model.path") and key != MODEL and value == settings.get(MODEL)]  # fmt: skip
+        shared = [
+            key
+            for key, value in settings.items()
+            if key.endswith(".model.path") and key != MODEL and value == settings.get(MODEL)
+        ]
         config = ["--config", str(run), *(f'{key}=""' for key in shared)]
     return [*config, f"{MODEL}={folder / 'model'}", "trainer.resume_mode=none"]

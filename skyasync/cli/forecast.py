@@ -40,10 +40,14 @@ Settings are those of skyasync simulate: simulate.plans, simulate.length_mean an
 LAWS = 200  # resampled
 USUAL_POWER = 2.0  # of the law, between tuned and constant learning rates, if the pilot runs do not tell it
 _FROM_PILOT = (
-    "trainer.train_batch_size", "trainer.seed", "trainer.placement.policy_num_nodes",
-    "trainer.placement.policy_num_gpus_per_node", "generator.n_samples_per_prompt", "generator.num_inference_engines",
+    "trainer.train_batch_size",
+    "trainer.seed",
+    "trainer.placement.policy_num_nodes",
+    "trainer.placement.policy_num_gpus_per_node",
+    "generator.n_samples_per_prompt",
+    "generator.num_inference_engines",
     "generator.max_num_seqs",
-)  # fmt: skip
+)
 
 
 def run(argv: Arguments) -> None:

@@ -259,9 +259,17 @@ class ReplayExperiment(EnginelessExperiment):
     def get_eval_dataset(self) -> None:
         return None
 
-    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
-                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
-                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
+    def get_trainer(
+        self,
+        cfg: Config,
+        tracker: Tracker,
+        tokenizer: Tokenizer,
+        train_dataset: Sequence[Prompt],
+        eval_dataset: Sequence[Prompt] | None,
+        inference_engine_client: Client,
+        generator: Generator,
+        colocate_pg: object,
+    ) -> RayPPOTrainer:
         trainer = replaying(cfg.trainer.plan)(
             cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
         )
@@ -304,9 +312,17 @@ class ReenactmentExperiment(BasePPOExp):
         self.scheduled = ScheduledClient(inference_engine_client, tokenizer)
         return super().get_generator(cfg, tokenizer, cast("InferenceClient", self.scheduled))
 
-    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
-                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
-                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
+    def get_trainer(
+        self,
+        cfg: Config,
+        tracker: Tracker,
+        tokenizer: Tokenizer,
+        train_dataset: Sequence[Prompt],
+        eval_dataset: Sequence[Prompt] | None,
+        inference_engine_client: Client,
+        generator: Generator,
+        colocate_pg: object,
+    ) -> RayPPOTrainer:
         trainer = replaying(cfg.trainer.plan)(
             cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
         )

@@ -24,8 +24,9 @@ COMPARISON = "comparison.html"
 
 def report(argv: Sequence[str]) -> None:
     """Write the page, and print its path."""
-    options, names = take_options(argv, {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"},
-                                 ("--live",))  # fmt: skip
+    options, names = take_options(
+        argv, {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"}, ("--live",)
+    )
     every_s = 0.0
     if "--every" in options:
         try:

@@ -100,8 +100,12 @@ def listed(folder: Path, metric: str = "") -> list[Listed]:
     if metric and metric not in (known := {name for own in rows for row in own for name in row}):
         raise UserError(f"--sort: {unknown('metric', metric, known)}")
     values = [settings.read(path / "config.yaml") for path in paths]
-    set_here = {name for path in paths for name, who in settings.read_origins(path / "origins.json").items()
-                if who == COMMAND_LINE}  # fmt: skip
+    set_here = {
+        name
+        for path in paths
+        for name, who in settings.read_origins(path / "origins.json").items()
+        if who == COMMAND_LINE
+    }
     differing = [s for s in settings.differing(values) if s.key not in _SHOWN and not s.key.endswith("path")]
     differing.sort(key=lambda setting: setting.key not in set_here)
     runs = [

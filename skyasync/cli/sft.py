@@ -37,20 +37,20 @@ The model is written to trainer.export_path, or to the folder model of the run's
 skyasync train trainer.policy.model.path=runs/NAME/model
 """
 
-READ = (
-    "trainer.policy.", "trainer.parallel.", "trainer.placement.policy_", "trainer.placement.timeout_s",
-    "trainer.algorithm.loss_reduction", "trainer.algorithm.max_seq_len", "trainer.strategy", "trainer.epochs",
-    "trainer.max_training_steps", "trainer.train_batch_size", "trainer.policy_mini_batch_size",
-    "trainer.update_epochs_per_batch", "trainer.micro_", "trainer.max_prompt_length", "trainer.eval_batch_size",
-    "trainer.eval_interval", "trainer.eval_minutes", "trainer.eval_before_train", "trainer.ckpt_",
-    "trainer.resume_mode", "trainer.export_", "trainer.profile_steps", "trainer.run_name", "trainer.runs_dir",
-    "trainer.project_name", "trainer.logger", "trainer.terminal", "trainer.seed", "trainer.step_timeout_s",
-    "trainer.save_samples", "trainer.dump_trajectories", "trainer.report", "trainer.live_page",
-    "trainer.sigterm_grace_s", "trainer.max_restarts", "trainer.heartbeat_timeout_s",
-    "trainer.on_nonfinite", "trainer.on_spike", "trainer.spike_limits", "trainer.max_bad_steps",
-    "generator.sampling_params.max_generate_length", "data.train_data", "data.val_data", "data.prompt_key",
-    "data.apply_chat_template", "data.chat_template", "data.chat_template_kwargs", "data.system_prompt", "ray.",
-)  # fmt: skip
+READ = tuple(
+    """
+    trainer.policy. trainer.parallel. trainer.placement.policy_ trainer.placement.timeout_s
+    trainer.algorithm.loss_reduction trainer.algorithm.max_seq_len trainer.strategy trainer.epochs
+    trainer.max_training_steps trainer.train_batch_size trainer.policy_mini_batch_size trainer.update_epochs_per_batch
+    trainer.micro_ trainer.max_prompt_length trainer.eval_batch_size trainer.eval_interval trainer.eval_minutes
+    trainer.eval_before_train trainer.ckpt_ trainer.resume_mode trainer.export_ trainer.profile_steps trainer.run_name
+    trainer.runs_dir trainer.project_name trainer.logger trainer.terminal trainer.seed trainer.step_timeout_s
+    trainer.save_samples trainer.dump_trajectories trainer.report trainer.live_page trainer.sigterm_grace_s
+    trainer.max_restarts trainer.heartbeat_timeout_s trainer.on_nonfinite trainer.on_spike trainer.spike_limits
+    trainer.max_bad_steps generator.sampling_params.max_generate_length data.train_data data.val_data data.prompt_key
+    data.apply_chat_template data.chat_template data.chat_template_kwargs data.system_prompt ray.
+    """.split()
+)
 """Beginnings of the keys that have an effect."""
 NOT_READ = ("trainer.policy.router_replay", "trainer.policy.lora.sync", "trainer.ckpt_rollouts")
 
@@ -119,9 +119,17 @@ class SupervisedExperiment(EnginelessExperiment):
             print(f"model: {model}")
         return metrics
 
-    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
-                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
-                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
+    def get_trainer(
+        self,
+        cfg: Config,
+        tracker: Tracker,
+        tokenizer: Tokenizer,
+        train_dataset: Sequence[Prompt],
+        eval_dataset: Sequence[Prompt] | None,
+        inference_engine_client: Client,
+        generator: Generator,
+        colocate_pg: object,
+    ) -> RayPPOTrainer:
         return SupervisedTrainer(
             cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
         )

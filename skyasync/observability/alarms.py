@@ -207,7 +207,15 @@ def _restarts(course: _Course, restarts: Sequence[Row]) -> Iterator[str]:
 
 
 _CHECKS: dict[str, Callable[[_Course], Iterator[str]]] = {
-    "reward_flat": _reward_flat, "groups_equal": _groups_equal, "entropy": _entropy, "kl": _divergence,
-    "logprob_difference": _difference, "effective_sample_size": _sample_size, "truncation": _truncation,
-    "engines_idle": _engines_idle, "trainer_idle": _trainer_idle, "gradient": _no_gradient, "score": _score_fell,
-}  # fmt: skip
+    "reward_flat": _reward_flat,
+    "groups_equal": _groups_equal,
+    "entropy": _entropy,
+    "kl": _divergence,
+    "logprob_difference": _difference,
+    "effective_sample_size": _sample_size,
+    "truncation": _truncation,
+    "engines_idle": _engines_idle,
+    "trainer_idle": _trainer_idle,
+    "gradient": _no_gradient,
+    "score": _score_fell,
+}

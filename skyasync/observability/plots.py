@@ -25,10 +25,19 @@ DOTS_PER_INCH = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 INK, PALE = "#333333", "#8A8A8A"
 STYLE: Any = {
-    "font.size": 10.5, "axes.edgecolor": PALE, "axes.labelcolor": INK, "text.color": INK,
-    "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": "#E6E6E6", "grid.linewidth": 0.8, "axes.axisbelow": True,
-}  # fmt: skip
+    "font.size": 10.5,
+    "axes.edgecolor": PALE,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E6E6E6",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+}
 
 Row = Mapping[str, Any]
 
@@ -86,14 +95,27 @@ def _draw(runs: Mapping[str, Sequence[Row]], out: Path) -> None:
             steps, scores = series(rows, "eval/score")
             if steps:
                 top.plot(
-                    steps, scores, color=colours[1], linewidth=1, linestyle=(0, (4, 2)), marker="o", markersize=6,
-                    markeredgecolor="white", label=f"{prefix}held-out score", zorder=3,
-                )  # fmt: skip
+                    steps,
+                    scores,
+                    color=colours[1],
+                    linewidth=1,
+                    linestyle=(0, (4, 2)),
+                    marker="o",
+                    markersize=6,
+                    markeredgecolor="white",
+                    label=f"{prefix}held-out score",
+                    zorder=3,
+                )
                 for index in sorted({0, len(steps) - 1}):
                     top.annotate(
-                        f"{scores[index]:.2f}", (steps[index], scores[index]), xytext=(0, 8),
-                        textcoords="offset points", ha="center", color=colours[1], fontweight="bold",
-                    )  # fmt: skip
+                        f"{scores[index]:.2f}",
+                        (steps[index], scores[index]),
+                        xytext=(0, 8),
+                        textcoords="offset points",
+                        ha="center",
+                        color=colours[1],
+                        fontweight="bold",
+                    )
             if bottom is None:
                 continue
             colour = PALE if len(runs) == 1 else colours[0]

@@ -125,9 +125,18 @@ class ProgressRecorder(Tracker):
             (first, started), (last, ended) = self._finished[0], self._finished[-1]
             eta_s = max(0.0, (self.total - last) * (ended - started) / (last - first) - (now - ended))
         return ProgressReport(
-            self._step, self.total, self._phase, dict(self._newest), rows, now - self._started, eta_s,
-            self._limit, self.sample, self._warnings, self._warning,
-        )  # fmt: skip
+            self._step,
+            self.total,
+            self._phase,
+            dict(self._newest),
+            rows,
+            now - self._started,
+            eta_s,
+            self._limit,
+            self.sample,
+            self._warnings,
+            self._warning,
+        )
 
 
 class _Warnings(logging.Handler):

@@ -63,30 +63,61 @@ def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
     for section in sections([]):
-        panels.append({"id": len(panels) + 1, "type": "row", "title": section.title, "collapsed": False, "panels": [],
-                       "gridPos": {"x": 0, "y": y, "w": 24, "h": 1}})  # fmt: skip
+        panels.append(
+            {
+                "id": len(panels) + 1,
+                "type": "row",
+                "title": section.title,
+                "collapsed": False,
+                "panels": [],
+                "gridPos": {"x": 0, "y": y, "w": 24, "h": 1},
+            }
+        )
         y += 1
         charts = [chart for chart in section.charts if chart.lines]
         for number, chart in enumerate(charts):
-            panels.append({
-                "id": len(panels) + 1, "type": "timeseries", "title": chart.title, "description": chart.says,
-                "datasource": SOURCE,
-                "gridPos": {"x": number % 3 * WIDTH, "y": y + number // 3 * HEIGHT, "w": WIDTH, "h": HEIGHT},
-                "fieldConfig": {"defaults": {"unit": "percentunit" if chart.percent else "short"}, "overrides": []},
-                "targets": [
-                    {"refId": chr(ord("A") + place), "datasource": SOURCE, "legendFormat": f"{{{{run}}}} {line.label}",
-                     "expr": f'{series_name(line.metric)}{{run=~"$run"}}'}
-                    for place, line in enumerate(chart.lines)
-                ],
-            })  # fmt: skip
+            panels.append(
+                {
+                    "id": len(panels) + 1,
+                    "type": "timeseries",
+                    "title": chart.title,
+                    "description": chart.says,
+                    "datasource": SOURCE,
+                    "gridPos": {"x": number % 3 * WIDTH, "y": y + number // 3 * HEIGHT, "w": WIDTH, "h": HEIGHT},
+                    "fieldConfig": {"defaults": {"unit": "percentunit" if chart.percent else "short"}, "overrides": []},
+                    "targets": [
+                        {
+                            "refId": chr(ord("A") + place),
+                            "datasource": SOURCE,
+                            "legendFormat": f"{{{{run}}}} {line.label}",
+                            "expr": f'{series_name(line.metric)}{{run=~"$run"}}',
+                        }
+                        for place, line in enumerate(chart.lines)
+                    ],
+                }
+            )
         y += -(-len(charts) // 3) * HEIGHT
     source = {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
-    run = {"name": "run", "label": "run", "type": "query", "datasource": SOURCE, "multi": True, "includeAll": True,
-           "query": "label_values(skyasync_running, run)", "refresh": 2}  # fmt: skip
+    run = {
+        "name": "run",
+        "label": "run",
+        "type": "query",
+        "datasource": SOURCE,
+        "multi": True,
+        "includeAll": True,
+        "query": "label_values(skyasync_running, run)",
+        "refresh": 2,
+    }
     return {
-        "uid": "skyasync", "title": "skyasync", "tags": ["skyasync"], "schemaVersion": 39, "refresh": "30s",
-        "time": {"from": "now-6h", "to": "now"}, "templating": {"list": [source, run]}, "panels": panels,
-    }  # fmt: skip
+        "uid": "skyasync",
+        "title": "skyasync",
+        "tags": ["skyasync"],
+        "schemaVersion": 39,
+        "refresh": "30s",
+        "time": {"from": "now-6h", "to": "now"},
+        "templating": {"list": [source, run]},
+        "panels": panels,
+    }
 
 
 if __name__ == "__main__":

@@ -92,9 +92,12 @@ class ProgressView:
                     self._captured = _Captured(self._folder / "driver.log", force=force)
                     self._console = ScreenConsole(file=self._captured.tty, force_terminal=True if force else None)
             self._live = Live(
-                console=self._console, auto_refresh=False, transient=True,
-                redirect_stdout=self._captured is None, redirect_stderr=self._captured is None,
-            )  # fmt: skip
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=self._captured is None,
+                redirect_stderr=self._captured is None,
+            )
             self._live.start()
         return self
 

@@ -180,8 +180,9 @@ class Timeline:
                 del self._open[ticket]
             self.add_span(name, track, start, self._clock(), step, **args)
 
-    def add_span(self, name: str, track: str, start_s: float, end_s: float,
-                 step: int | None = None, **args: object) -> None:  # fmt: skip
+    def add_span(
+        self, name: str, track: str, start_s: float, end_s: float, step: int | None = None, **args: object
+    ) -> None:
         """Record a span that is measured already; spans that overlap on a track are drawn in lanes below each other."""
         span = Span(name, track, start_s, max(start_s, end_s), step)
         with self._lock:

@@ -87,8 +87,15 @@ class MultiTracker:
         UserError: for an unknown name or a missing package, when built and never later.
     """
 
-    def __init__(self, names: Sequence[str], run_dir: RunDirectory, config: Mapping[str, Any] | None = None, *,
-                 project_name: str = "skyasync", extra: Iterable[Tracker] = ()) -> None:  # fmt: skip
+    def __init__(
+        self,
+        names: Sequence[str],
+        run_dir: RunDirectory,
+        config: Mapping[str, Any] | None = None,
+        *,
+        project_name: str = "skyasync",
+        extra: Iterable[Tracker] = (),
+    ) -> None:
         context = TrackerContext(run_dir, config or {}, project_name)
         self._trackers: list[tuple[str, Tracker]] = [(name, TRACKERS[name](context)) for name in names]
         self._trackers += [(type(tracker).__name__, tracker) for tracker in extra]
@@ -236,9 +243,13 @@ class WandbTracker(_ServiceRun):
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4))
         self._run = wandb.init(
-            project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
-            dir=str(context.run_dir.path), config=dict(context.config),
-        )  # fmt: skip
+            project=context.project_name,
+            name=context.run_dir.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=str(context.run_dir.path),
+            config=dict(context.config),
+        )
 
 
 @TRACKERS.register("mlflow", package="mlflow")
@@ -292,9 +303,13 @@ class SwanlabTracker(_ServiceRun):
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(11)[:21])  # of the length that the service asks for
         self._run = swanlab.init(
-            project=context.project_name, name=context.run_dir.name, id=id_file.read_text(), resume="allow",
-            log_dir=str(context.run_dir.path / "swanlab"), config=dict(context.config),
-        )  # fmt: skip
+            project=context.project_name,
+            name=context.run_dir.name,
+            id=id_file.read_text(),
+            resume="allow",
+            log_dir=str(context.run_dir.path / "swanlab"),
+            config=dict(context.config),
+        )
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

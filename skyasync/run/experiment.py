@@ -290,13 +290,27 @@ class BasePPOExp:
         generator = self.cfg.generator
         names = generator.engines or [str(index) for index in range(generator.num_inference_engines)]
         return ElasticEngines(
-            self.parts.client, weight_sync, supervisor, self.get_joining_engine, names,
-            self.run_dir.path / ENGINES_FILE, interval_s=generator.heartbeat_s, limit_s=self.cfg.trainer.step_timeout_s,
-        )  # fmt: skip
+            self.parts.client,
+            weight_sync,
+            supervisor,
+            self.get_joining_engine,
+            names,
+            self.run_dir.path / ENGINES_FILE,
+            interval_s=generator.heartbeat_s,
+            limit_s=self.cfg.trainer.step_timeout_s,
+        )
 
-    def get_trainer(self, cfg: Config, tracker: Tracker, tokenizer: Tokenizer, train_dataset: Sequence[Prompt],
-                    eval_dataset: Sequence[Prompt] | None, inference_engine_client: Client, generator: Generator,
-                    colocate_pg: object) -> RayPPOTrainer:  # fmt: skip
+    def get_trainer(
+        self,
+        cfg: Config,
+        tracker: Tracker,
+        tokenizer: Tokenizer,
+        train_dataset: Sequence[Prompt],
+        eval_dataset: Sequence[Prompt] | None,
+        inference_engine_client: Client,
+        generator: Generator,
+        colocate_pg: object,
+    ) -> RayPPOTrainer:
         """The plan: by default the one that ``trainer.plan`` names."""
         return PLANS.find(cfg.trainer.plan).get_trainer(
             cfg=cfg,

@@ -111,8 +111,11 @@ class LivePage:
             return web.Response(status=403, text=problem, headers=HEADERS)
         given = request.query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
-            return web.Response(status=401, text="this page needs its token: open the address that was printed, "
-                                "with ?token=...", headers=HEADERS)  # fmt: skip
+            return web.Response(
+                status=401,
+                text="this page needs its token: open the address that was printed, with ?token=...",
+                headers=HEADERS,
+            )
         answer = await handler(request)
         answer.headers.update(HEADERS)
         return answer
@@ -167,9 +170,13 @@ def live_page(folder: Path) -> Iterator[str]:
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "skyasync.run.live_page", str(folder), str(listening.fileno())],
-                env={**os.environ, "PYTHONPATH": path}, pass_fds=[listening.fileno()], stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL, stderr=log, start_new_session=True,  # Ctrl-C is for the run
-            )  # fmt: skip
+                env={**os.environ, "PYTHONPATH": path},
+                pass_fds=[listening.fileno()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
     try:
         yield url
     finally:

@@ -105,10 +105,16 @@ def start_on_loopback(
     ):
         try:
             ray.init(
-                address="local", include_dashboard=False, logging_level=logging.ERROR, num_cpus=num_cpus,
-                num_gpus=num_gpus, object_store_memory=object_store_memory, log_to_driver=log_to_driver,
-                runtime_env=runtime_env, _temp_dir=os.path.join(watchdog.folder, "ray"),
-            )  # fmt: skip
+                address="local",
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+                object_store_memory=object_store_memory,
+                log_to_driver=log_to_driver,
+                runtime_env=runtime_env,
+                _temp_dir=os.path.join(watchdog.folder, "ray"),
+            )
         except BaseException:
             _watched_by(None)
             raise

@@ -143,8 +143,10 @@ class ResourceMonitor(RunExtension):
                 self._warned.add(name)
                 log.warning(
                     "%.2f GiB of %s are free, and the next checkpoint needs %.2f GiB: make room, or it will fail",
-                    free, where, needed,
-                )  # fmt: skip
+                    free,
+                    where,
+                    needed,
+                )
 
 
 def own_bytes(process: int, field: str = "RssAnon") -> int:

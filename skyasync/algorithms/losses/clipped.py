@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 Statistics: TypeAlias = "dict[str, Tensor]"
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float,
-                      dual_clip: float = 0.0) -> tuple[Tensor, Statistics]:  # fmt: skip
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float = 0.0
+) -> tuple[Tensor, Statistics]:
     """``-min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)``; for A < 0 at most ``-dual_clip A`` where that is set.
 
     Statistics: ``ratio``, and ``clip_fraction``: the tokens on which the clipped term is strictly the smaller one,
@@ -44,8 +45,9 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_hig
 
 @POLICY_LOSSES.register("ppo")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
-def ppo(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float = 0.2,
-        eps_high: float = 0.2) -> tuple[Tensor, Statistics]:  # fmt: skip
+def ppo(
+    current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float = 0.2, eps_high: float = 0.2
+) -> tuple[Tensor, Statistics]:
     """Clipped surrogate with an asymmetric range, ``r = exp(current - anchor)``.
 
     Source: Schulman et al. 2017 (PPO); the asymmetric range ("clip higher") Yu et al. 2025 (DAPO).
@@ -55,8 +57,15 @@ def ppo(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float =
 
 @POLICY_LOSSES.register("dual_clip")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high", dual_clip="clip_ratio_c")
-def dual_clip(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float = 0.2, eps_high: float = 0.2,
-              dual_clip: float = 3.0) -> tuple[Tensor, Statistics]:  # fmt: skip
+def dual_clip(
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float = 3.0,
+) -> tuple[Tensor, Statistics]:
     """PPO whose loss for A < 0 is bounded by ``-dual_clip A`` (gradient 0 beyond).
 
     Source: Ye et al. 2020. verl's "vanilla" loss is this one; ROLL fixes the constant at 1 + 2 eps; TRL's ``delta``
@@ -67,9 +76,18 @@ def dual_clip(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: f
 
 @POLICY_LOSSES.register("decoupled_ppo")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high", cap="behave_imp_weight_cap")
-def decoupled_ppo(current: Tensor, proximal: Tensor, behaviour: Tensor, advantages: Tensor, *, eps_low: float = 0.2,
-                  eps_high: float = 0.2, dual_clip: float = 0.0, cap: float = 5.0,
-                  truncated: bool = False) -> tuple[Tensor, Statistics]:  # fmt: skip
+def decoupled_ppo(
+    current: Tensor,
+    proximal: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float = 0.0,
+    cap: float = 5.0,
+    truncated: bool = False,
+) -> tuple[Tensor, Statistics]:
     """PPO around the proximal policy, times the detached weight ``w = exp(proximal - behaviour)``.
 
     Args:
@@ -93,8 +111,16 @@ def importance_sampling(current: Tensor, anchor: Tensor, advantages: Tensor) -> 
 
 @POLICY_LOSSES.register("sapo")
 @configured(tau_pos="sapo.tau_pos", tau_neg="sapo.tau_neg")
-def sapo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, tau_pos: float = 1.0,
-         tau_neg: float = 1.05, sequence_level: bool = False) -> Tensor:  # fmt: skip
+def sapo(
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+    sequence_level: bool = False,
+) -> Tensor:
     """``-4 / tau sigmoid(tau (r - 1)) A``: a soft gate in place of the clip; tau by the sign of A.
 
     Args:
@@ -112,8 +138,16 @@ def sapo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, t
 
 @POLICY_LOSSES.register("dppo")
 @configured(divergence="dppo.divergence", delta_low="dppo.delta_low", delta_high="dppo.delta_high")
-def dppo(current: Tensor, behaviour: Tensor, advantages: Tensor, *, divergence: str = "tv", delta_low: float = 0.15,
-         delta_high: float = 0.15, ratio_cap: float | None = None) -> tuple[Tensor, Statistics]:  # fmt: skip
+def dppo(
+    current: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    *,
+    divergence: str = "tv",
+    delta_low: float = 0.15,
+    delta_high: float = 0.15,
+    ratio_cap: float | None = None,
+) -> tuple[Tensor, Statistics]:
     """``-r A`` on tokens whose probability has not moved too far in the advantage's direction, 0 on the others.
 
     The move from behaviour mu to current p is measured on the two-way choice "this token or another": total

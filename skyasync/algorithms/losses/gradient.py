@@ -38,8 +38,15 @@ def tis(current: Tensor, anchor: Tensor, advantages: Tensor, *, low: float = 0.0
 
 @POLICY_LOSSES.register("cispo")
 @configured(eps_low="cispo.cispo_eps_clip_low", eps_high="cispo.cispo_eps_clip_high")
-def cispo(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float = 1.0, eps_high: float = 4.0,
-          unified_mask: bool = False) -> tuple[Tensor, Statistics]:  # fmt: skip
+def cispo(
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: float = 1.0,
+    eps_high: float = 4.0,
+    unified_mask: bool = False,
+) -> tuple[Tensor, Statistics]:
     """``-sg[clamp(r, 1 - eps_low, 1 + eps_high)] A log pi``: the weight is clipped, the gradient is not.
 
     Args:
@@ -59,8 +66,15 @@ def cispo(current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float
 
 @POLICY_LOSSES.register("topr")
 @configured(positive_weight="topr.positive_weight", negative_weight="topr.negative_weight")
-def topr(current: Tensor, anchor: Tensor, advantages: Tensor, *, positive: Tensor | None = None,
-         positive_weight: float = 1.0, negative_weight: float = 1.0) -> Tensor:  # fmt: skip
+def topr(
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    *,
+    positive: Tensor | None = None,
+    positive_weight: float = 1.0,
+    negative_weight: float = 1.0,
+) -> Tensor:
     """``-A log pi`` on positive samples, ``-sg[clamp(r, 0, 1)] A log pi`` on negative ones: tapered REINFORCE.
 
     Args:
@@ -86,8 +100,9 @@ def kimi15(current: Tensor, anchor: Tensor, advantages: Tensor, *, tau: float = 
 
 @POLICY_LOSSES.register("rollout_is")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
-def rollout_is(current: Tensor, behaviour: Tensor, advantages: Tensor, *, eps_low: float = 0.2,
-               eps_high: float = 0.2) -> tuple[Tensor, Statistics]:  # fmt: skip
+def rollout_is(
+    current: Tensor, behaviour: Tensor, advantages: Tensor, *, eps_low: float = 0.2, eps_high: float = 0.2
+) -> tuple[Tensor, Statistics]:
     """``-sg[r] A log pi`` where ``1 - eps_low < r < 1 + eps_high``, else 0; ``r = exp(current - behaviour)``.
 
     The ratio is taken straight from the behaviour policy, so no proximal log-probabilities are needed.

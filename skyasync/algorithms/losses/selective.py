@@ -39,8 +39,16 @@ def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 @configured(share="clip_cov.clip_ratio", low="clip_cov.clip_cov_lb", high="clip_cov.clip_cov_ub")
-def mid_covariance(proximal: Tensor, advantages: Tensor, mask: Tensor, *, share: float = 2e-4, low: float = 1.0,
-                   high: float = 5.0, eligible: Tensor | None = None) -> Tensor:  # fmt: skip
+def mid_covariance(
+    proximal: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    eligible: Tensor | None = None,
+) -> Tensor:
     """Tokens (bool) drawn at random among those with ``low < covariance < high``: ``share`` of the mask, at least 1.
 
     Args:
@@ -78,8 +86,15 @@ def small_second_moment(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, th
 @POLICY_LOSSES.register("clip_cov")
 @prepared_by(mid_covariance)
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
-def clip_cov(current: Tensor, anchor: Tensor, advantages: Tensor, selection: Tensor, *, eps_low: float = 0.2,
-             eps_high: float = 0.2) -> tuple[Tensor, Statistics]:  # fmt: skip
+def clip_cov(
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    selection: Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+) -> tuple[Tensor, Statistics]:
     """PPO without the tokens of ``selection``: they would lower the entropy most.
 
     Source: Cui et al. 2025 (the entropy mechanism); ``clip_fraction`` marks the selected tokens.
@@ -101,8 +116,15 @@ def kl_cov(current: Tensor, anchor: Tensor, advantages: Tensor, selection: Tenso
 @POLICY_LOSSES.register("m2po")
 @prepared_by(small_second_moment)
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
-def m2po(current: Tensor, proximal: Tensor, advantages: Tensor, selection: Tensor, *, eps_low: float = 0.2,
-         eps_high: float = 0.2) -> tuple[Tensor, Statistics]:  # fmt: skip
+def m2po(
+    current: Tensor,
+    proximal: Tensor,
+    advantages: Tensor,
+    selection: Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+) -> tuple[Tensor, Statistics]:
     """PPO on the tokens of ``selection`` only, 0 on the others.
 
     The reduction's denominator still counts all tokens; AReaL divides by the kept ones (multiply the mask that

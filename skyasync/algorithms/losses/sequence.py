@@ -20,9 +20,18 @@ if TYPE_CHECKING:
 
 @POLICY_LOSSES.register("gspo")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
-def gspo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float = 0.2,
-         eps_high: float = 0.2, token_gradient: bool = False, mean_advantage: bool = False,
-         product: bool = False) -> tuple[Tensor, Statistics]:  # fmt: skip
+def gspo(
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    token_gradient: bool = False,
+    mean_advantage: bool = False,
+    product: bool = False,
+) -> tuple[Tensor, Statistics]:
     """PPO's surrogate with the sequence ratio ``s = exp(mean_t(current - anchor))`` on each of its tokens.
 
     Use it with the reduction ``sequence_mean``; with ``sequence_token_sum`` it is LUSPO (TRL).
@@ -49,8 +58,9 @@ def gspo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, e
 
 @POLICY_LOSSES.register("gmpo")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
-def gmpo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float = 0.4,
-         eps_high: float = 0.4) -> tuple[Tensor, Statistics]:  # fmt: skip
+def gmpo(
+    current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float = 0.4, eps_high: float = 0.4
+) -> tuple[Tensor, Statistics]:
     """``-A exp(mean_t y)``, y the log-ratio clipped to [-eps_low, eps_high] where that lowers ``A y``.
 
     Use it with the reduction ``sequence_mean``. Source: Zhao et al. 2025 (geometric-mean policy optimisation).
@@ -65,8 +75,17 @@ def gmpo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, e
 
 
 @POLICY_LOSSES.register("vespo")
-def vespo(current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, k_pos: float = 2.0,
-          lambda_pos: float = 3.0, k_neg: float = 3.0, lambda_neg: float = 2.0) -> Tensor:  # fmt: skip
+def vespo(
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Tensor:
     """``-sg[phi] A log pi`` with ``phi = w^k exp(lambda (1 - w))``, w the product of the row's token ratios.
 
     k and lambda by the sign of A (A >= 0 is positive). Source: Shen et al. 2026 (VESPO); TRL ``loss_type=vespo``.

@@ -189,13 +189,19 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
         missing="Needs the engine's log-probabilities: a generator that returns rollout_logprobs.",
     )
     control = [_CONTROL] if "staleness_control/lr_scale" in names else []
-    own = [*(shares[start : start + MOST_OWN] for start in range(0, len(shares), MOST_OWN)),
-           *([name] for name in reported if name not in shares)][:MOST_OWN]  # fmt: skip
+    own = [
+        *(shares[start : start + MOST_OWN] for start in range(0, len(shares), MOST_OWN)),
+        *([name] for name in reported if name not in shares),
+    ][:MOST_OWN]
     environments = [
-        Chart(f"Environments' own metrics: {group[0].removeprefix('env/')}" if len(group) == 1 else
-              "Environments' own metrics", tuple(Line(name, name.removeprefix("env/")) for name in group))
+        Chart(
+            f"Environments' own metrics: {group[0].removeprefix('env/')}"
+            if len(group) == 1
+            else "Environments' own metrics",
+            tuple(Line(name, name.removeprefix("env/")) for name in group),
+        )
         for group in own
-    ]  # fmt: skip
+    ]
     parts = dict.fromkeys(part for row in rows for part in step_parts(row))
     steps = Chart(
         "Seconds per step",

@@ -50,12 +50,28 @@ _VARIABLES = {_INK: "--ink", _PALE: "--pale", _GRID: "--grid", _PAPER: "--card"}
     colour: f"--c{n}" for n, colour in enumerate(_SERIES)
 }
 _STYLE: Any = {
-    "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 11.5, "axes.edgecolor": _PALE,
-    "axes.labelcolor": _INK, "text.color": _INK, "xtick.color": _PALE, "ytick.color": _PALE,
-    "xtick.labelcolor": _INK, "ytick.labelcolor": _INK, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": _GRID, "grid.linewidth": 0.8, "axes.axisbelow": True, "legend.frameon": False,
-    "figure.facecolor": "none", "axes.facecolor": "none", "legend.fontsize": 11, "axes.formatter.useoffset": False,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 11.5,
+    "axes.edgecolor": _PALE,
+    "axes.labelcolor": _INK,
+    "text.color": _INK,
+    "xtick.color": _PALE,
+    "ytick.color": _PALE,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "legend.fontsize": 11,
+    "axes.formatter.useoffset": False,
+}
 
 
 def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
@@ -217,12 +233,15 @@ def read_spans(path: Path) -> list[Span]:
     part = max((event["pid"] for event in events), default=0)
     return [
         Span(
-            event["name"], lanes.get((part, event["tid"]), "?"), event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6, event.get("args", {}).get("step"),
+            event["name"],
+            lanes.get((part, event["tid"]), "?"),
+            event["ts"] / 1e6,
+            (event["ts"] + event["dur"]) / 1e6,
+            event.get("args", {}).get("step"),
         )
         for event in events
         if event["pid"] == part
-    ]  # fmt: skip
+    ]
 
 
 def _event(line: str) -> dict[str, Any] | None:
