@@ -37,20 +37,19 @@ The model is written to trainer.export_path, or to the folder model of the run's
 skyasync train trainer.policy.model.path=runs/NAME/model
 """
 
-READ = tuple(
-    """
-    trainer.policy. trainer.parallel. trainer.placement.policy_ trainer.placement.timeout_s
-    trainer.algorithm.loss_reduction trainer.algorithm.max_seq_len trainer.strategy trainer.epochs
-    trainer.max_training_steps trainer.train_batch_size trainer.policy_mini_batch_size trainer.update_epochs_per_batch
-    trainer.micro_ trainer.max_prompt_length trainer.eval_batch_size trainer.eval_interval trainer.eval_minutes
-    trainer.eval_before_train trainer.ckpt_ trainer.resume_mode trainer.export_ trainer.profile_steps trainer.run_name
-    trainer.runs_dir trainer.project_name trainer.logger trainer.terminal trainer.seed trainer.step_timeout_s
-    trainer.save_samples trainer.dump_trajectories trainer.report trainer.live_page trainer.sigterm_grace_s
-    trainer.max_restarts trainer.heartbeat_timeout_s trainer.on_nonfinite trainer.on_spike trainer.spike_limits
-    trainer.max_bad_steps generator.sampling_params.max_generate_length data.train_data data.val_data data.prompt_key
-    data.apply_chat_template data.chat_template data.chat_template_kwargs data.system_prompt ray.
-    """.split()
-)
+_READ = {
+    "trainer.": (
+        "policy. parallel. placement.policy_ placement.timeout_s algorithm.loss_reduction algorithm.max_seq_len "
+        "strategy epochs max_training_steps train_batch_size policy_mini_batch_size update_epochs_per_batch micro_ "
+        "max_prompt_length eval_batch_size eval_interval eval_minutes eval_before_train ckpt_ resume_mode export_ "
+        "profile_steps run_name runs_dir project_name logger terminal seed step_timeout_s save_samples "
+        "dump_trajectories report live_page sigterm_grace_s max_restarts heartbeat_timeout_s on_nonfinite on_spike "
+        "spike_limits max_bad_steps"
+    ),
+    "data.": "train_data val_data prompt_key apply_chat_template chat_template chat_template_kwargs system_prompt",
+    "generator.": "sampling_params.max_generate_length",
+}
+READ = ("ray.", *(group + key for group, keys in _READ.items() for key in keys.split()))
 """Beginnings of the keys that have an effect."""
 NOT_READ = ("trainer.policy.router_replay", "trainer.policy.lora.sync", "trainer.ckpt_rollouts")
 
