@@ -1,15 +1,54 @@
 """The off-policy mathematics of reinforcement learning: pure functions on ``[batch, length]`` tensors with masks.
 
-Invariant: importing this package imports no torch; the registries load a module when one of its names is asked
-for. The functions import nothing of the library but its registries and errors.
+Here are its five registries: which modules hold their parts, what these may take, what they can do.
+
+Invariant: importing this package imports no torch, and neither does asking what is registered and what it needs; a
+module is loaded when one of its names is asked for. The functions import nothing of the library but its registries and
+errors.
 """
 
-from skyasync.algorithms.registries import (
-    ADVANTAGE_ESTIMATORS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LOSS_REDUCTIONS,
-    POLICY_LOSSES,
-)
+from __future__ import annotations
+
+from pathlib import Path
+
+from skyasync.registry import Registry
 
 __all__ = ["ADVANTAGE_ESTIMATORS", "CORRECTIONS", "KL_ESTIMATORS", "LOSS_REDUCTIONS", "POLICY_LOSSES"]
+
+_HERE = "skyasync.algorithms"
+_LOSSES = sorted(file.stem for file in Path(__file__).with_name("losses").glob("[!_]*.py"))
+
+POLICY_LOSSES = Registry(
+    "policy loss",
+    [f"{_HERE}.losses.{module}" for module in _LOSSES],
+    inputs="current anchor proximal behaviour reference advantages mask entropy selection",
+    needs="current",
+)
+
+ADVANTAGE_ESTIMATORS = Registry(
+    "advantage estimator",
+    [f"{_HERE}.advantages"],
+    inputs="rewards values mask group_ids",
+    needs="rewards mask",
+    capabilities={
+        # A sample is compared with the rest of its group: in a group of one every advantage is 0. A setting's name
+        # in place of true: where that setting is "group".
+        "group_relative": False,
+        # An advantage depends on other groups of the batch as well. A setting's name: where that is "batch", or true.
+        "whole_batch": False,
+        # Rewards enter at all.
+        "rewarded": True,
+    },
+)
+
+KL_ESTIMATORS = Registry("KL estimator", [f"{_HERE}.kl"], inputs="current reference", needs="current reference")
+
+CORRECTIONS = Registry("off-policy correction", [f"{_HERE}.corrections"], inputs="proximal behaviour advantages mask")
+
+LOSS_REDUCTIONS = Registry(
+    "loss reduction",
+    [f"{_HERE}.reductions"],
+    inputs="mask group_ids",
+    needs="mask",
+    capabilities={"by_parts": False},  # its weights can be made group by group (``divided_by``)
+)

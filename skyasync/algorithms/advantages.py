@@ -3,17 +3,18 @@
 Invariant: an estimator takes ``rewards [batch, length]`` (0 where none is earned), ``mask [batch, length]`` and
 ``group_ids [batch]``, and returns ``(advantages, returns)``, both ``[batch, length]`` and 0 outside the mask.
 A sample's score is the sum of its rewards wherever they stand, so that a sample without loss tokens still counts
-in its group's baseline. A group whose scores are all equal gets 0 from every group-relative estimator.
+in its group's baseline. A score of NaN is no score: it enters no statistic and its own advantage is 0.
+Statistics are computed in float64 (``normalize``, ``Pools``); a group whose scores are all equal gets exactly 0 from
+every group-relative estimator, whatever rounding and epsilon do.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.binding import bind, configured, setting
 from skyasync.algorithms.masked import JoinedRows, whiten
-from skyasync.algorithms.normalization import Pools, normalize
-from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.values import discounted_returns, gae
 from skyasync.lazy_torch import torch
 
@@ -138,7 +139,7 @@ def normalized(
 ) -> Estimate:
     """Any cell of the matrix {group, batch, none} x {group, batch, none} of mean and standard deviation.
 
-    See ``normalization.normalize``. Source: AReaL ``reward_norm``, ROLL ``norm_mean_type`` and ``norm_std_type``.
+    See ``normalize``. Source: AReaL ``reward_norm``, ROLL ``norm_mean_type`` and ``norm_std_type``.
     """
     advantages = normalize(
         scores(rewards),
@@ -187,7 +188,7 @@ def reinforce_pp_baseline(
 def generalized(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0, whitened: bool = True
 ) -> Estimate:
-    """Generalised advantage estimation with a critic, whitened over the batch's tokens. See ``returns.gae``."""
+    """Generalised advantage estimation with a critic, whitened over the batch's tokens. See ``values.gae``."""
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lambd=lambd)
     return (whiten(advantages, mask) if whitened else advantages), returns
 
@@ -236,3 +237,82 @@ def grpo_passk(
 def none(rewards: Tensor, mask: Tensor) -> Estimate:
     """0 everywhere: rewards are measured, and teach nothing (a teacher does)."""
     return torch.zeros_like(rewards), torch.zeros_like(rewards)
+
+
+def normalize(
+    scores: Tensor,
+    group_ids: Tensor,
+    *,
+    mean: str = "group",
+    std: str = "group",
+    leave_one_out: bool = False,
+    unbiased: bool = True,
+    eps: float = 1e-6,
+    raw_std: bool = False,
+    singleton_raw: bool = False,
+) -> Tensor:
+    """``(score - mean) / (std + eps)``, each over the group, the batch or not at all; ``[batch]``.
+
+    Args:
+        scores: ``[batch]``; NaN is a sample without a reward.
+        mean, std: "group", "batch" or "none".
+        leave_one_out: the mean of the *others* (RLOO).
+        unbiased: the standard deviation divides by n - 1.
+        raw_std: the spread of the scores (TRL, ROLL), not of the centred ones (AReaL). They differ for
+            ``mean="group", std="batch"`` and with ``leave_one_out``. Either is taken about its own pool's mean.
+        singleton_raw: a group of one keeps its score as its advantage (SkyRL, verl); otherwise it gets 0, having
+            nothing to be compared with.
+    """
+    values = scores.double()
+    known = ~values.isnan()
+    values = torch.where(known, values, 0)
+    groups = Pools(group_ids, known)
+    pools = {"group": groups, "batch": Pools(torch.zeros_like(group_ids), known)}
+    centred = values
+    if mean != "none":
+        pool = pools[mean]
+        centred = values - pool.mean(values)
+        if leave_one_out:
+            centred = centred * pool.sizes / (pool.sizes - 1).clamp(min=1)
+        centred = torch.where(pool.constant(values), 0, centred)
+    result = centred
+    if std != "none":
+        pool = pools[std]
+        deviation = pool.deviation(values if raw_std else centred, unbiased=unbiased)
+        result = centred / (torch.where(pool.sizes > 1, deviation, 1.0) + eps)
+    if mean == "group":
+        alone = values / (1 + eps if std == "group" else 1) if singleton_raw else torch.zeros_like(values)
+        result = torch.where(groups.sizes == 1, alone, result)
+    return torch.where(known, result, 0).to(scores.dtype)
+
+
+class Pools:
+    """Statistics of the known members of each pool, handed back to every sample (``[batch]``, float64)."""
+
+    def __init__(self, ids: Tensor, known: Tensor) -> None:
+        unique, self.index = torch.unique(ids, return_inverse=True)
+        self.count, self.known = len(unique), known
+        self.sizes = self.sum(torch.ones_like(known, dtype=torch.float64))
+
+    def sum(self, values: Tensor) -> Tensor:
+        totals = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        return totals.index_add(0, self.index, torch.where(self.known, values, 0))[self.index]
+
+    def mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.sizes.clamp(min=1)
+
+    def deviation(self, values: Tensor, *, unbiased: bool = True) -> Tensor:
+        """Of the known values of the sample's pool, about their mean."""
+        centred = values - self.mean(values)
+        return (self.sum(centred.square()) / (self.sizes - int(unbiased)).clamp(min=1)).sqrt()
+
+    def constant(self, values: Tensor) -> Tensor:
+        """Bool ``[batch]``: all known values of the sample's pool are the same number."""
+        return self.extreme(values, "amax") == self.extreme(values, "amin")
+
+    def extreme(self, values: Tensor, which: str) -> Tensor:
+        """The largest ("amax") or smallest ("amin") known value of the sample's pool."""
+        fill = -torch.inf if which == "amax" else torch.inf
+        totals = torch.full((self.count,), fill, dtype=torch.float64, device=values.device)
+        values = torch.where(self.known, values, fill)
+        return totals.scatter_reduce(0, self.index, values, which)[self.index]

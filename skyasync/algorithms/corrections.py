@@ -16,10 +16,10 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
+from skyasync.algorithms import CORRECTIONS
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.kl import kl_estimate
 from skyasync.algorithms.masked import EXPONENT_BOUND, log_ratio, masked_mean, row_mean, row_sum, segment_mean
-from skyasync.algorithms.registries import CORRECTIONS
 from skyasync.errors import UserError, unknown
 from skyasync.lazy_torch import torch
 

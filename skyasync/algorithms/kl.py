@@ -22,9 +22,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from skyasync.algorithms import KL_ESTIMATORS
 from skyasync.algorithms.binding import setting
 from skyasync.algorithms.masked import log_ratio, masked_mean
-from skyasync.algorithms.registries import KL_ESTIMATORS
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:

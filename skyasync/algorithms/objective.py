@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
 from skyasync.algorithms.binding import Bound, bind, refuse_unused_extra, setting
 from skyasync.algorithms.kl import kl_estimate
 from skyasync.algorithms.masked import log_ratio
 from skyasync.algorithms.reductions import loss_weights
-from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
 from skyasync.errors import UserError
 
 __all__ = ["Objective", "loss_weights"]

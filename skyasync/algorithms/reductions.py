@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from skyasync.algorithms import LOSS_REDUCTIONS
 from skyasync.algorithms.binding import bind, configured
 from skyasync.algorithms.masked import JoinedRows
-from skyasync.algorithms.registries import LOSS_REDUCTIONS
 from skyasync.errors import UserError
 from skyasync.lazy_torch import torch
 

@@ -1,19 +1,24 @@
-"""What happens to rewards before they become advantages: truncation, length penalties, scale, clip, normalisation.
+"""What happens to rewards before they become advantages: truncation, length penalties, scale, clip, normalisation; and
+which groups are worth training on.
 
 Invariant: a change is put on the last loss token of its sample, so that a sample's score is the shaped reward and
-discounting sees it at the end. Shaping sees what the environment gave: a KL penalty is subtracted after it.
+discounting sees it at the end. Shaping sees what the environment gave: a KL penalty is subtracted after it. A filter
+looks at the rewards of one group (a sequence of floats) and answers yes or no. Importing this imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from skyasync.algorithms.advantages import normalize
 from skyasync.algorithms.binding import setting
 from skyasync.algorithms.masked import JoinedRows
-from skyasync.algorithms.normalization import normalize
+from skyasync.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def shape_rewards(
@@ -110,7 +115,7 @@ def overlong_filter(mask: Tensor, stop_reasons: Sequence[str] | Tensor) -> Tenso
     Args:
         stop_reasons: one per row, or bool ``[batch]``: it was truncated.
     """
-    if not isinstance(stop_reasons, Tensor):
+    if not isinstance(stop_reasons, torch.Tensor):
         stop_reasons = torch.tensor([reason != "stop" for reason in stop_reasons], device=mask.device)
     return mask & ~stop_reasons.unsqueeze(1)
 
@@ -121,3 +126,45 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, quantile: float) -> Tenso
     The quantile is that of the tensors given: call it on the whole batch. Source: Wang et al. 2025 (the 80/20 rule).
     """
     return mask & (entropies >= torch.quantile(entropies[mask], quantile))
+
+
+def mean_inside(rewards: Sequence[float], low: float = 0.0, high: float = 1.0) -> bool:
+    """``low < mean < high``, both strict: neither solved by all nor by none.
+
+    Source: DAPO's dynamic sampling; OpenRLHF ``dynamic_filtering``, ROLL ``mean_filter`` and ``difficulty_mask``. A
+    group of equal partial scores passes: use ``has_variance`` to drop it.
+    """
+    return low < fmean(rewards) < high
+
+
+def cannot_be_inside(
+    rewards: Sequence[float], samples: int, *, low: float, high: float, least: float, most: float
+) -> bool:
+    """Whether ``mean_inside`` will say no, whatever the rest of ``samples``, each from ``least`` to ``most``, earn."""
+    total, left = sum(rewards), samples - len(rewards)
+    return (total + left * most) / samples <= low or (total + left * least) / samples >= high
+
+
+def has_variance(rewards: Sequence[float], tolerance: float = 0.0, keep_singletons: bool = True) -> bool:
+    """Some reward differs from another by more than ``tolerance``: the group has a gradient.
+
+    Args:
+        keep_singletons: a group of one passes, there being nothing to compare (verl; SkyRL's zero-variance filter).
+
+    Source: DAPO; SkyRL and verl ask for a standard deviation above 0, which is the same for ``tolerance=0``.
+    """
+    if len(rewards) <= 1:
+        return keep_singletons
+    return max(rewards) - min(rewards) > tolerance
+
+
+def group_filter(cfg: object) -> Callable[[Sequence[float]], bool]:
+    """The filter that ``dynamic_sampling`` in the configuration asks for: rewards of a group -> keep it?"""
+    kind = setting(cfg, "dynamic_sampling.type", "none")
+    if kind == "mean":
+        low, high = setting(cfg, "dynamic_sampling.low", 0.0), setting(cfg, "dynamic_sampling.high", 1.0)
+        return lambda rewards: mean_inside(rewards, low, high)
+    if kind == "variance":
+        tolerance = setting(cfg, "dynamic_sampling.tolerance", 0.0)
+        return lambda rewards: has_variance(rewards, tolerance)
+    return lambda rewards: True

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from skyasync.algorithms.filters import cannot_be_inside
+from skyasync.algorithms.shaping import cannot_be_inside
 from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.inference.interface import GenerationOutput

@@ -45,7 +45,7 @@ class AlgorithmHooks:
 
         Groups with rewards that are not finite stay: ``on_nonfinite`` decides about them.
         """
-        from skyasync.algorithms.filters import group_filter
+        from skyasync.algorithms.shaping import group_filter
 
         algorithm = self.cfg.trainer.algorithm
         keep, metric = group_filter(algorithm), algorithm.dynamic_sampling.metric

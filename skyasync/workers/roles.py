@@ -33,7 +33,7 @@ def never(cfg: Config) -> bool:
 
 
 def estimator_needs_values(cfg: Config) -> bool:
-    from skyasync.algorithms.registries import ADVANTAGE_ESTIMATORS
+    from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 
     return "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs
 

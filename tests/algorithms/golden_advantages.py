@@ -9,10 +9,10 @@ from torch import Tensor
 
 from skyasync.algorithms import advantages as a
 from skyasync.algorithms import shaping
-from skyasync.algorithms.filters import has_variance, mean_inside
+from skyasync.algorithms.advantages import normalize
 from skyasync.algorithms.kl import penalize_rewards
 from skyasync.algorithms.masked import whiten
-from skyasync.algorithms.normalization import normalize
+from skyasync.algorithms.shaping import has_variance, mean_inside
 from skyasync.algorithms.values import discounted_returns, gae, turn_gae
 from tests.algorithms.golden_case import Case, Results, adapter
 

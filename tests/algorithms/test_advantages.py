@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS
-from skyasync.algorithms.advantages import compute_advantages
+from skyasync.algorithms.advantages import compute_advantages, normalize
 from skyasync.algorithms.masked import whiten
-from skyasync.algorithms.normalization import normalize
 from skyasync.algorithms.values import discounted_returns, gae
 from tests.algorithms.batches import config, random_batch
 

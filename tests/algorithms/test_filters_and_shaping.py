@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from skyasync.algorithms.advantages import compute_advantages
-from skyasync.algorithms.filters import group_filter, has_variance, mean_inside
 from skyasync.algorithms.shaping import (
     add_at_end,
+    group_filter,
+    has_variance,
+    mean_inside,
     overlong_filter,
     overlong_penalty,
     shape_rewards,

@@ -99,7 +99,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 def test_names_are_known_without_torch() -> None:
     program = (
-        "import sys, skyasync.algorithms as a, skyasync.algorithms.presets, skyasync.algorithms.filters\n"
+        "import sys, skyasync.algorithms as a, skyasync.algorithms.presets, skyasync.algorithms.shaping\n"
         "names = [n for r in a.__all__ for n in getattr(a, r).names()]\n"
         "assert 'ppo' in names and 'torch' not in sys.modules"
     )

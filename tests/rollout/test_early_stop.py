@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyasync.algorithms.filters import cannot_be_inside, mean_inside
+from skyasync.algorithms.shaping import cannot_be_inside, mean_inside
 from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.rollout.generator_api import generator_output, groups_from_output

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.corrections import truncate, zero_outside
 from skyasync.algorithms.kl import bernoulli_kl
 from skyasync.algorithms.masked import by_sign, log_ratio, row_mean
-from skyasync.algorithms.registries import POLICY_LOSSES
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:

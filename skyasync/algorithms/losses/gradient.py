@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.masked import log_ratio
-from skyasync.algorithms.registries import POLICY_LOSSES
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.losses.clipped import Statistics, clipped_surrogate
 from skyasync.algorithms.masked import log_ratio, masked_mean
-from skyasync.algorithms.registries import POLICY_LOSSES
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:

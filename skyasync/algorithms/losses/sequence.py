@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.binding import configured
 from skyasync.algorithms.losses.clipped import Statistics, clipped_surrogate
 from skyasync.algorithms.masked import EXPONENT_BOUND, by_sign, log_ratio, row_mean, row_sum
-from skyasync.algorithms.registries import POLICY_LOSSES
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:
