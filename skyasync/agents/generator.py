@@ -28,7 +28,7 @@ from skyasync.agents.server import Endpoint
 from skyasync.agents.session import Session
 from skyasync.config.parts import reads_behaviour
 from skyasync.config.schema import Config
-from skyasync.config.schema.agents import ONLINE
+from skyasync.config.schema.generator import ONLINE
 from skyasync.config.schema.sampling import evaluation
 from skyasync.envs.images import read_messages, with_urls
 from skyasync.inference.client import InferenceClient

@@ -21,8 +21,7 @@ from skyasync.rollout.reenactment import Reenactment, ScheduledClient
 from skyasync.rollout.schedule import ScheduledStep
 from skyasync.rollout.trajectory_files import RecordedStep, read
 from skyasync.rollout.types import Group, Prompt, PromptId
-from skyasync.run.engineless import EnginelessExperiment
-from skyasync.run.experiment import BasePPOExp
+from skyasync.run.experiment import BasePPOExp, EnginelessExperiment
 from skyasync.trainer import RayPPOTrainer, Rollout
 from skyasync.trainer.context import Metrics
 from skyasync.trainer.extensions import notify

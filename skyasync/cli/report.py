@@ -52,7 +52,7 @@ def report(argv: Sequence[str]) -> None:
         raise UserError(f"{min(other)} needs --live")
     from skyasync.observability.jsonl import replace_text
     from skyasync.observability.report.page import NAME, page
-    from skyasync.observability.status import read_status
+    from skyasync.observability.run_dir import read_status
 
     path = Path(options.get("--out") or (folders[0] / NAME if len(folders) == 1 else COMPARISON))
     while True:

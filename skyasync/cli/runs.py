@@ -21,7 +21,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.observability import jsonl
 from skyasync.observability.lines import duration
 from skyasync.observability.report import settings
-from skyasync.observability.status import FAILED, FINISHED, LOST, RUNNING, STOPPED, read_status
+from skyasync.observability.run_dir import FAILED, FINISHED, LOST, RUNNING, STOPPED, read_status
 
 HELP = """\
 usage: skyasync runs [FOLDER] [--sort METRIC] [--best] [--json]

@@ -15,7 +15,7 @@ from skyasync.errors import UserError
 from skyasync.observability.run_dir import default_run_name, shown
 from skyasync.preflight.data import first_rows
 from skyasync.preflight.prepare import settle_references
-from skyasync.run.engineless import EnginelessExperiment
+from skyasync.run.experiment import EnginelessExperiment
 from skyasync.trainer.supervised import OBJECTIVE, SupervisedTrainer
 
 if TYPE_CHECKING:

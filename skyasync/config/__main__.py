@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyasync.config.help import meaning
+from skyasync.config.command_line import meaning
 from skyasync.config.keys import MISSING, Keys
 from skyasync.config.schema import Config
 from skyasync.config.values import type_name, written

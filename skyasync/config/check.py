@@ -15,19 +15,15 @@ from skyasync.config.keys import Key, Keys
 from skyasync.config.parts import Plan, functions, reads_behaviour
 from skyasync.config.resume import check_resume
 from skyasync.config.schema import Config
-from skyasync.config.schema.agents import check_agents
 from skyasync.config.schema.algorithm import KL, check_algorithm, check_functions, check_streaming
 from skyasync.config.schema.data import check_data
 from skyasync.config.schema.environment import check_environment
-from skyasync.config.schema.fault_tolerance import check_fault_tolerance
-from skyasync.config.schema.generator import check_generator
+from skyasync.config.schema.generator import check_agents, check_generator, check_weight_sync
 from skyasync.config.schema.judges import check_judges
-from skyasync.config.schema.models import check_models
+from skyasync.config.schema.models import check_models, check_reward_models
 from skyasync.config.schema.placement import OWN_DEVICES, check_placement
-from skyasync.config.schema.reward_models import check_reward_models
 from skyasync.config.schema.sampling import backend, check_lengths, check_sampling, sampling_warnings
-from skyasync.config.schema.trainer import check_admission, check_plan, check_trainer
-from skyasync.config.schema.weight_sync import check_weight_sync
+from skyasync.config.schema.trainer import check_admission, check_fault_tolerance, check_plan, check_trainer
 from skyasync.config.secrets import check_hidden
 from skyasync.config.values import written
 from skyasync.errors import UserError

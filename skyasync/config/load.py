@@ -25,8 +25,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyasync.config.check import check_config
-from skyasync.config.command_line import Assignment, CommandLine, read_command_line, read_file, unknown_key
-from skyasync.config.help import print_help
+from skyasync.config.command_line import Assignment, CommandLine, print_help, read_command_line, read_file, unknown_key
 from skyasync.config.keys import Keys
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden

@@ -12,8 +12,8 @@ from math import ceil
 
 from skyasync.config.model_files import config_file, read_json
 from skyasync.config.schema import Config
+from skyasync.config.schema.generator import BETWEEN_GPUS
 from skyasync.config.schema.sampling import backend, sampling_groups
-from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.registry import resolve_reference

@@ -18,7 +18,7 @@ from skyasync.observability import jsonl
 from skyasync.observability.alarms import alarms
 from skyasync.observability.metric_names import entry_of
 from skyasync.observability.report.charts import sections
-from skyasync.observability.status import RUNNING, read_status
+from skyasync.observability.run_dir import RUNNING, read_status
 
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT = 8, 8  # of a panel, in Grafana's grid of 24 columns

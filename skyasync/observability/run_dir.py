@@ -1,11 +1,13 @@
-"""The folder of one run, its files, and the lock of the one command that trains in it.
+"""The folder of one run, its files, the lock of the one command that trains in it, and how the run ended.
 
 Invariant: two runs never share a folder unless the second one resumes the first. A resumed run replaces what the
-interrupted run had written after the point of resuming; nothing is doubled.
+interrupted run had written after the point of resuming; nothing is doubled. A status is never better than the truth: a
+run whose process is gone without a word is "lost", not running. If it cannot be written, that is a warning.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import itertools
@@ -15,14 +17,16 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
 from skyasync.observability import jsonl
+from skyasync.observability.jsonl import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -184,3 +188,72 @@ def unlock_run(folder: Path) -> None:
         with suppress(OSError):
             os.ftruncate(file, 0)
         os.close(file)
+
+
+STATUS = "status.json"
+RUNNING, FINISHED, STOPPED, FAILED, LOST, UNKNOWN = "running", "finished", "stopped", "failed", "lost", "unknown"
+
+
+@dataclass(frozen=True)
+class Status:
+    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``reason``: why it ended before its last step;
+    ``engine``: the inference engine, and why it was chosen."""
+
+    state: str = UNKNOWN
+    began: float = 0.0
+    ended: float = 0.0
+    pid: int = 0
+    host: str = ""
+    reason: str = ""
+    engine: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.state != RUNNING
+
+
+@contextlib.contextmanager
+def status_file(folder: Path, engine: str = "") -> Iterator[None]:
+    """Write that the run goes on, and after the block how it ended."""
+    began = round(time.time(), 3)
+    status = Status(RUNNING, began=began, pid=os.getpid(), host=socket.gethostname(), engine=engine)
+    _write(folder, status)
+    state = FAILED
+    try:
+        yield
+        state = FINISHED
+    except (KeyboardInterrupt, SystemExit):
+        state = STOPPED
+        raise
+    finally:
+        reason = read_status(folder).reason
+        _write(folder, replace(status, state=state, ended=round(time.time(), 3), reason=reason))
+
+
+def give_reason(folder: Path, reason: str) -> None:
+    """Why the run ends before its last step."""
+    _write(folder, replace(read_status(folder), reason=reason))
+
+
+def read_status(folder: Path) -> Status:
+    """The content of ``status_file``; for a folder without one, what its other files show."""
+    try:
+        values = json.loads((folder / STATUS).read_text(encoding="utf-8"))
+        status = Status(**{name: values[name] for name in Status.__dataclass_fields__ if name in values})
+    except (OSError, ValueError, TypeError):
+        return Status(FAILED if (folder / "error.txt").exists() else UNKNOWN)
+    if status.state == RUNNING and status.host == socket.gethostname():
+        try:
+            os.kill(status.pid, 0)
+        except ProcessLookupError:
+            return replace(status, state=LOST)
+        except PermissionError:  # of another user, and alive
+            pass
+    return status
+
+
+def _write(folder: Path, status: Status) -> None:
+    try:
+        replace_text(folder / STATUS, json.dumps(asdict(status)) + "\n")
+    except OSError as error:
+        log.warning("%s was not written: %s", folder / STATUS, error)

@@ -1,7 +1,5 @@
 """What a run achieved, where its time went, and the one thing that limits its speed.
 
-    python -m skyasync.observability.summary RUN_DIR
-
 Invariant: a pure function of the rows of ``metrics.jsonl``; figures that were not logged are left out, never
 guessed. Shares and rates are weighted by the time of their steps, so that they hold for the whole run.
 """
@@ -9,7 +7,6 @@ guessed. Shares and rates are weighted by the time of their steps, so that they 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,19 +179,3 @@ def print_summary(metrics_path: Path | str) -> bool:
         logger.warning("no summary of %s: %s: %s", metrics_path, type(error).__name__, error)
         return False
     return bool(rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the summary of one run's folder."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if len(given) != 1:
-        print("usage: python -m skyasync.observability.summary RUN_DIR", file=sys.stderr)
-        return 2
-    if not print_summary(Path(given[0]) / "metrics.jsonl"):
-        print(f"no metrics in {given[0]}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -40,7 +40,7 @@ from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from skyasync.algorithms.objective import Objective
 from skyasync.config.schema import Config
-from skyasync.config.schema.reward_models import reward_models
+from skyasync.config.schema.models import reward_models
 from skyasync.errors import UserError
 from skyasync.models import MICRO_BATCH_TOKENS, VOCABULARY
 from skyasync.models.backend import LOGPROBS, TOP_K, VALUES, OutputRequest

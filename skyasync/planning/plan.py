@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from skyasync.config.resume import saves
 from skyasync.config.schema import Config
+from skyasync.config.schema.generator import BETWEEN_GPUS
 from skyasync.config.schema.sampling import backend
-from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.errors import UserError
 from skyasync.heap import RETAINED
 from skyasync.inference.interface import ENGINES as BACKENDS

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.model_files import model_path
 from skyasync.config.schema import Config
+from skyasync.config.schema.generator import BETWEEN_GPUS
 from skyasync.config.schema.sampling import backend
-from skyasync.config.schema.weight_sync import BETWEEN_GPUS
 from skyasync.config.values import written
 from skyasync.models import SCORE
 from skyasync.planning.command import Options, show_plan

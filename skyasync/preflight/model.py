@@ -1,7 +1,8 @@
-"""What a model's folder tells without loading it: its configuration, its tokenizer, and what divides it.
+"""What a model's folder tells without loading it: configuration, tokenizer, what divides it, how much memory it takes.
 
 Invariant: reads JSON and file names alone. A model on the hub is looked for in the cache, then asked for once, for no
-longer than ``ANSWER_S``.
+longer than ``ANSWER_S``. ``check_memory`` never rejects a run that would fit: it counts only weights, gradients and
+optimizer state of the policy, by the size of its files; ``skyasync plan`` measures the rest.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES
 from skyasync.models.images import FAMILIES, reads_images
+from skyasync.utils.machine import Machine
 
 ANSWER_S = 2.0
 MODEL = "trainer.policy.model.path"
@@ -285,3 +287,56 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
     if problem:
         raise UserError(f"{key}={name} is neither a local folder nor to be had from the Hugging Face hub: {problem}")
     return None
+
+
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_FROZEN = {"": 2.0, "nf4": 0.5, "int8": 1.0}  # bytes of a weight below adapters, at least
+_STATE = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes of optimizer state of a parameter, at least
+
+
+def check_memory(cfg: Config, machine: Machine) -> None:
+    """Raises ``UserError`` if the trained policy alone is larger than the machine.
+
+    Args:
+        machine: where all ranks of one node are.
+    """
+    key, path = "trainer.policy.model.path", cfg.trainer.policy.model.path
+    count = parameters(Path(path))
+    placement = cfg.trainer.placement
+    needed = count * bytes_per_parameter(cfg)
+    if machine.gpus:
+        ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+        needed /= cfg.trainer.policy.fsdp_size or ranks
+        available, where = machine.gpu_memory, "each GPU"
+        way_out = f"more ranks than {ranks} (trainer.placement), "
+        if cfg.trainer.policy.cpu_offload != "none":
+            return
+    else:
+        available, where, way_out = machine.host_memory, "this machine", ""
+    if needed <= available:
+        return
+    what = "weights" if cfg.trainer.policy.lora.rank else "weights, gradients and optimizer state"
+    raise UserError(
+        f"{key}={path}: the {what} of its {count / 1e9:.3g}B parameters take at least {needed / 2**30:.0f} GiB, and "
+        f"{where} has {available / 2**30:.0f} GiB: use {way_out}adapters (trainer.policy.lora.rank) or a smaller "
+        f"model; skyasync plan says what fits"
+    )
+
+
+def parameters(folder: Path) -> int:
+    """Parameters in the files of a local folder; 0 where there are none to look at."""
+    if not (folder / CONFIG).is_file():
+        return 0
+    settings = read_json(folder / CONFIG, str(folder))
+    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // _BYTES.get(dtype, 4)
+
+
+def bytes_per_parameter(cfg: Config) -> float:
+    """What a trained parameter takes on the ranks that share it."""
+    policy = cfg.trainer.policy
+    if policy.lora.rank or policy.freeze:
+        return _FROZEN[policy.lora.base_dtype]
+    rounded = policy.optimizer_config.bf16_stochastic_round
+    state = _STATE[policy.optimizer_config.name]
+    return 4 + (state / 2 if rounded else state + 4)

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from skyasync.agents.parsers import VLLM, check_parsers
 from skyasync.callbacks import RunExtension, TrainerCallback
 from skyasync.config.schema import Config
-from skyasync.config.schema.agents import ONLINE
 from skyasync.config.schema.environment import judges
+from skyasync.config.schema.generator import ONLINE
 from skyasync.config.schema.sampling import backend
 from skyasync.envs.base import STEP_FORM, BaseTextEnv
 from skyasync.envs.registry import ENVS, SERVED

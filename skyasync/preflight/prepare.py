@@ -33,7 +33,6 @@ from skyasync.config.resume import (
 )
 from skyasync.config.schema import Config
 from skyasync.config.schema.judges import judges_of
-from skyasync.config.schema.reward_models import WHERE
 from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import Secrets
 from skyasync.data.sources import absolute, absolute_all
@@ -46,8 +45,14 @@ from skyasync.observability.jsonl import replace_text
 from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run
 from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
-from skyasync.preflight.memory import check_memory
-from skyasync.preflight.model import check_model, check_one_label, check_parallel, check_routers, check_same_tokens
+from skyasync.preflight.model import (
+    check_memory,
+    check_model,
+    check_one_label,
+    check_parallel,
+    check_routers,
+    check_same_tokens,
+)
 from skyasync.preflight.parts import check_parts, plans_named_by
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
@@ -205,7 +210,7 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
         own_tokenizer: the experiment brings one of its own.
     """
     for name, entry in cfg.trainer.reward.models.items():
-        key = f"{WHERE}.{name}.path"
+        key = f"trainer.reward.models.{name}.path"
         path = entry["path"] = model_path(entry["path"], key)
         check_model(path, cfg, key=key, own_tokenizer=True)
         check_one_label(path, key, trained=True)

@@ -11,9 +11,10 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 from uuid import uuid4
 
 from skyasync.config.schema import Config
@@ -27,7 +28,9 @@ from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config, engines_per_device, rounding
 from skyasync.observability.run_dir import RunDirectory
 from skyasync.preflight.prepare import prepare
+from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.tokenizer import with_template
+from skyasync.rollout.types import GeneratorInput, Trajectory
 from skyasync.run import launch
 from skyasync.run.components import Components
 from skyasync.run.recovery import Recovery
@@ -35,10 +38,11 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans import PLANS
 from skyasync.workers.roles import POLICY, ROLES, Role
 
-if TYPE_CHECKING:  # what these import is loaded where it is used
+if TYPE_CHECKING:
     from skyasync.callbacks import RunExtension
     from skyasync.inference.client import InferenceClient
     from skyasync.inference.elastic import ElasticEngines
+    from skyasync.inference.interface import EngineStats
     from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observability.timeline import Timeline
     from skyasync.observability.trackers import Tracker
@@ -48,7 +52,7 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.rollout.types import Prompt
     from skyasync.run.placement import Placement
     from skyasync.trainer.context import Client
-    from skyasync.weight_sync.sync import Destination, Source, WeightSync
+    from skyasync.weight_sync.sync import Destination, Paused, Source, WeightSync
     from skyasync.workers.dispatch import RayWorkerDispatch
 
 
@@ -371,3 +375,57 @@ class BasePPOExp:
 
     def engine_config(self) -> EngineConfig:
         return engine_config(self.cfg, gpus=self.gpus)
+
+
+class EnginelessExperiment(BasePPOExp):
+    """Its settings of engines are replaced: they have no effect."""
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        generator = cfg.generator
+        generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
+        generator.max_engine_restarts = 0
+        generator.backend = "transformers"  # which needs nothing installed
+        cfg.trainer.placement.colocate_all = False
+
+    def get_inference_client(self) -> InferenceClient:
+        return cast("InferenceClient", NoEngines())
+
+    def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
+        return NoGenerator()
+
+    def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> None:
+        """None: nothing is played."""
+
+    def get_weight_sync(
+        self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+    ) -> WeightSync:
+        return cast("WeightSync", NoSync())
+
+
+class NoEngines:
+    """Replaces the inference client."""
+
+    engines: ClassVar[list[object]] = []
+
+    async def start(self) -> None: ...
+    async def cut(self) -> None: ...
+    async def pause(self, mode: str = "keep") -> None: ...
+    async def resume(self) -> None: ...
+    async def shutdown(self) -> None: ...
+    async def stats(self) -> list[EngineStats]:
+        return []
+
+
+class NoGenerator(TrajectoryGenerator):
+    async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
+        raise AssertionError("a run without engines generates nothing")
+
+
+class NoSync:
+    """Replaces the weight sync."""
+
+    async def measure_floor(self) -> None: ...
+    async def sync(self, version: int, paused: Paused = nullcontext) -> None: ...
+    async def verify(self, version: int) -> dict[str, float]:
+        return {}

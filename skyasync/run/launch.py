@@ -35,7 +35,7 @@ T = TypeVar("T")
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
     """Train; the last metrics, or None if the run was stopped."""
     from skyasync.observability.report.page import write_report
-    from skyasync.observability.status import status_file
+    from skyasync.observability.run_dir import status_file
     from skyasync.observability.timeline import to_the_end
 
     experiment.began_s = time.time()

@@ -35,7 +35,7 @@ from skyasync.inference.origin_check import foreign_origin, is_loopback
 from skyasync.observability.plots import labels
 from skyasync.observability.prometheus import exposition
 from skyasync.observability.report.page import LIVE_SCRIPT, page
-from skyasync.observability.status import read_status
+from skyasync.observability.run_dir import read_status
 
 LOOPBACK = "127.0.0.1"
 READ = ("metrics.jsonl", "samples.jsonl", "status.json", "restarts.jsonl")  # what changes a page

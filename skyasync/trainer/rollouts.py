@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from skyasync.config.schema import TrainerConfig
-from skyasync.config.schema.reward_models import reward_models
+from skyasync.config.schema.models import reward_models
 from skyasync.data.prompts import PromptBatch, PromptCursor
 from skyasync.errors import UserError
 from skyasync.rollout.types import Group, Prompt

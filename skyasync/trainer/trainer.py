@@ -26,8 +26,7 @@ from skyasync.config.schema.algorithm import check_streaming
 from skyasync.data.prompts import PromptBatch, PromptStream
 from skyasync.errors import NonFiniteError, UserError
 from skyasync.observability.jsonl import read_rows
-from skyasync.observability.run_dir import RunDirectory
-from skyasync.observability.status import give_reason
+from skyasync.observability.run_dir import RunDirectory, give_reason
 from skyasync.observability.timeline import Timeline
 from skyasync.observability.trackers import Tracker
 from skyasync.rollout.episode_limits import check_given_up

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from skyasync.config.schema.reward_models import reward_models
+from skyasync.config.schema.models import reward_models
 from skyasync.models.backend import TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import TokenBatch
 from skyasync.workers.model_worker import ModelWorker

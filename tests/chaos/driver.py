@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from skyasync.observability.jsonl import read_rows
-from skyasync.observability.status import read_status
+from skyasync.observability.run_dir import read_status
 from tests.chaos.audit import Ending, Seen, Strike, in_words
 from tests.chaos.channel import MISSED_S, VARIABLE, Order, Orders
 from tests.chaos.events import Event

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.observability.status import status_file
+from skyasync.observability.run_dir import status_file
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observability.status import read_status
+from skyasync.observability.run_dir import read_status
 from tests import warm
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment

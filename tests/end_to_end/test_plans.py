@@ -10,7 +10,7 @@ import pytest
 
 from skyasync import load_config
 from skyasync.config.load import dump_config
-from skyasync.observability.status import read_status
+from skyasync.observability.run_dir import read_status
 from tests.end_to_end.runs import Train, Trained
 from tests.observability import chrome_trace, perfetto
 

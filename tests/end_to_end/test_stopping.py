@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyasync import TrainerCallback, main
-from skyasync.observability.status import FINISHED, read_status
+from skyasync.observability.run_dir import FINISHED, read_status
 from tests.end_to_end.runs import Trained, arguments
 
 pytestmark = pytest.mark.slow

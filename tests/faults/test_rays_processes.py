@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.observability.jsonl import read_rows
-from skyasync.observability.status import FAILED, FINISHED, read_status
+from skyasync.observability.run_dir import FAILED, FINISHED, read_status
 from tests.chaos.audit import wrong_prompts, wrong_steps
 from tests.chaos.leaks import leftovers
 from tests.chaos.process_tree import Process, family

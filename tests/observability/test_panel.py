@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from skyasync.observability.panel import History, panel, sparkline
 from skyasync.observability.progress import LatestSample, ProgressReport
+from skyasync.observability.terminal import History, panel, sparkline
 
 METRICS = {
     "reward/mean": 0.634, "eval/score": 0.612, "response/length_mean": 9.81, "response/truncated": 0.02,

@@ -33,14 +33,6 @@ def test_the_picture_of_a_run_is_wide_enough_for_a_readme(tmp_path, stale):
     assert sorted(file.name for file in run.iterdir()) == ["metrics.jsonl", "reward.png"]
 
 
-def test_runs_are_compared_even_if_their_folders_have_one_name(tmp_path):
-    runs = [a_run(tmp_path / place / "run", stale=place == "x") for place in ("x", "y")]
-    assert plots.compare_runs(runs, tmp_path / "both.png")
-    one, both = tmp_path / "one.png", tmp_path / "both.png"
-    assert plots.compare_runs(runs[:1], one)
-    assert one.read_bytes() != both.read_bytes()
-
-
 def test_a_picture_that_cannot_be_drawn_is_one_warning_and_the_old_one_stays(tmp_path, caplog):
     out = tmp_path / "reward.png"
     out.write_bytes(b"old")
@@ -60,12 +52,3 @@ def test_smoothing_keeps_a_straight_line_and_flattens_noise():
     noisy = [float(index % 2) for index in range(50)]
     assert max(plots.smooth(noisy)[5:-5]) < 0.7
     assert plots.smooth([]) == []
-
-
-def test_the_command_draws_into_the_runs_folder_and_fails_without_metrics(tmp_path, capsys):
-    run = a_run(tmp_path / "a")
-    assert plots.main([str(run)]) == 0
-    assert capsys.readouterr().out.strip() == str(run / "reward.png")
-    assert plots.main([str(run), str(a_run(tmp_path / "b")), "--out", str(tmp_path / "both.png")]) == 0
-    assert png_size(tmp_path / "both.png") == (1200, 675)
-    assert plots.main([str(tmp_path / "absent")]) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.observability.status import NAME, read_status, status_file
+from skyasync.observability.run_dir import STATUS, read_status, status_file
 
 
 def test_a_run_that_goes_on_and_one_that_is_over(tmp_path: Path) -> None:
@@ -30,10 +30,10 @@ def test_what_ends_a_run_is_told(tmp_path: Path, error: type[BaseException], sta
 
 def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:
     with status_file(tmp_path):
-        values = json.loads((tmp_path / NAME).read_text())
+        values = json.loads((tmp_path / STATUS).read_text())
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    (tmp_path / NAME).write_text(json.dumps(values | {"state": "running", "pid": gone.pid}))
+    (tmp_path / STATUS).write_text(json.dumps(values | {"state": "running", "pid": gone.pid}))
     assert read_status(tmp_path).state == "lost"
 
 

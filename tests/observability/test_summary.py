@@ -107,12 +107,11 @@ def test_values_that_were_not_finite_are_counted():
     assert "3 values were NaN or infinite" in text_of(summarise(rows))
 
 
-def test_the_command_prints_the_summary_of_a_folder(tmp_path, capsys):
+def test_the_summary_of_a_file_is_printed(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step(1, idle__trainer=0.7)) + "\n")
-    assert summary.main([str(tmp_path)]) == 0
+    assert summary.print_summary(tmp_path / "metrics.jsonl")
     assert "generation is the bottleneck" in capsys.readouterr().out
-    assert summary.main([str(tmp_path / "absent")]) == 1
-    assert summary.main([]) == 2
+    assert not summary.print_summary(tmp_path / "absent.jsonl")
 
 
 def test_metrics_that_cannot_be_summed_up_are_a_warning(tmp_path, caplog):

@@ -10,7 +10,7 @@ import pytest
 
 from skyasync.config import Config, load_config
 from skyasync.errors import UserError
-from skyasync.preflight.memory import check_memory
+from skyasync.preflight.model import check_memory
 from skyasync.utils.machine import Machine
 
 GIB = 1 << 30

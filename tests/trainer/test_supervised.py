@@ -15,7 +15,7 @@ from skyasync.config.schema import Config
 from skyasync.data.demonstrations import Demonstration, load_demonstrations
 from skyasync.examples.tiny.model import build
 from skyasync.examples.tiny.tasks import questions
-from skyasync.run.engineless import NoEngines, NoGenerator, NoSync
+from skyasync.run.experiment import NoEngines, NoGenerator, NoSync
 from skyasync.trainer.supervised import OBJECTIVE, SupervisedTrainer
 from skyasync.workers.local import LocalDispatch
 from tests.trainer.plans.local_run import Rows

@@ -19,10 +19,10 @@ from skyasync.config.schema.models import (
     OptimizerConfig,
     PolicyConfig,
     RefConfig,
+    RewardConfig,
     TeacherConfig,
 )
 from skyasync.config.schema.placement import ParallelConfig, PlacementConfig
-from skyasync.config.schema.reward_models import RewardConfig
 from skyasync.config.schema.sampling import EvalSamplingConfig, SamplingConfig
 from skyasync.config.schema.trainer import TrainerConfig
 

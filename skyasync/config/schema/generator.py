@@ -1,4 +1,4 @@
-"""Settings of the engines and of what is asked of them.
+"""Settings of the engines: what is asked of them, how new weights reach them, and agent programs.
 
 Invariant: no engine's name stands in a check; a user's engine is judged by the same rules.
 """
@@ -11,14 +11,182 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.keys import key
 from skyasync.config.parts import engines_with
-from skyasync.config.schema.agents import AgentsConfig
 from skyasync.config.schema.sampling import EvalSamplingConfig, SamplingConfig, backend
-from skyasync.config.schema.weight_sync import WeightSyncConfig
 from skyasync.config.values import written
+from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import resolve_reference
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config
+
+
+#: What ``generator.agent_program`` says where programs outside of the run play the episodes.
+ONLINE = "online"
+
+
+@dataclass
+class AgentsConfig:
+    """The part of ``GeneratorConfig`` that is about agent programs."""
+
+    agent_func_path: str = key("", open_ended=True)
+    """An OpenRLHF agent's file, played by every row that names no env_class."""
+    agent_program: str = key("", open_ended=True)
+    """Agent program in place of environments, module:function or file.py:function: it is called with data, base_url and
+    api_key of an OpenAI-compatible endpoint, and returns the reward. Or a class with async run(data, **extra). Or
+    online: programs outside of the run open sessions and send their rewards."""
+    turn_discount: float = key(1.0, above=0.0, high=1.0, when="generator.agent_program")
+    """Factor of the reward of each call of an agent program, once for every call before it, where the program gives
+    rewards call by call."""
+    agent_env: list[str] = key([], when="generator.agent_program")
+    """Environment variables that agent programs may see though their names look secret (KEY, TOKEN, ...)."""
+    endpoint_host: str = key("127.0.0.1", open_ended=True, when="generator.agent_program")
+    """Address that the endpoint listens on; one other than the loopback opens it."""
+    endpoint_port: int = key(0, low=0, high=65535, when="generator.agent_program")
+    """Port that the endpoint listens on; 0 is one of the system's choice."""
+    tool_parser: str = key(
+        "hermes", registry="skyasync.agents.parsers:TOOL_PARSERS", open_ended=True, when="generator.agent_program"
+    )
+    """How the model writes calls of tools: a family's form, vllm:NAME for one of vLLM's parsers, or module:function of
+    your own, text -> (text, calls)."""
+    reasoning_parser: str = key(
+        "",
+        choices=("",),
+        registry="skyasync.agents.parsers:REASONING_PARSERS",
+        open_ended=True,
+        when="generator.agent_program",
+    )
+    """How the model writes its thinking, which the endpoint then tells apart from the reply: a family's form,
+    vllm:NAME, or module:function, text -> (thinking, text); empty leaves it in the text."""
+
+
+def check_agents(cfg: Config) -> Iterator[str]:
+    """Settings that would reward what the program rewards, or leave an episode without an end."""
+    generator, env_class = cfg.generator, cfg.environment.env_class
+    file, program = generator.agent_func_path, generator.agent_program
+    if program == ONLINE and not generator.episode_timeout_s:
+        yield (
+            "generator.agent_program=online needs generator.episode_timeout_s: a session whose program never ends it "
+            "would hold up the run"
+        )
+    if program == ONLINE and cfg.environment.on_error == "raise":
+        yield (
+            "generator.agent_program=online needs environment.on_error=mask or keep: with raise, a program outside "
+            "that goes away without ending its session would end the run"
+        )
+    if file and program in other_frameworks().agent_file_programs:  # not chosen, but settled in an earlier run
+        program = ""
+    others = {
+        "environment.env_class": env_class,
+        "environment.reward_funcs": ",".join(cfg.environment.reward_funcs),
+        "generator.agent_func_path": file,
+    }
+    for name, value in others.items():
+        if program and value:
+            yield (
+                f"generator.agent_program={program} plays the episodes and returns their rewards; {name}={value} would "
+                f"not be used: leave one of them empty"
+            )
+    if file and env_class not in ("", other_frameworks().agent_file_environment):
+        yield (
+            f"generator.agent_func_path={file} plays the rows that name no environment, and environment.env_class="
+            f"{env_class} those too: leave one of them empty"
+        )
+
+
+BETWEEN_GPUS = ("nccl", "cuda_ipc")
+"""Values of ``weight_sync_backend`` by which weights never lie in host memory."""
+
+_TRANSFERS = "skyasync.weight_sync.transfers:TRANSFERS"
+
+
+@dataclass
+class WeightSyncConfig:
+    """The part of ``GeneratorConfig`` that is about new weights."""
+
+    weight_sync_backend: str = key("auto", choices=("auto",), registry=_TRANSFERS)
+    """How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with the
+    policy (trainer.placement.colocate_all), else shared_memory; engines on other nodes of a cluster then receive a
+    broadcast over TCP."""
+    weight_sync_mode: str = key("full", choices=("full", "delta"))
+    """What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by nccl or
+    cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent."""
+    weight_sync_dir: str = key("", open_ended=True, when="generator.engines")
+    """Folder that the policy's machine and those of generator.engines see under this path, for weights on their way;
+    empty is shared memory, for servers on the policy's machine."""
+    verify_weight_sync: bool = key(True)
+    """Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."""
+    verify_interval: int = key(10, low=1)
+    """Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc."""
+    weight_sync_tolerance: float = key(0.0, low=0.0, when="generator.verify_weight_sync")
+    """Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up."""
+
+
+def check_weight_sync(cfg: Config) -> Iterator[str]:
+    """Ways that the chosen engine does not have, or that contradict its devices or what is trained."""
+    from skyasync.inference.interface import ENGINES
+
+    generator, engine = cfg.generator, backend(cfg)
+    way, can = generator.weight_sync_backend, ENGINES.about(engine).can
+    if generator.weight_sync_mode == "delta" and not can["takes_changes"]:
+        yield (
+            f"generator.weight_sync_mode=delta needs {engines_with('takes_changes')}: generator.backend={engine} "
+            f"does not say that it takes changes alone (takes_changes)"
+        )
+    elif generator.weight_sync_mode == "delta" and way in BETWEEN_GPUS:
+        yield (
+            f"generator.weight_sync_mode=delta goes by a file, generator.weight_sync_backend={way} sends all weights: "
+            f"remove one of them"
+        )
+    if way not in ("auto", *can["weight_sync"]):
+        yield (
+            f"generator.weight_sync_backend={way} needs {engines_with('weight_sync', way)}: with generator.backend="
+            f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
+        )
+    lora, key = cfg.trainer.policy.lora, "trainer.policy.lora.sync=adapter"
+    if lora.rank and lora.sync == "adapter":
+        if not can["takes_adapters"]:
+            yield f"{key} needs {engines_with('takes_adapters')}; found {engine}: set trainer.policy.lora.sync=merged"
+        elif "lm_head" in lora.target_modules and "head" not in can["takes_adapters"]:
+            yield (
+                f"{key} sends an adapter of lm_head (trainer.policy.lora.target_modules), which generator.backend="
+                f"{engine} cannot compute with: leave lm_head out, or set trainer.policy.lora.sync=merged"
+            )
+        if way in BETWEEN_GPUS:
+            yield f"{key} goes by a file, generator.weight_sync_backend={way} sends all weights: remove one of them"
+        if generator.weight_sync_mode == "delta":
+            yield f"{key} and generator.weight_sync_mode=delta both send less than all weights: remove one of them"
+        if cfg.trainer.placement.colocate_all and can["forgets_asleep"]:
+            yield (
+                f"{key} adds to weights that the engine keeps, and trainer.placement.colocate_all=true has generator."
+                f"backend={engine} give them away while it sleeps: set trainer.policy.lora.sync=merged"
+            )
+    if cfg.generator.hybrid_engines and generator.weight_sync_backend in BETWEEN_GPUS:
+        yield (
+            f"generator.weight_sync_backend={generator.weight_sync_backend} reaches engines that are awake at a weight "
+            f"sync, and generator.hybrid_engines={generator.hybrid_engines} sleep then: use "
+            f"generator.weight_sync_backend=shared_memory"
+        )
+    if not cfg.trainer.placement.colocate_all:
+        if generator.weight_sync_backend == "cuda_ipc":
+            yield (
+                "generator.weight_sync_backend=cuda_ipc has engines read on the policy's own GPUs, and "
+                "trainer.placement.colocate_all=false gives them others: use generator.weight_sync_backend=nccl, or "
+                "set trainer.placement.colocate_all=true"
+            )
+        return
+    if generator.weight_sync_backend == "nccl":
+        yield (
+            "generator.weight_sync_backend=nccl broadcasts from one GPU to others, and "
+            "trainer.placement.colocate_all=true puts policy and engines on the same: use "
+            "generator.weight_sync_backend=cuda_ipc or shared_memory, or set trainer.placement.colocate_all=false"
+        )
+    if generator.devices_per_engine > 1:
+        size = generator.inference_engine_tensor_parallel_size
+        key = f"generator.inference_engine_tensor_parallel_size={size}" if size > 1 else "pipeline_parallel_size"
+        yield (
+            f"{key} needs as many GPUs per engine, and trainer.placement.colocate_all=true gives it a share of one: "
+            f"set the size to 1, or trainer.placement.colocate_all=false"
+        )
 
 
 @dataclass

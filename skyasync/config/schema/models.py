@@ -1,17 +1,19 @@
-"""Settings of the models that workers hold: what they load and how they are trained.
+"""Settings of the models that workers hold: what they load, how they are trained, and how reward models score.
 
-Invariant: what a device must have, such as a dtype, is checked where the device is known.
+Invariant: what a device must have, such as a dtype, is checked where the device is known. What ``reward_models`` reads
+without complaint has been found right by ``check_reward_models``; what several of them say is added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS
-from skyasync.config.keys import Keys, When, key
+from skyasync.config.keys import Keys, When, entry_problem, key
 from skyasync.config.schema.algorithm import CRITIC, KL
 from skyasync.config.values import written
 from skyasync.errors import unknown
@@ -341,4 +343,83 @@ def _check_shared_critic(cfg: Config) -> Iterator[str]:
         yield (
             f"{SHARED_CRITIC} is a vector on the policy's device, and trainer.policy.cpu_offload={offload} keeps its "
             f"layers on the host: set trainer.policy.cpu_offload=optimizer or none, or trainer.critic.backbone=own"
+        )
+
+
+#: There is a reward model, by itself or among several.
+REWARD = When("trainer.reward.model.path", "trainer.reward.models")
+
+REWARD_METRIC = "reward_model"
+"""The one model's own score, unscaled, among an episode's metrics; ``reward_model/<name>`` are those of several."""
+_REWARD_MODELS = "trainer.reward.models"
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+
+
+@dataclass
+class RewardConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    models: dict[str, Any] = key({})
+    """Several, by name: path, and dtype, weight, mean, std, clip as of the one. What all say is added up."""
+    weight: float = key(1.0, when="trainer.reward.model.path")
+    """Factor of the reward model's output in the reward, to which it is added."""
+    mean: float = key(0.0, when="trainer.reward.model.path")
+    """Mean of the model's outputs, measured beforehand: it is subtracted from each."""
+    std: float = key(1.0, above=0.0, when="trainer.reward.model.path")
+    """Standard deviation of the model's outputs: the difference is divided by it."""
+    clip: float = key(0.0, low=0.0, when="trainer.reward.model.path")
+    """Clamp the scaled outputs to plus or minus this; 0 is off."""
+    threads: int = key(0, low=0)
+    """CPU threads per rank of the reward model; 0 takes as many as a policy rank has."""
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """One entry of ``trainer.reward.models``; the keys of the one model are the same."""
+
+    path: str = key("")
+    """Hugging Face name, local folder, or module:function that makes one and returns its path."""
+    dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
+    """Dtype of its weights."""
+    weight: float = key(1.0)
+    """Factor of its output in the reward."""
+    mean: float = key(0.0)
+    """Subtracted from each of its outputs."""
+    std: float = key(1.0, above=0.0)
+    """What is left is divided by it."""
+    clip: float = key(0.0, low=0.0)
+    """Clamps what comes of that to plus or minus this; 0 is off."""
+
+    def part(self, score: float) -> float:
+        """What a score adds to a reward."""
+        plain = (score - self.mean) / self.std
+        return self.weight * (min(max(plain, -self.clip), self.clip) if self.clip else plain)
+
+
+def reward_models(reward: RewardConfig) -> dict[str, RewardModel]:
+    """All there are, by the names of their metrics."""
+    own = reward.model
+    one = RewardModel(own.path, own.dtype, reward.weight, reward.mean, reward.std, reward.clip)
+    several = {f"{REWARD_METRIC}/{name}": RewardModel(**entry) for name, entry in reward.models.items()}
+    return ({REWARD_METRIC: one} if own.path else {}) | several
+
+
+def check_reward_models(cfg: Config) -> Iterator[str]:
+    """Entries that are wrong, and groups that are decided before their rewards are known."""
+    reward = cfg.trainer.reward
+    for name, entry in reward.models.items():
+        where = f"{_REWARD_MODELS}.{name}"
+        if not _NAME.fullmatch(str(name)):
+            yield f"{where}: a reward model's name has letters, digits, _ and - alone"
+        elif not isinstance(entry, Mapping):
+            yield f"{where} must be a mapping with path, and weight, mean, std, clip, dtype as needed, found {entry!r}"
+        elif not entry.get("path"):
+            yield f"{where}.path is empty: name a model for sequence classification with one label"
+        else:
+            problems = {given: entry_problem(RewardModel, str(given), value) for given, value in entry.items()}
+            yield from (f"{where}.{given}{problem}" for given, problem in problems.items() if problem)
+    if REWARD(cfg) and cfg.trainer.algorithm.dynamic_sampling.early_end:
+        which = f"model.path={reward.model.path}" if reward.model.path else f"models={written(reward.models)}"
+        yield (
+            f"trainer.algorithm.dynamic_sampling.early_end=true decides a group while it is played, and "
+            f"trainer.reward.{which} scores it afterwards: remove one of them"
         )

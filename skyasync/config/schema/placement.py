@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from skyasync.config.keys import When, key
 from skyasync.config.schema.algorithm import CRITIC, KL
-from skyasync.config.schema.models import TEACHER
-from skyasync.config.schema.reward_models import REWARD
+from skyasync.config.schema.models import REWARD, TEACHER
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config

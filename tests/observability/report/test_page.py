@@ -11,9 +11,8 @@ import pytest
 from skyasync.__main__ import command
 from skyasync.observability.report.charts import sections, tokens_by_staleness
 from skyasync.observability.report.figures import last_steps, read_spans
-from skyasync.observability.report.page import page, write_report
-from skyasync.observability.report.samples import chosen
-from skyasync.observability.status import status_file
+from skyasync.observability.report.page import chosen, page, write_report
+from skyasync.observability.run_dir import status_file
 from tests.observability.report.folders import make_run, sample
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,7 @@ import pytest
 from skyasync import EarlyStopping, TrainerCallback
 from skyasync.callbacks import RunExtension
 from skyasync.errors import UserError
-from skyasync.observability.run_dir import RunDirectory
-from skyasync.observability.status import FINISHED, read_status, status_file
+from skyasync.observability.run_dir import FINISHED, RunDirectory, read_status, status_file
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.extensions import FILE

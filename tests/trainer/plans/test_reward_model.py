@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from skyasync.config.schema import Config, RewardConfig
-from skyasync.config.schema.reward_models import RewardModel, reward_models
+from skyasync.config.schema.models import RewardModel, reward_models
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
