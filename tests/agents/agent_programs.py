@@ -1,4 +1,4 @@
-"""Agent programs for tests: right ones, and every way to be wrong."""
+"""Agent programs for tests: correct ones, and every way to be wrong."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from openai import AsyncOpenAI, AuthenticationError, OpenAI
 
 ASYNC_SLEEP_S = 600.0
-released = threading.Event()  # ends the hanging of threads
+released = threading.Event()  # ends the hanging threads
 calls: list[str] = []  # of ``shaky``
-refused = threading.Event()  # what hung has called again, in vain
+refused = threading.Event()  # a hung program has called again, without an answer
 
 
 async def length(data: dict[str, Any], base_url: str, api_key: str) -> float:
-    """One call; the score is the length of the reply. A row may have it fail in the way that ``fails`` names."""
+    """One call; the reward is the length of the reply. A row may have it fail in the way that ``fails`` names."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         failure = data.get("fails")
         if failure == "no call":
@@ -38,7 +38,7 @@ async def length(data: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def shaky(data: dict[str, Any], base_url: str, api_key: str) -> float:
-    """``length``, whose first ``fails`` plays end in an error that passes."""
+    """``length``, whose first ``fails`` attempts end in a temporary error."""
     from skyasync import TransientError
 
     score = await length({**data, "fails": ""}, base_url, api_key)
@@ -49,7 +49,7 @@ async def shaky(data: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 def first_time(mark: str) -> bool:
-    """Whether this file was not there yet; it is now."""
+    """Whether this file did not exist yet; it exists afterwards."""
     try:
         open(mark, "x").close()
     except FileExistsError:
@@ -58,7 +58,7 @@ def first_time(mark: str) -> bool:
 
 
 def in_a_thread(data: dict[str, Any], base_url: str, api_key: str, **further: Any) -> dict[str, Any]:
-    """Two calls of one conversation, without async; tells what else it was given."""
+    """Two calls of one conversation, without async; reports its further arguments."""
     with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages = list(data["prompt"])
         for _ in range(2):
@@ -75,7 +75,7 @@ def in_a_thread(data: dict[str, Any], base_url: str, api_key: str, **further: An
 
 
 async def by_call(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, float]:
-    """A conversation of three calls, and a call beside it, each with its reward of the row's ``rewards``, if any."""
+    """A conversation of three calls, and a separate call, each with its reward of the row's ``rewards``, if any."""
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages, said = list(data["prompt"]), []
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""An endpoint to be asked: over the real embedded engine, or over one that says what it is told to."""
+"""An endpoint for tests: with the real embedded engine, or with a scripted one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELLO = [{"role": "user", "content": "12 * 34 ="}]
 
 
 class Spy:
-    """A real engine; remembers what it was asked and answered."""
+    """A real engine that records its requests and answers."""
 
     def __init__(self, model: str, backend: str) -> None:
         config = EngineConfig(model, threads=1, max_model_len=MAX_MODEL_LEN, kv_cache_gb=0.1)
@@ -42,7 +42,7 @@ class Spy:
 
 
 class Scripted:
-    """Says the texts it is given, one per request; None never answers."""
+    """Answers with the given texts, one per request; None never answers."""
 
     def __init__(self, tokenizer: Any, *texts: str | None) -> None:
         self.tokenizer, self.texts, self.requests = tokenizer, list(texts), []
@@ -67,7 +67,7 @@ class Scripted:
 async def real_endpoint(
     model: str, tokenizer: Any, backend: str = "transformers", **options: Any
 ) -> AsyncIterator[SimpleNamespace]:
-    """An endpoint over a real engine, the embedded one unless another is named."""
+    """An endpoint with a real engine, by default the embedded one."""
     engine = Spy(model, backend)
     await engine.start()
     endpoint = Endpoint(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN, **options)
@@ -113,9 +113,9 @@ def chat(client: AsyncOpenAI, messages: list[Any], **options: Any) -> Any:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Let the network have its turns."""
+    """Let the event loop run until the condition holds."""
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (sockets wake nobody here)
+        while not condition():  # noqa: ASYNC110  (sockets notify no event)
             await asyncio.sleep(0)
 
 

@@ -1,6 +1,6 @@
-"""The endpoint in Anthropic's form and in that of OpenAI's Responses, asked by their own clients.
+"""The endpoint by Anthropic's API and by OpenAI's Responses API, with the official clients.
 
-What the forms have in common (keys, limits, branches, failures) is tested in ``test_server``.
+What the APIs have in common (keys, limits, branches, failures) is tested in ``test_server``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ THEIRS = {
     "name": FUNCTION["name"], "description": FUNCTION["description"], "input_schema": FUNCTION["parameters"]
 }  # fmt: skip
 OURS = {"type": "function", **FUNCTION}
-# Written as no template would: made again from its parts it would have other tokens.
+# No template writes this: made again from its parts it would have other tokens.
 CALL = '<tool_call>{ "name":"calculator",  "arguments": {"expression": "12*34"} }</tool_call>'
 PICTURE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
 
@@ -42,7 +42,7 @@ async def real(model: str, tokenizer: Any) -> AsyncIterator[SimpleNamespace]:
 
 @asynccontextmanager
 async def theirs(endpoint_url: str, session: Session) -> AsyncIterator[AsyncAnthropic]:
-    """Anthropic's client, given what every program is given."""
+    """Anthropic's client, with the environment variables that every program gets."""
     async with AsyncAnthropic(base_url=endpoint_url, api_key=session.api_key) as client:
         yield client
 

@@ -1,7 +1,7 @@
-"""Requests that mean harm, or are broken, at the endpoint over the real embedded engine.
+"""Malicious and broken requests at the endpoint, with the real embedded engine.
 
-Each is answered with an error of its own or as asked: the engine and the episodes of others go on, the event loop is
-not held up, and nothing is kept. What is held up is seen in what the code does, not by the clock.
+Each gets an error of its own or a correct answer. The engine and other episodes continue, the event loop is not
+blocked, and nothing is kept. Blocking is detected by what the code does, not by the clock.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ async def ask(real: SimpleNamespace, form: str, body: object, **headers: str) ->
 
 
 async def check_well(real: SimpleNamespace, asked: object, status: int, said: str) -> None:
-    """The answer is no failure, no failure of the run either, and the next request is answered as ever."""
+    """The answer is no failure, nor is the run's state, and the next request is answered as usual."""
     assert status < 500 and "server_error" not in said and "api_error" not in said, (asked, said)
     assert status == 200 or json.loads(said)["error"]["message"], (asked, said)
     assert not real.session.failure.done(), asked
@@ -271,7 +271,7 @@ async def test_a_long_request_is_not_read_while_another_of_its_episode_is(real: 
 async def test_reading_many_replies_does_not_hold_up_the_event_loop(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stream: bool, long: int
 ) -> None:
-    """Long ones are read in a thread; between two short ones others have a turn. The messages are looked at once."""
+    """Long replies are parsed in a thread; between two short ones other tasks run. Messages are checked once."""
     turns, seen, asked = 0, list[tuple[int, int]](), list[int]()
     read, said = ModelCall._read, calls.conversation
 
@@ -364,7 +364,7 @@ async def test_the_work_of_going_on_from_a_conversation_is_linear_in_it(monkeypa
 async def test_one_episodes_long_requests_do_not_hold_up_those_of_others(
     real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many it sends, one of them waits in front of another episode's."""
+    """However many requests an episode sends, at most one of them waits before another episode's."""
     order = list[Session]()
     mine = real.endpoint._calls
     monkeypatch.setattr(mine, "_prompt", lambda session, request: order.append(session) or [1])

@@ -1,4 +1,4 @@
-"""Strangers at the endpoint: pages of a browser, slow and many connections, keys of others."""
+"""Unknown clients at the endpoint: browser pages, slow and many connections, keys of other episodes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def endpoint(tokenizer: Any) -> AsyncIterator[Endpoint]:
 
 
 async def ended(reader: asyncio.StreamReader, within_s: float = 5.0) -> bytes:
-    """What the server says until it hangs up."""
+    """The server's bytes until it closes the connection."""
     try:
         async with asyncio.timeout(within_s):
             return await reader.read()
@@ -147,7 +147,7 @@ async def test_strangers_cannot_take_the_descriptors_that_the_run_needs(
 
 
 async def test_strangers_shut_no_episode_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has shown a key keeps its connection, and who comes with one finds a place."""
+    """A client that has shown a key keeps its connection, and a new one with a key gets in."""
     monkeypatch.setattr(endpoint._limits, "_most", 3)
     async with entered(endpoint) as (_, session):
         asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key: {session.api_key}\r\n\r\n".encode()
@@ -165,7 +165,7 @@ async def test_strangers_shut_no_episode_out(endpoint: Endpoint, monkeypatch: py
 
 
 async def test_a_flood_of_connections_is_let_in_bit_by_bit(endpoint: Endpoint) -> None:
-    """All of them wait in the kernel, and the event loop has its turns."""
+    """All of them wait in the kernel, and the event loop keeps running."""
     flood = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=5) for _ in range(300)]
     known, most = len(endpoint._limits._open), 0
     while known < len(flood):
@@ -201,7 +201,7 @@ async def test_an_episodes_answers_cannot_be_gone_on_from_with_anothers_key(toke
 @pytest.mark.slow
 @pytest.mark.parametrize("turns", range(4))
 async def test_who_comes_while_it_closes_is_hung_up_on(tokenizer: Any, turns: int) -> None:
-    """Whatever the server has done with them by then: nothing, accepted them, let them in."""
+    """In every state of a connection: waiting, accepted, served."""
     endpoint = Endpoint(InferenceClient([Scripted(tokenizer)]), tokenizer, MAX_MODEL_LEN)
     await endpoint.start()
     address = ("127.0.0.1", int(endpoint.base_url.split(":")[2].removesuffix("/v1")))

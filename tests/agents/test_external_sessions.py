@@ -1,4 +1,4 @@
-"""Sessions of programs outside of the run: a real process of its own, and whatever else may be sent."""
+"""Sessions of programs outside of the run: a real separate process, and all kinds of requests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def opened(found: Any, **body: Any) -> Any:
 
 
 async def test_a_process_of_its_own_plays_and_scores_what_the_plan_asks_for(tmp_path: Path) -> None:
-    """The example's program, which knows nothing but the run's folder."""
+    """The example's program, which knows only the run's folder."""
     async with online(tmp_path) as found:
         file = tmp_path / FILE
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -170,7 +170,7 @@ async def test_sessions_of_one_task_are_one_group(tmp_path: Path) -> None:
 async def test_sessions_that_never_end_and_places_nobody_takes_are_given_up(tmp_path: Path, on_error: str) -> None:
     async with online(tmp_path, timeout_s=0.3, on_error=on_error) as found:
         playing = found.play(0, 1, samples=2)
-        quiet = await opened(found, task="a")  # ... and nobody opens the second of this task
+        quiet = await opened(found, task="a")  # ... and no client opens the second session of this task
         await found.post("/v1/chat/completions", quiet["api_key"], **HELLO)
         failing = await opened(found, task="b")
         await found.post("/v1/chat/completions", failing["api_key"], **HELLO)

@@ -1,4 +1,4 @@
-"""Agent programs as rollouts: the real endpoint, OpenAI's client and the real process code; the engine is scripted."""
+"""Agent programs as rollouts: the real endpoint, OpenAI's client and the real process code, with a scripted engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from skyasync.utils.rpc import LocalTransport
 from tests.agents import agent_programs
 from tests.rollout.episodes import ScriptedEngine, prompt, requests, tokenizer
 
-pytestmark = pytest.mark.slow  # programs that hang are waited for
+pytestmark = pytest.mark.slow  # seconds to wait for hanging programs
 
 PROGRAMS = "tests.agents.agent_programs"
 FAILURES = {
@@ -123,7 +123,7 @@ async def by_call(discount: float, *rewards: list[float | None]) -> RolloutBatch
 
 
 def last_tokens(mask: Tensor) -> Tensor:
-    """Where a call's tokens end."""
+    """The positions of the last tokens of all calls."""
     return mask & ~F.pad(mask[:, 1:], (0, 1))
 
 
@@ -139,7 +139,7 @@ async def test_each_calls_reward_is_on_its_last_token_and_worth_less_by_the_call
 
 
 async def test_which_estimators_see_who_earned_what() -> None:
-    """A token is credited with what is earned from it on, or every token of an episode with all of it."""
+    """A token is credited with the rewards that follow it, or every token of an episode with all of them."""
     batch = await by_call(1.0, [1.0, 0.0, -2.0, 0.5], [0.0, 0.0, 3.0, 0.0])
     batch.group_ids = torch.zeros_like(batch.group_ids)  # one group of two
     ends, values = last_tokens(batch.loss_mask), torch.zeros(batch.tokens.shape)
@@ -195,7 +195,7 @@ async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:
     async with generator(lambda: local("in_a_thread"), engine, rules) as found:
         groups = await played(found, [prompt(0, fails="hangs"), prompt(1)])
         assert [g.trajectories[0].metrics["given_up"] for g in groups] == [1.0, 0.0]
-        agent_programs.released.set()  # its second call comes now
+        agent_programs.released.set()  # its second call arrives now
         assert await asyncio.to_thread(agent_programs.refused.wait, 20)
         assert [r.request_id for r in engine.requests if "i0" in r.request_id] == ["e0-i0-r0-c0"]
 

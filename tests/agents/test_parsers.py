@@ -1,4 +1,4 @@
-"""What the families write as calls and as thinking, taken apart; what is no call is text, and never an error."""
+"""Tool calls and reasoning of each model family are parsed; other output is text, and never an error."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WRITTEN = {
     "pythonic": ["[add(a=1, b=[2, 'x']), now()]", "<|python_start|>[add(a=1, b=[2, 'x']), now()]<|python_end|>"],
 }  # fmt: skip
 FORMS = [(name, text) for name, texts in WRITTEN.items() for text in texts]
-WHOLE = ("llama3_json", "pythonic")  # nothing stands in front of their calls
+WHOLE = ("llama3_json", "pythonic")  # no text stands before their calls
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", DEEP, ONE, "<｜tool▁sep｜>", "{", "}",
      "[", "]", '"name"', ":", "add", "(", ")", " ", "\n", ";", "<think>", "</think>", "x", "<", json.dumps(ADD), BOTH]
@@ -205,7 +205,7 @@ def test_vllms_parsers_are_used_without_an_engine() -> None:
 
 @cache
 def _vocabulary() -> Any:
-    """A tokenizer with the marks that vLLM's parsers look for."""
+    """A tokenizer with the delimiters that vLLM's parsers look for."""
     from examples.tiny.model import Recipe
 
     marked: Any = Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
@@ -213,7 +213,7 @@ def _vocabulary() -> Any:
     return marked
 
 
-#: Templates that frame the model's own message as its family does.
+#: Templates that format the model's own message as its family does.
 TEMPLATES = {
     "mistral": (
         "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
@@ -223,7 +223,7 @@ TEMPLATES = {
         "{{ raise_exception('nine letters') }}{% endif %}[TOOL_CALLS]{{ c.function | tojson }}{% endfor %}"
         "{{ eos_token }}{% endif %}{% endfor %}"
     ),
-    "think": (  # Qwen 3: earlier thinking is left out
+    "think": (  # Qwen 3: earlier reasoning is left out
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
         "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
@@ -270,6 +270,6 @@ def test_what_was_taken_apart_is_gone_on_from_as_it_was_sampled(
     after = chat.prompt([*asked, back, result], shown, recorder).tolist()
     assert after[: len(prompt) + len(sampled)] == [*prompt.tolist(), *sampled]
     assert "noon" in framing.decode(after[len(prompt) + len(sampled) :])
-    if found.reasoning:  # another's thinking is another conversation
+    if found.reasoning:  # other reasoning is another conversation
         other = chat.prompt([*asked, {**reply, "reasoning_content": "else"}, result], shown, recorder).tolist()
         assert other[: len(after)] != after

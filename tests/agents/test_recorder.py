@@ -1,4 +1,4 @@
-"""Calls to training sequences: every sampled token once, behind exactly what the engine had read."""
+"""From calls to training sequences: every sampled token once, after exactly the tokens that the engine had read."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from skyasync.agents.recorder import RecordedCall, Recorder, sequences
 from skyasync.arrays import ints
 from skyasync.rollout.types import Segment
 
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)  # few tokens: prompts begin alike by chance as well
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)  # few different tokens, so that prompts often begin alike
 
 
 def call(prompt: list[int], reply: list[int], number: int = 0) -> RecordedCall:
-    """Log-probabilities and versions tell the calls apart."""
+    """Log-probabilities and versions distinguish the calls."""
     return RecordedCall(ints(prompt), Segment("action", reply, [-float(number)] * len(reply), [number] * len(reply)))
 
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[RecordedCall]:
-    """Calls that begin anew, extend an earlier one, ask it again, or edit what it read."""
+    """Calls that start a conversation, extend an earlier one, repeat it, or edit their input."""
     calls: list[RecordedCall] = []
     for number in range(draw(st.integers(1, 8))):
         prompt = draw(TOKENS)
@@ -32,7 +32,7 @@ def episodes(draw: st.DrawFn) -> list[RecordedCall]:
 
 
 def read_and_written(sequence: list[Segment]) -> list[tuple[list[int], Segment]]:
-    """Each action with all tokens in front of it."""
+    """Each action with all tokens before it."""
     found: list[tuple[list[int], Segment]] = []
     before: list[int] = []
     for segment in sequence:
@@ -60,7 +60,7 @@ def test_sequences_come_in_the_order_of_their_last_calls(calls: list[RecordedCal
 
 @given(episodes())
 def test_whatever_extends_the_end_of_a_sequence_goes_on_with_it(calls: list[RecordedCall]) -> None:
-    """No sequence could have been appended to one that had ended before it began."""
+    """A sequence is appended to another only if that one ended before the sequence began."""
     order = {id(c.action): number for number, c in enumerate(calls)}
     found = sequences(calls)
     for late in found:

@@ -1,6 +1,6 @@
-"""The endpoint with OpenAI's own client: what it answers, what it records, whom it refuses.
+"""The endpoint with OpenAI's own client: answers, recorded calls, and rejected requests.
 
-The embedded engine is real where tokens and log-probabilities matter; elsewhere it is scripted.
+Tests of tokens and log-probabilities use the real embedded engine, the others a scripted one.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ async def test_a_prompt_without_room_is_refused_with_openais_code(real: Any) -> 
 
 
 async def test_tool_calls_go_out_and_come_back_without_a_token_made_again(tokenizer: Any) -> None:
-    # Written in a way that no template would: made again from its parts it would have other tokens.
+    # No template writes this: made again from its parts it would have other tokens.
     said = 'Let me see.\n<tool_call>{ "name":"calculator",  "arguments": {"expression": "12*34"} }</tool_call>'
     async with scripted(tokenizer, said, "408") as (client, session, engine):
         first = await chat(client, HELLO, tools=[CALCULATOR])
@@ -330,7 +330,7 @@ async def test_an_engines_failure_is_told_to_the_program_and_to_the_run(tokenize
     async with scripted(tokenizer, RuntimeError("out of memory")) as (client, session, engine):
         with pytest.raises(openai.InternalServerError, match="out of memory"):
             await chat(client, HELLO)
-        assert len(engine.requests) == 1, "an engine that has failed is not asked again"
+        assert len(engine.requests) == 1, "a failed engine gets no further request"
         with pytest.raises(RuntimeError, match="out of memory"):
             session.failure.result()
 

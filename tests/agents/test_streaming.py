@@ -1,4 +1,6 @@
-"""Streamed answers: the events of each form, as the engine makes the tokens, and what is left of one broken off."""
+"""Streamed answers: the events of each API as the engine generates the tokens, and the record of an interrupted
+stream.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ async def real(model: str, tokenizer: Any) -> AsyncIterator[SimpleNamespace]:
 
 
 class Stepped(Scripted):
-    """Tells of one token more every time that it is asked for progress; ``stays_at``: no further than this."""
+    """Generates one more token every time that it is asked for progress; ``stays_at``: at most this many."""
 
     def __init__(self, tokenizer: Any, *texts: Any, stays_at: int = 10**6) -> None:
         super().__init__(tokenizer, *texts)
@@ -83,7 +85,7 @@ async def test_a_stream_says_in_pieces_what_the_engine_makes_and_the_record_is_w
     for index, call in enumerate(session.recorder.calls):
         mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
         said = [c.delta.content for c in mine if c.delta.content]
-        assert len(said) > 3, "not in one piece"
+        assert len(said) > 3, "not in one chunk"
         logprobs = [t.logprob for c in mine if c.logprobs for t in c.logprobs.content]
         assert logprobs == call.action.logprobs.tolist()
         assert "".join(said) == real.endpoint._calls.chat.tokenizer.decode(call.action.tokens, skip_special_tokens=True)
@@ -116,7 +118,7 @@ async def test_who_breaks_off_a_stream_ends_the_call_and_what_was_read_is_record
 
 
 async def test_a_program_that_has_read_enough_may_return_its_score_first(tokenizer: Any) -> None:
-    """Its client need not have hung up: what it was told is settled when the episode is judged."""
+    """Its client need not have closed the connection: the tokens it received are fixed when the episode is rewarded."""
     engine = Stepped(tokenizer, "12 and 34 and 56", "fine", stays_at=4)
     known = tokenizer.decode(tokenizer("12 and 34 and 56")["input_ids"][:4])
     async with scripted(tokenizer, engine=engine) as (client, session, _):
@@ -136,7 +138,7 @@ async def test_a_program_that_has_read_enough_may_return_its_score_first(tokeniz
         engine.stays_at = 99
         history = [*HELLO, {"role": "assistant", "content": read}, {"role": "user", "content": "go on"}]
         assert [chunk async for chunk in await chat(client, history, stream=True)]
-    assert len(sequences(session.recorder.calls)) == 1, "it went on from the tokens that it had been told of"
+    assert len(sequences(session.recorder.calls)) == 1, "it continued from the tokens that it had received"
 
 
 async def test_every_forms_events_are_put_together_by_its_client(tokenizer: Any) -> None:
@@ -194,7 +196,7 @@ async def test_an_engine_that_fails_in_the_middle_is_told_in_the_stream(tokenize
                 await run(ours, session)
             with pytest.raises(RuntimeError, match="out of memory"):
                 session.failure.result()
-            (call,) = session.recorder.calls  # it was told of these tokens
+            (call,) = session.recorder.calls  # it received these tokens
             assert call.stop_reason == "abort"
 
 
@@ -239,7 +241,9 @@ async def test_no_stream_asks_an_engine_more_often_for_being_one_of_many(
 
 
 async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the_engine_made(real: Any) -> None:
-    """Programs that stop reading, or hang up at any moment, while the engine is cut and resumed."""
+    """Programs that stop reading, or disconnect at any moment, while the engine's request is interrupted and
+    resumed.
+    """
     rng = random.Random(7)
     engines, records = real.endpoint._calls.client, list[Any]()
 

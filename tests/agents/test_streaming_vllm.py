@@ -1,4 +1,4 @@
-"""Streams of a vLLM engine: told as it makes them, recorded as it made them, ended where nobody reads on."""
+"""Streams of a vLLM engine: sent as it generates, recorded as generated, and ended when the client stops reading."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Token in, token out: what is trained is what the engine wrote, token by token, over several turns.
+"""Token in, token out: training uses exactly the engine's tokens, over several turns.
 
-The embedded engine, the client, the pool, the generator, the contract's lists and the training batch are real; only
-the engine's answers are written down on their way.
+The embedded engine, the client, the pool, the generator, the parallel lists and the training batch are real; the
+engine's answers are recorded in between.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TURNS, SAMPLES = 5, 3
 
 
 class Talks(RecordedEnv):
-    """Five turns, each worth its number."""
+    """Five turns, each with its number as reward."""
 
     def answer(self, action):
         said = [{"role": "user", "content": f"turn {self.turns}, you said {len(action)} letters"}]
@@ -39,7 +39,7 @@ class Talks(RecordedEnv):
 
 
 class Recording(TransformersEngine):
-    """Keeps requests and answers, and gets new weights behind the first few."""
+    """Keeps requests and answers, and gets new weights after the first few."""
 
     def __init__(self, config: EngineConfig, update: WeightUpdate) -> None:
         super().__init__(config)
@@ -82,7 +82,10 @@ async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: Llama
         for turn in range(TURNS):
             read, wrote = (record[f"{trajectory.id}-t{turn}"] for record in (engine.asked, engine.answered))
             span = slice(len(read), len(read) + len(wrote.token_ids))
-            assert batch.tokens[row, : span.stop].tolist() == [*read, *wrote.token_ids]  # goes on from all before
+            assert batch.tokens[row, : span.stop].tolist() == [
+                *read,
+                *wrote.token_ids,
+            ]  # continues from all tokens before
             assert span.start > at
             assert batch.behaviour_logprobs[row, span].tolist() == pytest.approx(wrote.logprobs, abs=1e-5)
             assert batch.versions[row, span].tolist() == wrote.versions.tolist()
@@ -90,8 +93,8 @@ async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: Llama
             mask[span] = [True] * len(wrote.token_ids)
             versions |= set(wrote.versions)
             at = span.stop
-        scored = [current[row][t - 1] for t in range(span.start, span.stop)]  # asked for behind the swap
+        scored = [current[row][t - 1] for t in range(span.start, span.stop)]  # requested after the update
         assert scored == pytest.approx(wrote.logprobs, abs=1e-5)
-        assert batch.loss_mask[row].tolist() == mask  # the prompt and the observations are left out
+        assert batch.loss_mask[row].tolist() == mask  # without the prompt and the observations
         assert batch.rewards[row].sum() == sum(range(1, TURNS + 1))
     assert versions == {0, 1}

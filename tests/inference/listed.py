@@ -1,4 +1,4 @@
-"""Answers of engines as lists, which compare as wholes and index tensors."""
+"""Outputs of engines as lists, which compare with == and index tensors."""
 
 from __future__ import annotations
 

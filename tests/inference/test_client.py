@@ -1,4 +1,4 @@
-"""The client in front of scripted engines, on virtual time."""
+"""The client with scripted engines, in simulation."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ from tests.virtual_time import virtual_time
 
 
 class Engine:
-    """Answers each request after ``seconds`` with as many tokens as asked; ``fault`` is raised instead."""
+    """Answers each request after ``seconds`` with as many tokens as requested, or raises ``fault``."""
 
     def __init__(self, name="engine", seconds=1.0, fault=None):
         self.name, self.seconds, self.fault = name, seconds, fault

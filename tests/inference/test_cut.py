@@ -1,4 +1,6 @@
-"""Requests that the client cuts and continues: nothing lost, nothing twice, each piece under its own weights."""
+"""Requests that the client interrupts and continues: no token is lost or doubled, and each has its own policy
+version.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def requests(count: int = COUNT) -> list[GenerationRequest]:
 
 
 async def until_all_run(client: InferenceClient, tokens: int) -> None:
-    """Wait until the engine has made so many tokens."""
+    """Wait until the engine has generated ``tokens`` tokens."""
     while (await client.stats())[0].generated_tokens < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
 
@@ -64,7 +66,7 @@ async def test_64_requests_cut_three_times_are_answered_whole(client: InferenceC
         assert answer.versions == sorted(answer.versions)
         assert set(answer.versions) == {0, 1, 2, 3}
     (stats,) = await client.stats()
-    assert stats.generated_tokens == LENGTH * COUNT, "nothing is sampled twice"
+    assert stats.generated_tokens == LENGTH * COUNT, "no token is sampled twice"
     assert stats.running == stats.waiting == 0
 
 
@@ -101,7 +103,7 @@ async def test_requests_made_while_cut_start_after_resume(client: InferenceClien
 async def test_a_stop_string_that_spans_cuts_ends_the_response_where_it_would_without_them(
     client: InferenceClient, untied_model: str
 ) -> None:
-    """Greedy, so that the same tokens come again; each response has 24 characters of its own as its stop string."""
+    """Greedy sampling repeats the tokens; each response has 24 of its own characters as its stop string."""
     tokenizer = AutoTokenizer.from_pretrained(untied_model)
     client._tokenizer = lambda: tokenizer
     greedy = SamplingParams(max_tokens=LENGTH, min_tokens=40, ignore_eos=True, temperature=0.0)
@@ -149,7 +151,7 @@ async def test_news_are_told_once_and_the_answer_is_whole(client: InferenceClien
     for answer in map(listed, await asyncio.gather(*tasks)):
         whole = list(zip(answer.token_ids, answer.logprobs, answer.versions, strict=True))
         assert len(whole) == LENGTH
-        assert 0 < len(told[answer.request_id]) < LENGTH, "what ends is told by its answer"
+        assert 0 < len(told[answer.request_id]) < LENGTH, "the answer of a finished request has all its tokens"
         assert whole[: len(told[answer.request_id])] == told[answer.request_id]
 
 

@@ -1,4 +1,4 @@
-"""Engines that join and leave a run: every request is answered once, whole (on virtual time)."""
+"""Engines that join and leave a run: every request has one complete answer (in simulation)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.virtual_time import virtual_time
 
 
 class Changing(Run):
-    """Two engines named 0 and 1, and a file."""
+    """Two engines named 0 and 1, and an engine list file."""
 
     def __init__(self, folder: Path, engines: int = 2, names: tuple[str, ...] = ()) -> None:
         super().__init__(engines)
@@ -69,7 +69,7 @@ async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(tmp
         assert joined.version == 1 and joined.calls[0] == "update 1"
         more = [asyncio.create_task(run.client.generate(task)) for task in requests("m", 3)]
         await asyncio.sleep(2)
-        assert run.client.pool.router.in_flight[2] >= 2, "the idlest gets the next"
+        assert run.client.pool.router.in_flight[2] >= 2, "the idlest engine gets the next requests"
         check(await asyncio.gather(*tasks), tokens=30)
         assert all(len(answer.token_ids) == 12 for answer in await asyncio.gather(*more))
         await run.sync()
@@ -90,7 +90,7 @@ async def test_what_a_leaving_one_has_goes_on_at_the_others_and_no_token_is_made
         assert run.living == [1] and run.client.engines[0].gone.is_set()
         check(await asyncio.gather(*tasks), tokens=20)
         await run.sync()
-        assert run.machine.killed == 0 and run.supervisor.failures == 0, "leaving is no death"
+        assert run.machine.killed == 0 and run.supervisor.failures == 0, "leaving is no failure"
         assert asyncio.get_running_loop().time() < 60
 
 

@@ -1,4 +1,4 @@
-"""News of requests that go on while an engine is asked for them."""
+"""Progress of requests that continue while an engine is asked for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def told(name: str, *tokens: int) -> GenerationOutput:
 
 
 async def test_what_began_while_an_engine_was_asked_is_heard_of_from_its_first_token() -> None:
-    """Whoever streams has engines asked often: what they tell of the others must not get lost for that."""
+    """Streams ask engines often; the progress of other requests in the same report must not be lost."""
     unanswered = InflightTable()
     old = unanswered["old"] = piece("old")
     asked = unanswered.at(0)

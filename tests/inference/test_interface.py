@@ -1,4 +1,4 @@
-"""What engines are asked and what they answer: arrays, whoever made them, and cheap to send."""
+"""Requests and outputs of engines: arrays from any source, and cheap to send."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_long_answers_travel_in_several_messages_in_order():
     assert list(messages([])) == []
 
 
-NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {  # that no engine may meet, and the last that all can carry out
+NUMBERS: dict[
+    str, tuple[list[Any], list[Any]]
+] = {  # no engine may receive the first ones, and all can execute the last one
     "max_tokens": ([0, -1, 2**31, 10**400, 1.5, None, True], [1, 2**31 - 1, np.int64(3)]),
     "min_tokens": ([-1, 2**31], [0, 2**31 - 1]),
     "temperature": (
@@ -156,7 +158,7 @@ def test_a_bias_that_was_json_has_numbers_for_tokens() -> None:
 
 
 async def test_the_embedded_engine_takes_lists(tied_model: str) -> None:
-    """As an environment returns them, or a request that came as JSON."""
+    """From environments, and from requests that came as JSON."""
     engine = TransformersEngine(EngineConfig(tied_model, max_model_len=32, threads=1))
     await engine.start()
     try:

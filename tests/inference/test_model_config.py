@@ -1,4 +1,4 @@
-"""``config_kwargs``: both sides compute with the same changed model, exports say so, and slips are refused."""
+"""``config_kwargs``: trainer and engine use the same changed model, exports contain it, and mistakes are rejected."""
 
 import json
 from pathlib import Path
@@ -113,6 +113,6 @@ async def test_trainer_and_engine_compute_the_same_changed_model_and_export_says
 
 
 def test_the_library_itself_would_not_have_taken_it(tmp_path):
-    """Why ``load_config`` exists; when this fails, ask whether it still must."""
+    """The reason for ``load_config``; if this test fails, ``load_config`` may be obsolete."""
     LlamaConfig().save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path, rope_theta=5.0).rope_parameters["rope_theta"] == 10000.0

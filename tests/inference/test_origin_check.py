@@ -1,4 +1,4 @@
-"""Pages of a browser, and others without the key, at a server that takes weights; without one."""
+"""Requests of browser pages, and requests without the key, to a server that accepts weights; a server without a key."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_origin_that_is_no_address_is_a_stranger() -> None:
 
 
 def asked(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = "http", **headers: str) -> int:
-    """The status of an answer; 0 if the application was asked."""
+    """The status of the response; 0 if the request reached the application."""
     said: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -46,7 +46,7 @@ def test_without_a_key_the_loopback_is_open_to_all_but_pages() -> None:
     assert asked(origin="http://127.0.0.1:8000") == 0
     assert asked(origin="https://evil.example") == asked(origin="null") == 403
     assert asked(host="evil.example") == 403
-    assert asked("10.0.0.1", host="gpu-7:8000") == 0, "its name is the network's affair"
+    assert asked("10.0.0.1", host="gpu-7:8000") == 0, "a server's name may be resolved by the network"
     assert asked("10.0.0.1", host="gpu-7:8000", origin="https://evil.example") == 403
     assert asked(kind="websocket", origin="https://evil.example") == 1008
 

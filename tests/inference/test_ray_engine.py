@@ -1,4 +1,4 @@
-"""An engine in a Ray actor: its process stays answerable, however many requests wait in it."""
+"""An engine in a Ray actor: its process answers, however many requests wait in it."""
 
 import asyncio
 import inspect
@@ -12,7 +12,7 @@ from skyasync.inference.interface import EngineConfig, EngineFailedError, Genera
 from skyasync.inference.ray_engine import RayEngine
 from skyasync.weight_sync.update import WeightUpdate
 
-REQUESTS = 1_100  # each a call of its own; Ray's own limit of an actor's calls at once is 1,000
+REQUESTS = 1_100  # each is one call; Ray's own limit of concurrent calls per actor is 1,000
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None
         answers = [asyncio.create_task(answer(number)) for number in range(REQUESTS)]
         async with asyncio.timeout(60):
             while (await engine.stats()).waiting < REQUESTS:
-                pass  # asking gives them the turn
+                pass  # lets the other tasks run
             await engine.resume()
             assert await asyncio.gather(*answers) == [1] * REQUESTS
         with pytest.raises(UserError, match="takes 1000 GPUs, and Ray has"):
@@ -41,7 +41,7 @@ async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "shutdown"])
 async def test_every_call_of_an_engine_that_was_ended_is_that_of_a_dead_one(ray_session: None, end: str) -> None:
-    """Whoever asks all engines may have taken this one up before it was ended: it waits for its turn to be heard."""
+    """A caller may have started its call before the engine was shut down: the call has to fail as well."""
 
     async def generate() -> None:
         async for _ in engine.generate([GenerationRequest("r", [1], SamplingParams())]):

@@ -1,4 +1,4 @@
-"""Engines elsewhere, without one: settings, what a server says of itself, and what its answers are here."""
+"""Remote engines, without a server: settings, the server's properties, and how its answers are converted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing: pure rules, and the real client before engines of unequal speed on virtual time."""
+"""Routing: the pure rules, and the real client with simulated engines of different speeds."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_charged_is_given_back_and_the_dead_get_nothing(events: list, co
             if charge is None:
                 assert all(
                     routes.in_flight[i] and np.isfinite(routes.capacity[i]) for i in range(count) if routes.healthy[i]
-                ), "nobody waits for nothing"
+                ), "no request waits without a reason"
                 continue
             there.append(charge)
             assert routes.healthy[charge.engine]
@@ -133,7 +133,7 @@ def test_what_an_engine_says_of_its_cache_counts() -> None:
     assert routes.choose(request("c", 10)) is None
     routes.ended(first)
     routes.ended(second)
-    assert routes.choose(request("c", 1000)), "for an idle engine to judge"
+    assert routes.choose(request("c", 1000)), "an idle engine's speed decides"
 
 
 def test_an_engine_that_has_the_prompt_is_preferred_while_loads_are_near() -> None:
@@ -144,9 +144,9 @@ def test_an_engine_that_has_the_prompt_is_preferred_while_loads_are_near() -> No
 
     routes = Router(2)
     assert [ask(1), ask(2)] == [0, 1]
-    assert [ask(2), ask(1)] == [1, 0], "each goes where its prompt is"
-    assert [ask(3, 50), ask(2)] == [0, 1], "50 tokens more are near"
-    assert ask(2) == 0, "450 are not"
+    assert [ask(2), ask(1)] == [1, 0], "each request goes to the engine that has its prompt"
+    assert [ask(3, 50), ask(2)] == [0, 1], "the engine with the prompt has 50 tokens more: near enough"
+    assert ask(2) == 0, "the engine with the prompt has 450 tokens more: too many"
     routes.prompts.clear()
     routes = Router(2)
     assert [ask(1), ask(2)] == [0, 1]
@@ -183,13 +183,13 @@ def test_a_straggler_does_not_make_an_engine_slow() -> None:
                 speed.load(MIN_ANSWERS - done, 100.0 * wave + 0.1 * (done + 1))
                 speed.answered(10)
     speeds[1].load(0, 400.0)
-    speeds[1].load(1, 480.0)  # alone for 80 s
+    speeds[1].load(1, 480.0)  # one engine alone for 80 s
     speeds[1].answered(800)
     assert relative(np.array([speed.tokens_per_s for speed in speeds])).tolist() == [1.0, 1.0]
 
 
 class Engine(InferenceEngine):
-    """Seconds per token in proportion to what runs, over ``speed``: it is saturated."""
+    """Seconds per token are proportional to the running requests, divided by ``speed``: it is saturated."""
 
     def __init__(self, speed: float, lengths: dict[str, int]) -> None:
         self.speed, self.lengths, self.tokens = speed, lengths, 0
@@ -217,7 +217,7 @@ class Engine(InferenceEngine):
 
 
 async def waves(speeds: Sequence[float], wave: int, count: int, seed: int = 0) -> tuple[list[int], list[float]]:
-    """Tokens by engine in all waves of requests but the first, and the seconds that each wave took."""
+    """Tokens by engine in all waves of requests but the first, and the duration of each wave."""
     draw = random.Random(seed)
     lengths = {f"{w}-{i}": min(1 + int(draw.expovariate(1 / 60)), 600) for w in range(count) for i in range(wave)}
     engines = [Engine(speed, lengths) for speed in speeds]
@@ -236,7 +236,7 @@ async def waves(speeds: Sequence[float], wave: int, count: int, seed: int = 0) -
 def test_an_engine_twice_as_fast_gets_twice_the_tokens() -> None:
     (slow, fast), took = run_virtual(waves([1.0, 2.0], 400, 6))
     assert 1.8 < fast / slow < 2.2
-    assert max(took[1:]) < 0.85 * took[0], "a wave divided by numbers waits for the slow one"
+    assert max(took[1:]) < 0.85 * took[0], "a wave that is divided by number waits for the slow engine"
 
 
 def test_four_engines_of_two_kinds_have_as_much_to_do_for_their_speeds() -> None:
@@ -247,7 +247,7 @@ def test_four_engines_of_two_kinds_have_as_much_to_do_for_their_speeds() -> None
 
 
 class Small(Engine):
-    """Has room for a hundred tokens, and is never asked to hold more prompts than that."""
+    """Has room for a hundred tokens; fails if it receives more prompt tokens than that."""
 
     def __init__(self, speed: float, lengths: dict[str, int]) -> None:
         super().__init__(speed, lengths)
@@ -272,7 +272,7 @@ class Small(Engine):
 
 
 async def in_line(count: int) -> tuple[list[Small], float]:
-    """Requests of one to eighty tokens to two engines, of whom every fifth gives up before it is answered."""
+    """Requests of one to eighty tokens to two engines; every fifth one is cancelled before it is answered."""
     draw = random.Random(1)
     lengths = {str(i): draw.randint(1, 40) for i in range(count)}
     engines = [Small(1.0, lengths), Small(2.0, lengths)]
@@ -299,12 +299,12 @@ def test_requests_wait_in_the_client_while_all_engines_are_full_and_nobody_starv
     engines, _ = run_virtual(in_line(300))
     assert max(engine.most for engine in engines) <= 100
     for engine in engines:
-        assert engine.order == sorted(engine.order, key=int), "nobody is overtaken"
+        assert engine.order == sorted(engine.order, key=int), "requests keep their order"
     assert sum(len(engine.order) for engine in engines) >= 240
 
 
 async def test_a_choice_among_1024_engines_with_256_requests_each_takes_microseconds() -> None:
-    """And a look at one engine's requests takes as long as it would without the others."""
+    """Counting one engine's requests takes as long as it would without the other engines."""
     routes, table = Router(1024), InflightTable()
     routes.capacity[:] = 400_000.0
     future = asyncio.get_running_loop().create_future()

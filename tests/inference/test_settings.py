@@ -1,4 +1,4 @@
-"""What engines are told: pure functions of the configuration and of whether there are GPUs."""
+"""The engines' settings: pure functions of the configuration and of whether there are GPUs."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_weights_that_something_is_put_into_are_not_lent(
     cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = mode, rank, sync
     assert (maps_weights(cfg), computes_on_mapped_weights(cfg)) == (lends, computed_on)
     cfg.generator.engines = ["http://127.0.0.1:8000"]
-    assert not maps_weights(cfg), "a server may be anybody's"
+    assert not maps_weights(cfg), "a server may belong to anybody"
 
 
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())

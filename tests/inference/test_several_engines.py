@@ -37,12 +37,12 @@ def test_every_vllm_engine_has_a_seed_of_its_own_and_the_first_one_that_of_the_r
     ]
     assert seeds[0] == 42
     assert others[0] == 43
-    assert len({*seeds, *others}) == 128, "nor does one run's engine draw what another run's does"
-    assert all(0 <= seed < 2**32 for seed in seeds), "what numpy takes"
+    assert len({*seeds, *others}) == 128, "nor do engines of two runs draw the same samples"
+    assert all(0 <= seed < 2**32 for seed in seeds), "within numpy's range of seeds"
 
 
 async def groups(engines: list[InferenceEngine], batch: int) -> list[list[GenerationOutput]]:
-    """Each engine is given its share of every group at once, as the client would deal them out."""
+    """Each engine gets its share of every group at once, as the client divides them."""
     share = SAMPLES // len(engines)
     ask = SamplingParams(max_tokens=LENGTH, ignore_eos=True)
 
@@ -70,8 +70,8 @@ def check_distinct(found: list[list[GenerationOutput]]) -> None:
 async def test_groups_over_two_and_four_engines_have_as_many_different_samples_as_one_engine_gives(
     backend: str, engines_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model spreads its probability: a sample of 12 tokens is never drawn twice by chance."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # what vLLM's sampler compiles would be compiled four times
+    """Probabilities are spread out: two equal samples of 12 tokens are no coincidence."""
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # otherwise vLLM would compile its sampler four times
     save_model(tmp_path, tied=False)
     engines = [ENGINES[backend](config(str(tmp_path), index)) for index in range(4)]
     client = InferenceClient(engines)

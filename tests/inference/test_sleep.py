@@ -1,4 +1,4 @@
-"""Engines that fall asleep with requests in flight: each request is answered once, whole, by engines that are awake."""
+"""Engines that fall asleep with requests in flight: awake engines give each request one complete answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def asked(client: InferenceClient, count: int) -> list[asyncio.Task[Genera
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 2**32))
 def test_no_token_is_lost_or_repeated_whichever_engines_sleep_and_wake(engines: int, count: int, seed: int) -> None:
-    """``Engine`` fails a test that sends it requests while it sleeps, or lets it sleep with any."""
+    """``Engine`` fails the test if it gets requests while it sleeps, or falls asleep with requests."""
 
     async def run() -> None:
         client, chance = InferenceClient([Engine() for _ in range(engines)]), random.Random(seed)

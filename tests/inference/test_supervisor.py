@@ -1,4 +1,4 @@
-"""Engines that die at any moment: every request is answered once, whole, by whoever lives (on virtual time)."""
+"""Engines that fail at any moment: healthy engines give every request one complete answer (in simulation)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ PROMPT = 4
 
 
 class Machine:
-    """Engines that write one token a second, each the position it stands at, and what they were asked to compute."""
+    """Engines that generate one token a second, which is its own position, and a record of computed positions."""
 
     def __init__(self) -> None:
-        self.computed: dict[str, list[int]] = {}  # caller's request -> positions that an engine told or answered
+        self.computed: dict[str, list[int]] = {}  # caller's request -> positions that an engine reported or answered
         self.killed = self.made = 0
         self.broken_starts = 0
 
@@ -69,7 +69,7 @@ class Engine(InferenceEngine):
         if self.hung:
             await self.gone.wait()
             raise EngineFailedError("the actor died")
-        async with self.wire:  # what is said first arrives first
+        async with self.wire:  # messages arrive in the order in which they were sent
             await asyncio.sleep(0.01)
 
     async def call(self, name: str) -> None:
@@ -122,7 +122,7 @@ class Engine(InferenceEngine):
     async def pause(self, mode="keep"):
         await self.call(f"pause {mode}")
         if mode == "abort":
-            self.end(None)  # what is cut is reported; what comes behind it computes on, which nobody minds here
+            self.end(None)  # interrupted requests are reported; computing on afterwards does no harm here
         else:
             self.running.clear()
 
@@ -170,7 +170,7 @@ class Weights:
 
 
 class Run:
-    """Two engines (or as many as asked), a client, and who replaces the dead."""
+    """Two engines (or another number), a client, and the supervisor that replaces failed engines."""
 
     def __init__(self, engines: int = 2, restarts: int = 100, timeout_s: float = 600.0) -> None:
         self.machine, self.weights = Machine(), Weights()
@@ -224,7 +224,7 @@ async def test_requests_of_a_dead_engine_go_on_at_the_other_from_the_tokens_that
         run.kill(1)
         check(await asyncio.gather(*tasks))
         took = asyncio.get_running_loop().time() - before
-    assert took < 12, "a death costs what was made since the last heartbeat, not the whole answer"
+    assert took < 12, "a failure costs the tokens since the last heartbeat, not the whole answer"
 
 
 @virtual_time
@@ -395,7 +395,7 @@ async def test_a_request_that_waits_for_an_engine_can_be_ended() -> None:
 
 
 class Loading(Engine):
-    """Like vLLM's core it tells nothing while it loads; its own process answers."""
+    """Like vLLM's core it reports no progress while it loads, but its process answers."""
 
     load_s = 30.0
 
@@ -460,7 +460,7 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=100)
-@example(events=[(1e-283, "recompute")], starts=[1e-90, 1e-116, 1e-283])  # a request in the turn of a cut
+@example(events=[(1e-283, "recompute")], starts=[1e-90, 1e-116, 1e-283])  # a request at the moment of an interruption
 @given(events=EVENTS, starts=st.lists(st.floats(0.0, 12.0), min_size=1, max_size=6))
 def test_whenever_engines_die_every_request_is_answered_once_and_whole(events, starts) -> None:
     async def play() -> None:

@@ -1,7 +1,7 @@
-"""In the place of CUDA IPC: the host's memory, which torch shares by name and another process opens.
+"""In place of CUDA IPC: host memory that torch shares by name and another process opens.
 
-The rest is what runs on GPUs: how ranks pack, a handle's words, vLLM's messages and its transfer engine, its layers.
-vLLM imports this module in its worker, for ``WorkerExtension``.
+The rest is the code for GPUs: packing by ranks, the parts of a handle, vLLM's messages, its transfer engine and its
+layers. vLLM imports this module in its worker, for ``WorkerExtension``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ GPU = "GPU-that-is-none"
 
 
 def share(buffer: Tensor) -> Handle:
-    """As ``handle_of``."""
+    """In place of ``handle_of``."""
     manager, name, size = buffer.untyped_storage()._share_filename_cpu_()
     return {"gpu": GPU, "handle": name, "size": size, "offset": 0, "counter": manager,
             "counter_offset": 0, "event": b"", "wait": False}  # fmt: skip
 
 
 def opened(*arguments: Any) -> Tensor:
-    """As torch's ``rebuild_cuda_tensor``."""
+    """In place of torch's ``rebuild_cuda_tensor``."""
     tensor_class, size, stride, place, storage_class, dtype, _, name, length, offset, gradient, manager, *_ = arguments
     assert (tensor_class, storage_class, offset, gradient) == (torch.Tensor, torch.storage.TypedStorage, 0, False)
     storage = torch.UntypedStorage._new_shared_filename_cpu(manager, name, length)
@@ -35,7 +35,7 @@ def opened(*arguments: Any) -> Tensor:
 
 
 def in_rank(rank: Rank, chunk: int) -> None:
-    """On a policy's rank, whose parts are then so small."""
+    """Set up a policy's rank, with small parts."""
     cuda_ipc.handle_of, cuda_ipc.PART_BYTES = share, chunk
 
 

@@ -1,4 +1,4 @@
-"""A real policy and a real engine on one model, small steps of the one, and faults of the other."""
+"""A real policy and a real engine with one model, small steps of the policy, and faults in the transfer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from skyasync.weight_sync.transfers import shared_memory
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap
 from skyasync.workers.local import LocalDispatch
 
-STEP = 5e-6  # what an optimizer's step with SmolLM2's learning rate adds to or takes from every weight
+STEP = 5e-6  # the change of every weight by one optimizer step with SmolLM2's learning rate
 LAYER = ".layers.1."
 SWAPPED = ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.self_attn.k_proj.weight")
 
 
 class Pair:
-    """Both ends, and the sync between them. ``step`` changes the policy as a small optimizer's step does."""
+    """Policy, engine, and the sync between them. ``step`` changes the policy by a small optimizer step."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ async def running(backend: str, path: str, dtype: str, probe: list[list[int]], *
 
 
 async def never_fails(pair: Pair, syncs: int) -> list[float]:
-    """As many small steps with a verified sync each; returns the mean gaps, as shares of the limit."""
+    """Run ``syncs`` small steps with a verified sync each; returns the mean differences, as shares of the limit."""
     found = []
     for _ in range(syncs):
         pair.step()
@@ -89,7 +89,7 @@ async def never_fails(pair: Pair, syncs: int) -> list[float]:
 
 
 async def moved_by_writing_over(pair: Pair) -> tuple[float, float]:
-    """How far an engine's log-probabilities move when the kept file is written over, and when it is told of that."""
+    """How far an engine's log-probabilities move when its file is overwritten, and when it is notified of that."""
     pair.sync.expects_late_engines = True
     for _ in range(3):
         pair.step()
@@ -105,7 +105,7 @@ async def moved_by_writing_over(pair: Pair) -> tuple[float, float]:
     return gap(before, untold).largest, gap(before, told).largest
 
 
-# What may become of weights on their way into a model, as functions of what was sent and what the model had before.
+# Faults in received weights, as functions of the weights that were sent and those that the model had before.
 
 
 def stale_layer(sent: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ def swapped_pair(sent: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str
 
 
 def flipped_bit(sent: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The least of one element."""
+    """Flip the lowest bit of one element."""
     tensor = sent[SWAPPED[0]].clone()
     tensor.view(-1).view(torch.int16)[0] ^= 1
     return sent | {SWAPPED[0]: tensor}
@@ -126,7 +126,7 @@ def flipped_bit(sent: dict[str, Tensor], before: dict[str, Tensor]) -> dict[str,
 
 @contextmanager
 def arriving(model: Any, fault: Callable[..., dict[str, Tensor]]) -> Iterator[None]:
-    """Inside, an embedded model loads what ``fault`` makes of the weights."""
+    """Inside, an embedded model loads ``fault`` of the sent weights."""
     load = model.load_weights
 
     def faulty(weights: dict[str, Tensor], **how: bool) -> None:
@@ -140,7 +140,7 @@ def arriving(model: Any, fault: Callable[..., dict[str, Tensor]]) -> Iterator[No
 
 @contextmanager
 def losing_a_bit() -> Iterator[None]:
-    """Inside, what the trainer writes into shared memory does not lie there as it was sent, by one bit of a tensor."""
+    """Inside, one bit of a tensor flips while the trainer writes it into shared memory."""
     copy = shared_memory._copy
 
     def loses_a_bit(into: Tensor, sent: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Adapters that are sent alone: engines compute with the weights that a merged sync would have given them."""
+"""Adapters that are sent alone: engines compute with the same weights as after a merged sync."""
 
 import pytest
 import torch
@@ -56,7 +56,7 @@ async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
         assert metrics["sync/logprob_gap_mean"] <= metrics["sync/logprob_gap_limit"]
     assert held(pair) != before
     async with pair.sync.between_syncs() as update:
-        assert update.info["path"].startswith("/proc/"), "kept for an engine that comes late"
+        assert update.info["path"].startswith("/proc/"), "kept for a late-joining engine"
         await pair.client.update_weights(update)
 
 
@@ -73,7 +73,7 @@ async def test_a_fault_in_either_copy_and_other_frozen_weights_are_found(pair, t
     norm.view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=r"holds other weights.*model\.norm"):
         await pair.hand_over()
-    adapted._digests = {}  # an engine that has just started, from files of another model
+    adapted._digests = {}  # an engine that has just started with another model's files
     with pytest.raises(WeightSyncError, match="frozen weights of the transformers engine are not those"):
         await pair.hand_over()
 

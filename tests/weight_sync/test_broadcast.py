@@ -52,7 +52,7 @@ def test_what_is_packed_into_chunks_is_unpacked_as_it_was(shapes: list[Any], mos
 
 
 class Tensors:
-    """Stands for ``FullTensors``."""
+    """In place of ``FullTensors``."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], specs: TensorSpecs) -> None:
         self.specs, self._tensors = specs, tensors
@@ -235,8 +235,10 @@ async def check_two_ranks_and_two_engines(
         await transfer.release(update)
         assert max([await scores_differ(policy, each) for each in engines]) < 1e-4
 
-    ranks.call(step, 3)  # an engine's process ends in the middle: the others are as they were, and get it again
-    transfer._members = None  # the second engine is another process
+    ranks.call(
+        step, 3
+    )  # an engine's process ends in the middle: the others have their old weights, and get the update again
+    transfer._members = None  # the second engine has a new process
     update = await transfer.publish(3)
     dying = asyncio.create_task(asyncio.to_thread(other.call, dies_after_a_chunk, update.info))
     found, before = await loaded(transfer, update, engines[:1]), await engines[0].score(PROBES)

@@ -1,6 +1,7 @@
-"""The groups of broadcasts when engines or ranks die: real messages, senders, readers, client, replacement of engines.
+"""Broadcast groups when engines or ranks fail: real messages, senders, readers, client, and replacement of engines.
 
-By gloo, but the policy takes it for NCCL (``recovers=False``), inside which a death leaves the others waiting.
+The groups use gloo, but the policy treats it as NCCL (``recovers=False``), in which the others wait for a failed
+member.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY
 
 CPU = torch.device("cpu")
-STUCK_S = 2.0  # until a thread that waits for the dead goes away
+STUCK_S = 2.0  # until a thread that waits for a failed member ends
 
 
 class Ranks:
@@ -145,7 +146,7 @@ class Engine(InferenceEngine):
 
 
 class Run:
-    """Two engines, a trainer, and what replaces engines."""
+    """Two engines, a trainer, and the replacement of engines."""
 
     def __init__(self, engines: int = 2, *, recovers: bool = False) -> None:
         self.client = InferenceClient([Engine(index) for index in range(engines)])  # type: ignore[misc]
@@ -192,7 +193,7 @@ async def test_a_newcomer_meets_the_ranks_alone_and_the_next_sync_is_of_a_group_
             await run.trainer.optimizer_step()
             await run.sync.sync(version)
             run.check(version)
-        assert len(set(run.trainer.ranks.groups)) == 3, "all, the newcomer alone, all"
+        assert len(set(run.trainer.ranks.groups)) == 3, "all, the replacement engine alone, all"
         (alone, own), (_, other) = (engine.groups for engine in run.engines)
         assert alone == 1 and {own, other} == {1, 2}
 
@@ -212,8 +213,8 @@ async def test_while_the_weights_are_on_their_way_to_the_next_version_a_newcomer
         await run.trainer.optimizer_step()
         run.engines[1].starts.set()
         await asyncio.sleep(0.2)
-        assert len(run.client.pool.healthy) == 1, "what the other has is nowhere any more"
-        await run.sync.sync(2)  # to the other alone
+        assert len(run.client.pool.healthy) == 1, "the other engine's weights are not available any more"
+        await run.sync.sync(2)  # to the other engine alone
         await run.until(restarts=1)
         run.check(2)
         assert len(run.engines[0].groups) == 2
@@ -236,10 +237,10 @@ async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_r
         with pytest.raises(EngineFailedError, match="engine 1 has failed in a call in which the others wait"):
             await run.sync.sync(2)
         assert "in which they wait for it" in str(run.trainer.ranks.lost)
-        run.trainer = Trainer(run.client)  # as the controller does; from the checkpoint of the first step, say
+        run.trainer = Trainer(run.client)  # as the controller does; for example from the checkpoint of the first step
         run.sync.restart(run.trainer)
         await asyncio.sleep(0.2)
-        assert run.client.pool.healthy == [], "newcomers wait for weights"
+        assert run.client.pool.healthy == [], "replacement engines wait for weights"
         await run.sync.sync(2)
         await run.until(restarts=2)
         run.check(2)
@@ -282,4 +283,4 @@ async def test_by_gloo_a_member_that_never_joins_is_not_waited_for_longer_than_t
         with pytest.raises(TransferInterruptedError, match=r"not all members of the group joined within 2 s|failed"):
             await run.sync.sync(2)
         assert asyncio.get_running_loop().time() - began < 5 * STUCK_S
-        assert run.engines[0].version == 1, "an engine that did not get all is as it was"
+        assert run.engines[0].version == 1, "an engine that did not receive everything keeps its old weights"

@@ -1,4 +1,4 @@
-"""Who has the devices, and when: stand-ins for both sides, every call in its order."""
+"""Which side uses the shared devices at which time: fake policy and fake engines, every call in its order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBE = [[1, 2, 3], [4, 5]]
 
 
 class Device:
-    """Both sides, and the memory that they share: what may not be there together is an error."""
+    """Policy and engines with their memory; raises an error if both are there when only one may be."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -141,7 +141,7 @@ async def test_what_is_no_probe_is_scored_by_a_policy_that_is_there() -> None:
     device, turns, _ = made()
     await turns.start()
     device.calls.clear()
-    device.engine_weights = device.cache = False  # there is room
+    device.engine_weights = device.cache = False  # there is enough memory
     assert await turns.source.score([[7, 8]]) == [[-1.0]]
     assert device.calls == ["onload", "score", "offload"]
     await turns.make_way_for_policy()
@@ -152,7 +152,9 @@ async def test_what_is_no_probe_is_scored_by_a_policy_that_is_there() -> None:
 
 @given(steps=st.lists(st.sampled_from(["train", "sync", "verify", "way"]), max_size=12))
 def test_no_order_of_calls_puts_both_on_the_devices(steps: list[str]) -> None:
-    """The stand-ins raise where two models, or a model and a cache, would meet; engines verify what they have."""
+    """The fakes raise if two models, or a model and a cache, are on the devices together; engines verify their
+    weights.
+    """
     import asyncio
 
     async def run() -> None:

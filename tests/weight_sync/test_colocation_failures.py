@@ -1,4 +1,4 @@
-"""Engines that share their devices with the policy die asleep, awake and in a sync; on virtual time."""
+"""Colocated engines fail while they sleep, are awake, and in a sync (in simulation)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ policy_is_on_the_devices = False
 
 
 class Sharing(Engine):
-    """Takes memory from its start on, but for its sleep."""
+    """Uses memory from its start, except while it sleeps."""
 
     weights = cache = False
 
@@ -180,7 +180,7 @@ def test_an_engine_that_dies_is_replaced_in_the_engines_turn(moment: str, how: s
 @pytest.mark.parametrize("engine_too", [False, True])
 @pytest.mark.parametrize("moment", ["training", "publishing", "generating"])
 def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engine_too: bool) -> None:
-    """The policy's processes are noticed to be dead at this moment; an engine dies while others start."""
+    """The failure of the policy's processes is detected at this moment; an engine fails while others start."""
 
     @virtual_time
     async def scenario() -> None:
@@ -195,7 +195,7 @@ def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engi
             await run.turns.source.transfer.publish(2)
         assert run.turns.engines_are_awake == (moment == "generating")
 
-        policy_is_on_the_devices = False  # its memory has gone with it
+        policy_is_on_the_devices = False  # its memory has been freed
         successor: Any = Policy(run.client)
         await run.turns.policy_is_lost()
         if engine_too:

@@ -1,4 +1,4 @@
-"""Engines read weights in parts, from the policy's own devices: who is there when, and what is left of a failure."""
+"""Engines read weights in parts from the policy's devices: who uses them when, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_the_policy_stays_for_all_parts_and_goes_before_the_caches_wake() 
         ways = [call for call in device.calls if call != "send"]
         assert ways == ["publish", "wake weights", *parts, "free", "score", "offload", "wake cache"]
         assert turns.engines_are_awake
-        assert await sync.verify(version), "no digests: the probe follows every sync"
+        assert await sync.verify(version), "no digests: the verification prompts follow every sync"
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -1,4 +1,4 @@
-"""Weights by CUDA IPC, as far as that can be run without a GPU: two ranks, a real vLLM engine, memory of the host."""
+"""Weights by CUDA IPC, without a GPU: two ranks, a real vLLM engine, host memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 class Tensors:
-    """As ``FullTensors``, of several dtypes."""
+    """In place of ``FullTensors``, with several dtypes."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.specs, self._weights = specs_of(weights), weights
@@ -57,7 +57,7 @@ def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_ca
 
 
 def test_a_model_of_8b_takes_few_parts() -> None:
-    """Each costs a call of the ranks and three of the engines."""
+    """Each part costs one call of the ranks and three of the engines."""
     config = Qwen3Config(
         vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
@@ -139,7 +139,7 @@ def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) ->
     assert cpu_ipc.opened(*arguments).tolist() == [0, 1, 2, 3]
     monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda _: (None, arguments))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": handle["gpu"]}))
-    assert cuda_ipc.handle_of(torch.zeros(4)) == handle, "torch's arguments, taken apart as they are put together"
+    assert cuda_ipc.handle_of(torch.zeros(4)) == handle, "torch's arguments survive the round trip"
 
 
 class Policy:
@@ -156,7 +156,7 @@ class Policy:
 
 
 def ask(rank: Rank, method: str, args: tuple[Any, ...]) -> Any:
-    if rank.rank and args[1:] in (("prove",), ("free",)):  # of the first alone
+    if rank.rank and args[1:] in (("prove",), ("free",)):  # of the first rank alone
         return None
     return getattr(rank.worker, method)(*args)
 
@@ -220,13 +220,13 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         await engine.update_weights(WeightUpdate(3, "cuda_ipc", BROKEN_OFF))
         assert engine.version == 2
         await hand_over(3)
-        assert await gap() < 1e-4, "what was broken off is forgotten"
+        assert await gap() < 1e-4, "the interrupted transfer is forgotten"
 
         ranks.call(step, 4)
         alone = await transfer.for_late_engine(4)
         await engine.update_weights(alone)
         await transfer.release(alone)
-        assert await gap() < 1e-4, "as one that comes late"
+        assert await gap() < 1e-4, "as a late-joining engine does"
 
         parts = transfer.parts(await transfer.publish(5))
         part = await anext(parts)

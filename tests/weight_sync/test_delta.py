@@ -1,4 +1,6 @@
-"""What changed of weights: put back bit for bit, refused where it does not fit, sent whole where that is cheaper."""
+"""Deltas of weights: applied bitwise exactly, rejected if they do not fit, and replaced by all weights if that is
+cheaper.
+"""
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ SIZES = [0, 1, 7, PIECE - 1, PIECE, PIECE + 9, 3 * PIECE + 5]
 
 
 def flipped(tensor, share, seed):
-    """The tensor with the lowest bits of a share of its elements turned, in runs of pieces that differ in density."""
+    """The tensor with flipped lowest bits in a share of its elements, in runs of different density."""
     generator = torch.Generator().manual_seed(seed)
     new = tensor.clone()
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -94,7 +96,7 @@ def publish(sender, weights, folder):
 
 
 def written(encoded, folder):
-    """As engines get it, by a file, and what is said of it."""
+    """A delta as engines get it, as a file, and its description."""
     return write_encoded(encoded, str(folder)), encoded
 
 

@@ -1,4 +1,4 @@
-"""Syncs of what has changed, into real engines: the same weights, bit for bit, as by syncs of all weights."""
+"""Delta syncs into real engines: bitwise the same weights as by syncs of all weights."""
 
 import os
 
@@ -41,7 +41,7 @@ def files():
 
 
 async def trained(model, mode, dtype):
-    """A run of a few steps in bfloat16: its metrics, and the weights that the engine has in the end."""
+    """A run of a few steps in bfloat16: its metrics, and the engine's final weights."""
     cfg = config(model, steps=2)
     cfg.trainer.policy.model.dtype, cfg.generator.weight_sync_mode = "bfloat16", mode
     cfg.trainer.policy.optimizer_config.lr = 1e-4
@@ -107,7 +107,7 @@ async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_tha
 
 async def test_new_trainer_processes_send_all(pair):
     await hand_over(pair)
-    pair.dispatch._policy.weight_sender.file._delta = delta.DeltaEncoder()  # as theirs begins
+    pair.dispatch._policy.weight_sender.file._delta = delta.DeltaEncoder()  # as when the engine's update begins
     assert (await hand_over(pair))["sync/share_changed"] == 1
     assert (await hand_over(pair))["sync/share_changed"] < 0.4
 
@@ -132,11 +132,11 @@ async def test_a_fault_in_what_the_engine_holds_is_found_in_the_very_sync(pair, 
     with monkeypatch.context() as faulty, pytest.raises(WeightSyncError, match="engine holds other weights"):
         faulty.setattr(delta, "put", loses_a_bit)
         await hand_over(pair)
-    assert (await hand_over(pair))["sync/fallbacks"] == 1, "nobody knows what it holds: it is sent all"
+    assert (await hand_over(pair))["sync/fallbacks"] == 1, "its weights are unknown, so it is sent all"
     name, tensor = next(iter(pair.engine._model.tensors().items()))
     tensor.view(-1).view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=name):
-        await pair.hand_over()  # of no change at all
+        await pair.hand_over()  # of a sync without any change
 
 
 async def test_nothing_is_left_behind(pair):

@@ -1,4 +1,4 @@
-"""A digest tells every other tensor, wherever the difference is."""
+"""Different tensors have different digests, wherever the difference is."""
 
 import pytest
 import torch

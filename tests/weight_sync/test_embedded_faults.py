@@ -1,4 +1,4 @@
-"""Faults of a weight sync into the embedded engine: each is found at once, also when a step changes almost nothing."""
+"""Faults of a weight sync into the embedded engine: each is found at once, even if a step changes very little."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -71,7 +71,7 @@ async def test_a_head_that_has_come_loose_from_its_embedding_is_refused(pair):
 
 
 async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_probe(pair):
-    """Its digests are right: they are those of what was sent."""
+    """The digests are right: they are those of the tensors that were sent."""
     sent = {name: p.clone() for name, p in pair.engine._model._model.state_dict().items() if "lm_head" not in name}
     path = write_weights(swapped_pair(sent, {}))
     await pair.client.update_weights(WeightUpdate(1, "shared_memory", {"path": path}))
@@ -108,13 +108,13 @@ async def test_what_an_engine_computes_on_is_proven_before_it_is_paused(pair, mo
     pair.step()
     with losing_a_bit(), pytest.raises(WeightSyncError, match="shared memory holds other weights"):
         await pair.sync.sync(2, paused)
-    assert order == ["proven", "paused", "proven"], "the engine was left alone"
+    assert order == ["proven", "paused", "proven"], "the engine was not touched"
     await pair.hand_over()
     await pair.verify()
 
 
 async def gap_of_tokens(pair, name):
-    """The mean over 256 sampled ones, as a run's own are compared."""
+    """The mean over 256 sampled tokens, as a run compares its own."""
     sampling = SamplingParams(max_tokens=64, ignore_eos=True, temperature=1.0)
     asked = [GenerationRequest(f"{name}-{i}", [7, i + 1, 3], sampling) for i in range(4)]
     answers = await asyncio.gather(*(pair.client.generate(request) for request in asked))
@@ -124,7 +124,7 @@ async def gap_of_tokens(pair, name):
 
 
 async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_that_are_sampled_next(pair, monkeypatch):
-    """Its digests are right, and no probe is due."""
+    """The digests are right, and no verification prompts are due."""
     pair.sync.interval = 100
     for name in ("first", "second", "third"):
         pair.step(1e-3)
@@ -157,7 +157,7 @@ async def test_an_engine_that_computes_on_shared_memory_takes_a_file_as_well(pai
     await pair.client.update_weights(WeightUpdate(7, "shared_memory", {"path": path}))
     remove_weights(path)
     await pair.verify()
-    assert all(map(torch.equal, written, mapped.values())), "others may compute on them"
+    assert all(map(torch.equal, written, mapped.values())), "other engines may compute on the weights"
     await pair.hand_over()
     await pair.verify()
 
@@ -173,7 +173,7 @@ async def test_an_engine_that_comes_late_computes_on_what_was_written_last(pair)
         async with pair.sync.between_syncs() as update:
             await late.update_weights(update)
         pair.step(1e-2)
-        await pair.dispatch.transfer.publish(0)  # the next one is being written
+        await pair.dispatch.transfer.publish(0)  # the next weights are being written
         assert await late.score(PROBE) == await pair.engine.score(PROBE)
         ours, theirs = late._model.tensors(), pair.engine._model.tensors()
         assert update.version == 3 and all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -182,12 +182,12 @@ async def test_an_engine_that_comes_late_computes_on_what_was_written_last(pair)
 
 
 async def test_mapped_weights_are_looked_through_once_for_all_engines_and_by_one_that_comes_late(pair, monkeypatch):
-    """So a hand-over takes no longer for four engines than for one."""
+    """So a sync takes the same time for four engines as for one."""
     pair.sync.expects_late_engines, digest, looked = True, digests.digest, []
     monkeypatch.setattr(digests, "digest", lambda tensor: looked.append(tensor) or digest(tensor))
     pair.step()
     await pair.hand_over()
-    assert not looked, "the engine has read what the trainer proves"
+    assert not looked, "the engine has read the bytes that the trainer verifies"
     async with pair.sync.between_syncs() as update:
         await pair.engine.update_weights(update)
     assert len(looked) == len(update.info["specs"])

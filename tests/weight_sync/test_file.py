@@ -1,4 +1,4 @@
-"""Weights as files in shared memory: complete before they have a name, and never left behind."""
+"""Weight files in shared memory: complete before they have their name, and always removed."""
 
 import os
 import stat
@@ -40,7 +40,7 @@ def dead_process():
 
 
 def left_by(path, pid):
-    """The file's name as another process of this machine would have made it."""
+    """The file's name as another process of this machine would choose it."""
     name = Path(path).name.replace(f"-{os.getpid()}-", f"-{pid}-")
     assert name != Path(path).name
     return Path(path).with_name(name)
@@ -84,7 +84,9 @@ def test_files_of_living_processes_and_of_other_programs_stay(folder):
 
 
 def test_files_of_another_containers_processes_stay(folder, monkeypatch):
-    """It may share the memory; its processes are not to be seen, and not dead for that."""
+    """Containers may share the memory. Processes of another container are invisible, which does not mean that they
+    ended.
+    """
     mine, pid = write_weights(WEIGHTS), dead_process()
     theirs = left_by(mine, pid)
     theirs.touch()
@@ -94,7 +96,7 @@ def test_files_of_another_containers_processes_stay(folder, monkeypatch):
 
 
 def test_files_that_may_not_be_removed_stop_nobody(folder, monkeypatch):
-    """Another user's, in a folder where each may remove only their own."""
+    """Files of another user, in a folder where users may remove only their own files."""
     mine = write_weights(WEIGHTS)
     left_by(mine, dead_process()).touch()
 
@@ -122,7 +124,7 @@ def test_weights_that_are_on_another_machine_are_an_error_that_names_the_key(fol
 
 
 def test_shared_memory_too_small_for_the_weights_is_passed_over(folder, monkeypatch):
-    """A container's is often 64 MB."""
+    """In a container, shared memory often has 64 MB."""
     small = folder / "small"
     small.mkdir()
     free = {small: 8, folder: 1 << 20}

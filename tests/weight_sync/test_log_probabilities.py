@@ -1,4 +1,4 @@
-"""What counts as a gap, and what it is measured on."""
+"""Which differences of log-probabilities count, and on which tokens they are measured."""
 
 import math
 

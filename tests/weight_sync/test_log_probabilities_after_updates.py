@@ -1,6 +1,6 @@
-"""After random updates trainer and engine are as close as at the start: shapes, dtypes, ways of sending, KV policies.
+"""After random updates trainer and engine are as close as at the start: shapes, dtypes, transfers, KV policies.
 
-A sample of them; ``python -m benchmarks.sync_gaps`` measures all, with either engine.
+A sample of the combinations; ``python -m benchmarks.sync_gaps`` measures all, with either engine.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Engines on other nodes than rank 0's: what they are told, what they get, and their failures; no cluster."""
+"""Engines on other nodes than rank 0: their messages, their weights, and their failures; without a cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def many(seed: int) -> Weights:
 
 
 class Pass:
-    """Stands for ``FullTensors``."""
+    """In place of ``FullTensors``."""
 
     def __init__(self, weights: Weights) -> None:
         self.specs, self._weights = specs_of(weights), weights
@@ -44,7 +44,7 @@ class Pass:
 
 
 class Rank0:
-    """The only rank of a policy, in a thread of its own as in an actor of its own."""
+    """The only rank of a policy, in a thread of its own as in an actor."""
 
     def __init__(self) -> None:
         self.weights = many(0)
@@ -78,7 +78,7 @@ class Engine:
 
     def decoded(self, received: ReceivedWeights) -> Weights:
         found = dict(self.decoder.decode(received.weights, received.digests, received.about))
-        assert digests_of(found) == received.digests, "what an engine proves"
+        assert digests_of(found) == received.digests, "digests that an engine verifies"
         return found
 
 
@@ -109,7 +109,7 @@ class Cluster:
         self.transfer.expects_late_engines = True
 
     async def load(self, update: WeightUpdate) -> list[Any]:
-        """By all engines; the rest is as in a weight sync."""
+        """Load into all engines; the rest is as in a weight sync."""
         loads = [self.engines[place].load(update) for place in self.living]
         return (await asyncio.gather(self.transfer.send(update), *loads, return_exceptions=True))[1:]
 
@@ -149,7 +149,7 @@ async def test_a_late_engine_gets_what_the_others_have_wherever_it_is(cluster: C
     assert digests_of(found) == digests_of(sent) and ("rendezvous" in late.told) == (node == THERE)
     await cluster.transfer.release(update)
     update = await cluster.transfer.publish(2)
-    assert all(map(cluster.right, await cluster.load(update))), "the others have their group again"
+    assert all(map(cluster.right, await cluster.load(update))), "the other engines have their group again"
     await cluster.transfer.release(update)
 
 

@@ -1,4 +1,4 @@
-"""Weights in shared memory, on which others compute."""
+"""Weights in shared memory that other processes compute on."""
 
 import faulthandler
 import os
@@ -14,7 +14,7 @@ from skyasync.weight_sync.verify.digests import digests_of
 
 def many(seed):
     draw = torch.Generator().manual_seed(seed)
-    large = torch.randn(700, 500, generator=draw)  # of more than one piece, and no whole number of them
+    large = torch.randn(700, 500, generator=draw)  # of several chunks, the last one incomplete
     return {"l": large, "h": torch.randn(33, generator=draw).bfloat16(), "one": torch.tensor(float(seed)),
             "n": torch.arange(seed, seed + 5), "none": torch.zeros(0, 3)}  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_what_was_read_stays_as_it_is_until_two_more_have_been_written():
         assert same(found, many(seed)) and infos[-1]["digests"] == digests_of(many(seed))
         assert all(tensor.data_ptr() % 64 == 0 for tensor in found.values())
     assert len({info["path"] for info in infos}) == 2
-    assert same(BufferReader().read(infos[-1]), many(5)), "one that comes late"
+    assert same(BufferReader().read(infos[-1]), many(5)), "a late-joining engine"
 
 
 def test_what_nobody_took_is_written_over():

@@ -1,4 +1,4 @@
-"""A real model: syncs of small steps pass, in both engines and dtypes, and a layer left behind is found.
+"""A real model: syncs of small steps pass, in both engines and dtypes, and a missing layer is found.
 
 ``SYNCS=50 pytest -m recipe tests/weight_sync/test_smollm2_syncs.py``, with SmolLM2 in the cache
 (examples/smollm2/model.py).

@@ -1,4 +1,4 @@
-"""A sync is proven by log-probabilities, or it is an error."""
+"""A sync is verified by log-probabilities, or it raises an error."""
 
 import asyncio
 import math
@@ -166,7 +166,7 @@ async def test_one_token_of_the_heavy_tail_ends_no_run():
     trainer, engines = Trainer([row]), Engines(shifted([row], 1e-5))
     both = WeightSync(trainer, engines, [[0] * 201], rounding=Rounding(least=1e-6, most=1.0))
     await both.measure_floor()
-    engines.scores[0][0][7] += 3e-3  # 300 floors
+    engines.scores[0][0][7] += 3e-3  # 300 times the noise floor
     await both.verify(1)
 
 
@@ -262,7 +262,7 @@ def sampling_sync(interval=4, engines=1):
 
 
 async def steps(both, gaps):
-    """A sync per step, and then the gap of its tokens; by version whether the probe ran."""
+    """A sync per step, then the difference of its tokens; by version, whether the verification prompts ran."""
     probed = []
     for version, gap in enumerate(gaps, start=both._syncs + 1):
         await both.sync(version)
@@ -278,7 +278,7 @@ async def test_tokens_of_the_version_before_take_the_place_of_a_probe_that_is_du
     assert await steps(sampling_sync(), [1e-4] * 9) == [1, 2]
     assert await steps(sampling_sync(), [1e-4, 1e-4, None, 1e-4, 1e-4, 1e-4, 1e-4]) == [1, 2, 4], "none of version 3"
     assert await steps(sampling_sync(), [None] * 9) == [1, 2, 4, 8]
-    assert await steps(sampling_sync(interval=1), [1e-4] * 5) == [1, 2, 3, 4, 5], "as was asked"
+    assert await steps(sampling_sync(interval=1), [1e-4] * 5) == [1, 2, 3, 4, 5], "as requested"
     assert await steps(sampling_sync(engines=4), [1e-4, 1e-4, 3e-4, 1e-4]) == [1, 2, 4], "one of four may be off"
 
 
@@ -294,7 +294,7 @@ async def test_tokens_that_are_further_off_than_the_limit_end_the_run_and_both_n
 async def test_tokens_that_are_off_where_the_probe_has_just_found_nothing_are_not_comparable_and_prove_nothing():
     both = sampling_sync()
     assert await steps(both, [2e-3, 1e-4, 2e-3, 1e-4, 2e-3]) == [1, 2, 4]
-    both.sampled(3, 2.0)  # of another version than the last: nothing is known of it
+    both.sampled(3, 2.0)  # of an unknown version: not compared
 
 
 @virtual_time
@@ -346,7 +346,7 @@ async def test_a_publication_that_never_ends_does_not_keep_a_cancellation_back()
 
 @pytest.mark.parametrize("part", ["sender", "engines"])
 def test_if_sender_and_engines_wait_for_each_other_the_first_failure_of_either_is_raised_at_once(part):
-    """As inside NCCL, where neither knows of the other's end."""
+    """As in NCCL, where neither side notices the other's failure."""
 
     @virtual_time
     async def run():
@@ -379,7 +379,7 @@ async def test_a_failure_to_release_does_not_hide_why_the_update_failed():
 
 
 class Keeper(Trainer):
-    """Keeps what it published instead of releasing it."""
+    """Keeps published weights instead of releasing them."""
 
     async def release(self, update):
         assert self.expects_late_engines
@@ -424,10 +424,10 @@ async def test_while_workers_are_started_again_a_latecomer_waits_for_the_first_s
 
     latecomer = asyncio.create_task(arrive())
     await asyncio.sleep(10)
-    assert not latecomer.done(), "what the dead had kept is gone"
+    assert not latecomer.done(), "weights of the failed workers are gone"
     await both.sync(2)
     assert await latecomer == "kept 2"
-    assert await both.verify(2), "the engines are looked at, though it is not due"
+    assert await both.verify(2), "the engines are checked although no check is due"
 
 
 @pytest.mark.parametrize("part", ["publish", "release"])
@@ -449,7 +449,7 @@ async def test_a_latecomer_waits_for_other_workers_where_a_sync_has_failed_since
 
     latecomer = asyncio.create_task(arrive())
     await asyncio.sleep(10)
-    assert not latecomer.done(), "between the failed sync and the workers' start there is nothing to give it"
+    assert not latecomer.done(), "between the failed sync and the workers' restart there are no weights to send"
     both.restart(trainer)
     await both.sync(2)
     assert await latecomer == "kept 2"

@@ -1,4 +1,4 @@
-"""A safetensors file that is written tensor after tensor."""
+"""A safetensors file that is written tensor by tensor."""
 
 import pytest
 import torch

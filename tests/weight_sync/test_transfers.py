@@ -1,4 +1,4 @@
-"""The table of weight transfers, and a transfer of the user's in it."""
+"""The table of weight transfers, and a user's transfer in it."""
 
 from __future__ import annotations
 

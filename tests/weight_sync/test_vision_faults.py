@@ -1,4 +1,6 @@
-"""Faults of a vision-language model's weight sync and of its images: a check or the verification prompts name each."""
+"""Faults of a vision-language model's weight sync and of its images: a check or the verification prompts name each
+one.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ async def test_a_tower_that_is_left_behind_is_named_in_the_very_sync(pair: Pair)
 
 
 async def test_another_tower_than_the_trainers_is_found_by_the_prompts_with_images_alone(pair: Pair) -> None:
-    """Its digests are right: they are those of what was sent."""
+    """The digests are right: they are those of the tensors that were sent."""
     before = {name: tensor.clone() for name, tensor in pair.engine._model._model.state_dict().items()}
     pair.step(1e-2)
     await pair.hand_over()
@@ -125,7 +127,7 @@ async def test_vllm_proves_the_tower_and_a_stale_cache_of_its_features_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny("qwen3_vl", tmp_path)
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours are run in the worker
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file run in the worker
     async with running("vllm", folder, "float32", probe_of(folder), max_model_len=200, kv_cache_gb=0.1) as pair:
         engine: Any = pair.engine
         assert max(await never_fails(pair, 50)) < 0.75

@@ -1,4 +1,4 @@
-"""Adapters alone, into a real vLLM engine: computed with, replaced under requests in flight, and faults found."""
+"""Adapters alone, into a real vLLM engine: it computes with them, replaces them in flight, and faults are found."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Experts that vLLM packs for its CPU kernels are computed with as they were sent, update after update."""
+"""vLLM packs experts for its CPU kernels, and computes with the sent weights, update after update."""
 
 import pytest
 
@@ -20,7 +20,7 @@ async def test_updates_leave_the_gap_where_rounding_puts_it():
 async def test_experts_which_no_layer_can_be_asked_for_are_looked_at_by_the_probe_after_every_sync(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours are run in the worker
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file run in the worker
     path = save(Shape("moe", "untied", "float32"), str(tmp_path), 32)
     async with running("vllm", path, "float32", PROBE) as pair:
         pair.sync.interval = 100

@@ -1,4 +1,4 @@
-"""Faults of a weight sync into vLLM: each is found at once, also when a step changes almost nothing."""
+"""Faults of a weight sync into vLLM: each is found at once, even if a step changes very little."""
 
 import re
 
@@ -23,7 +23,7 @@ PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
 async def pair(engines_session, request, tmp_path_factory):
     model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True, head_dim=32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours are run in the worker
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file run in the worker
         async with running("vllm", model, request.param, PROBE) as pair:
             yield pair
 
@@ -74,7 +74,7 @@ async def test_a_bit_lost_where_the_weights_lie_is_found_by_the_trainer_for_all_
 
 
 async def test_bytes_that_the_trainer_proves_are_not_digested_again_and_no_layer_is_asked_twice(pair):
-    """One that comes late digests them: nobody looks at them when it reads."""
+    """A late-joining engine digests the bytes itself: no check runs while it reads."""
     engine = pair.engine.llm
     update = await pair.dispatch.transfer.publish(0)
     await pair.dispatch.transfer.release(update)
@@ -91,7 +91,7 @@ def checked(worker):
 
 
 async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
-    """To the last bit of every log-probability; an engine that holds something else is sent all and goes on."""
+    """Bitwise equal log-probabilities; an engine with other weights is sent all of them and continues."""
     generator = pair.dispatch._cfg.generator
     generator.weight_sync_mode = "delta"
     pair.dispatch.transfer = memory_transfer(pair.dispatch._cfg, pair.dispatch._groups)
@@ -107,5 +107,7 @@ async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
     pair.dispatch.transfer = memory_transfer(pair.dispatch._cfg, pair.dispatch._groups)
     await pair.hand_over()
     assert await pair.client.score(PROBE) == by_changes
-    whole = pair.dispatch._policy.backend.dtype.itemsize == 4  # a step changes nearly all of float32: sent whole anyway
+    whole = (
+        pair.dispatch._policy.backend.dtype.itemsize == 4
+    )  # a step changes nearly all of float32, so it is sent whole anyway
     assert fallbacks == ([0, 1, 2, 3] if whole else [0, 0, 1, 1])

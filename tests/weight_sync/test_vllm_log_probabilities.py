@@ -1,4 +1,4 @@
-"""As ``test_log_probabilities_after_updates``, with vLLM: layers that are stored the other way round, with biases."""
+"""As ``test_log_probabilities_after_updates``, with vLLM: transposed layers, and biases."""
 
 import pytest
 

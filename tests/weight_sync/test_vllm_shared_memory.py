@@ -74,7 +74,7 @@ async def test_sampling_follows_the_sync_too(pair: tuple[LlamaForCausalLM, VLLME
 
 
 async def test_after_a_failed_update_nothing_is_computed_any_more(pair: tuple[LlamaForCausalLM, VLLMEngine]) -> None:
-    """The last test of the file: half-loaded weights cannot be taken back, so the engine gives up."""
+    """The last test of the file: half-loaded weights cannot be restored, so the engine shuts down."""
     _, engine = pair
     request = GenerationRequest("in flight", PROBES[0], SamplingParams(max_tokens=240, ignore_eos=True))
     in_flight = asyncio.create_task(anext(engine.generate([request])))

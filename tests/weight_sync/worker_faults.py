@@ -1,4 +1,4 @@
-"""Faults inside vLLM's worker process, where this module is imported to make them."""
+"""Faults inside vLLM's worker process, which imports this module."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from unittest.mock import patch
 
 from tests.weight_sync.pair import LAYER, SWAPPED
 
-BIT_OF = "bit of "  # a tensor: the least one of the last element of this rank's part, behind all looks at what came
-WITHOUT = "without "  # weights with this in their names, as the trainer sends them
+#: ... and a tensor: flips the lowest bit of the last element of this rank's part, after all checks of received bytes.
+BIT_OF = "bit of "
+WITHOUT = "without "  # drops weights with this in their names
 EXPERTS = tuple(f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1))
 
 
 def update_with(worker: Any, fault: str, info: dict[str, Any], rank: int | None = None) -> str:
-    """Load what was sent as an update does, with ``fault`` on the way; the message of the refusal, or nothing.
+    """Load sent weights as an update does, with ``fault`` in between; the error message, or "".
 
     Args:
-        rank: the one of several that is struck; all of them without it.
+        rank: the rank with the fault; by default all ranks.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -33,19 +34,19 @@ def update_with(worker: Any, fault: str, info: dict[str, Any], rank: int | None 
         try:
             engine.receive_weights(UpdateInfo(info))
         except WeightSyncError as error:
-            finalize_layerwise_reload(engine.model, engine.model_config)  # what was refused in the midst of a layer
+            finalize_layerwise_reload(engine.model, engine.model_config)  # the error came in the middle of a layer
             return str(error)
     return ""
 
 
 def strike(worker: Any, fault: str, rank: int) -> None:
-    """One of several ranks has this fault in every update from now on."""
+    """Inject this fault into one rank, in every update from now on."""
     if worker.rank == rank:
         _commit(fault, worker.weight_transfer_engine, ExitStack())
 
 
 def looks(worker: Any, info: dict[str, Any]) -> list[int]:
-    """Of an update: digests of what was read, questions to linear layers, and how many of these there are."""
+    """Of an update: digests of bytes that were read, comparisons of linear layers, and the number of these layers."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

@@ -1,4 +1,4 @@
-"""Calls of a policy worker, each followed by what must be true between any two; run on every rank."""
+"""Calls of a policy worker, with the invariants that hold between any two of them; every rank runs them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class _Player:
             send("file", "remove", delta[0])
 
     def broadcast(self) -> None:
-        """To one engine, which is a thread of rank 0."""
+        """Broadcast to one engine, which is a thread of rank 0."""
         send, received = self.worker.transfer_weights, dict[str, Tensor]()
         if self.rank.rank == 0:
             rendezvous, specs = send("broadcast", "open", "127.0.0.1", 1, 30.0), send("broadcast", "specs")
@@ -106,7 +106,7 @@ class _Player:
         self.saved.append((str(folder), digest(self.worker)))
 
     def save_behind(self) -> None:
-        """What is saved is the state of the beginning, whatever is trained meanwhile."""
+        """The save has the state at its beginning, although training continues during it."""
         folder, state = self.folder / str(len(self.saved)), digest(self.worker)
         self.worker.begin_save(str(folder))
         self.update()
@@ -116,14 +116,14 @@ class _Player:
         self.saved.append((str(folder), state))
 
     def load(self) -> None:
-        """The oldest, so that a later update must be undone."""
+        """The oldest save, so that a later update must be undone."""
         if not self.saved:
             with pytest.raises(FileNotFoundError):
                 self.worker.load(str(self.folder / "nothing"))
             return
         folder, state = self.saved[0]
         self.worker.load(folder)
-        assert digest(self.worker) == state, "what was loaded is not what was saved"
+        assert digest(self.worker) == state, "the loaded state differs from the saved one"
 
     def export(self) -> None:
         folder = self.folder / "export"
@@ -138,14 +138,14 @@ class _Player:
 
 
 def check_files(worker: PolicyWorker, folder: Path, found: SaveResult) -> None:
-    """A rank has written files, and they hold what it says."""
+    """A rank has written files, and they contain what the manifest says."""
     assert not found.problem
     assert found.files and list(manifest.damage(folder, found.files)) == []
     assert worker.verify(str(folder), found.files) == []
 
 
 def check_between_calls(worker: ModelWorker, names: dict[int, str]) -> None:
-    """Parameters are the ones of the beginning, sharded if the worker is; the optimizer has them and no others.
+    """Parameters are the original objects, sharded if the worker is; the optimizer has exactly these.
 
     Args:
         names: of the parameters, by their identity.
@@ -168,14 +168,14 @@ def remember_parameters(rank: Rank) -> None:
 
 
 def logprobs(rank: Rank, seed: int) -> list[list[float]]:
-    """Of all rows on every rank, and the check."""
+    """Log-probabilities of all rows on every rank, checked."""
     answer: list[list[float]] = rank.worker.logprobs(make_batch(seed=seed)).tolist()
     check_between_calls(rank.worker, rank.notes["names"])
     return answer
 
 
 def step_and_save(rank: Rank, folder: str) -> str:
-    """An optimizer step, its checkpoint, and a digest of the whole state, which does not depend on the ranks."""
+    """An optimizer step, its checkpoint, and a digest of the whole state, which is independent of the ranks."""
     batch = make_batch(seed=rank.worker.backend.step)
     rank.worker.update_policy(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim())
     rank.worker.save(folder)
@@ -192,7 +192,7 @@ def digest_of_whole(worker: PolicyWorker) -> str:
 
 
 def whole_weights(worker: PolicyWorker) -> dict[str, Tensor]:
-    """What leaves the worker, gathered by hand: parameters once each, in the dtype of the engines."""
+    """Published weights, gathered by hand: parameters once each, in the engines' dtype."""
     return {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().to(worker.backend.dtype)
         for name, p in worker.backend.model.model.named_parameters()
@@ -206,7 +206,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def digest(worker: PolicyWorker) -> str:
-    """Of all that decides what the worker does next, over all ranks."""
+    """A digest of the state that determines the worker's next calls, over all ranks."""
     own = _hashed(worker, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor)
     if not dist.is_initialized():
         return own

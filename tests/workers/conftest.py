@@ -95,7 +95,7 @@ def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_respons
 
 
 def comparable(metrics: dict[str, float]) -> dict[str, float]:
-    """Those that do not depend on how rows are divided among ranks and micro-batches."""
+    """The metrics that do not depend on how rows are divided among ranks and micro-batches."""
     return {name: value for name, value in metrics.items() if name != COMPUTED_TOKENS}
 
 
@@ -104,9 +104,10 @@ def step_metrics(worker: PolicyWorker | CriticWorker) -> dict[str, float]:
 
 
 def episodes(count: int = 2, turns: int = 4, branches: int = 3, seed: int = 0) -> UpdateBatch:
-    """One group of agents' episodes: in each turn some rows continue the trunk, of which one becomes the trunk.
+    """One group of agents' episodes: in each turn some rows continue the trunk, and one of them becomes the new trunk.
 
-    A row learns from its own reply; one row of each turn learns from all replies before as well, with other advantages.
+    A row learns from its own reply. One row of each turn learns from all earlier replies as well, with other
+    advantages.
     """
     drawn = torch.Generator().manual_seed(seed)
 

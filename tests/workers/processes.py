@@ -1,7 +1,7 @@
-"""Ranks in processes of their own, without Ray: forks of one that has imported the libraries (``tests.warm``).
+"""Ranks in processes without Ray: forks of a process that has imported the libraries (``tests.warm``).
 
-A function of a test module is called on all ranks at once, with the rank's ``Rank`` first. What one raises is raised
-here; the others, which may wait for it in a collective, are then killed, and the next call starts new ones.
+A function of a test module is called on all ranks at once, with the rank's ``Rank`` first. The error of one rank is
+raised here; the other ranks, which may wait for it in a collective, are then killed, and the next call starts new ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEFT_BEHIND_S = 2.0
 
 @dataclass
 class Rank:
-    """What a rank's process keeps from call to call."""
+    """The state that a rank's process keeps from call to call."""
 
     rank: int
     count: int
@@ -38,7 +38,7 @@ class Ranks:
     """``count`` processes; started when first called.
 
     Args:
-        door: of the nursery that they come from.
+        door: address of the fork server.
     """
 
     def __init__(self, count: int, door: Path) -> None:
@@ -53,7 +53,7 @@ class Ranks:
             AssertionError: with the traceback of the first rank that failed.
         """
         if not all(process.is_alive() for process in self._processes):
-            self.close()  # a test before this one has lost a rank
+            self.close()  # an earlier test has lost a rank
         if not self._processes:
             self._start()
         for pipe in self._pipes:
@@ -81,7 +81,7 @@ class Ranks:
         return [answers[rank] for rank in range(self.count)]
 
     def set_up(self, worker: type[ModelWorker], cfg: Config, **options: Any) -> None:
-        """Every rank makes a new worker, which finds the others as behind Ray."""
+        """Every rank creates a worker, which connects to the others as in Ray."""
         port = self.call(_make, worker, cfg, options)[0]
         self.call(_set_up, port)
 

@@ -28,7 +28,7 @@ class _DoubleBackend(FSDPBackend):
 
 
 class DoubleWorker(PolicyWorker):
-    """Keeps and computes everything in float64, and hands weights over in the float32 that an engine has."""
+    """Computes everything in float64, and publishes weights in the float32 that an engine has."""
 
     def new_backend(self) -> FSDPBackend:
         return _DoubleBackend()
@@ -39,10 +39,10 @@ class DoubleWorker(PolicyWorker):
 
 
 class RanksDispatch(WeightTransfer):
-    """What a run with one policy asks of ``Dispatch``.
+    """The part of ``Dispatch`` that a run with one policy calls.
 
     Attributes:
-        rows: of every ``forward_backward``, how many each rank had.
+        rows: of every ``forward_backward``, the number of rows per rank.
     """
 
     def __init__(self, cfg: Config, ranks: Ranks, worker: type[PolicyWorker] = PolicyWorker) -> None:
@@ -52,7 +52,7 @@ class RanksDispatch(WeightTransfer):
         ranks.call(_note_gradients)
 
     def gradients(self) -> list[Tensor]:
-        """Of every optimizer step, as the weights were changed by it."""
+        """The gradients of every optimizer step, as it changed the weights."""
         return [torch.from_numpy(found) for found in self._ranks.call(_noted)[0]]
 
     async def start(self, total_steps: int = 0) -> None: ...

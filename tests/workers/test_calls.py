@@ -1,4 +1,4 @@
-"""State between calls: whatever a worker was asked before, the next call finds it sharded, whole and its own."""
+"""State between calls: after any call, the next one finds the worker sharded, complete and with its own tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 SETTINGS = [(1, "float32"), (1, "bfloat16"), (2, "float32"), (2, "bfloat16")]
 EVERY_PAIR = [call for i, a in enumerate(calls.CALLS) for b in calls.CALLS[i:] for call in dict.fromkeys((a, b))]
-"""Each call right after each other one and after itself: a de Bruijn sequence."""
+"""Each call after each other one and after itself: a de Bruijn sequence."""
 
 
 def config(path: str, dtype: str) -> Config:
@@ -70,7 +70,7 @@ def test_a_reference_is_sharded_between_calls_and_its_answer_stays(
 def test_any_number_of_ranks_goes_on_from_any_others_checkpoint(
     dtype: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """4, 2, 1, 2 and 4 ranks take a step each, with a layer so narrow that some ranks have nothing of it."""
+    """4, 2, 1, 2 and 4 ranks take a step each, with a layer so narrow that some ranks have no part of it."""
     cfg = config(make_model(tmp_path / "model", tied=True, intermediate_size=5), dtype)
     whole = None
     for number, count in enumerate((4, 2, 1, 2, 4)):
@@ -82,4 +82,6 @@ def test_any_number_of_ranks_goes_on_from_any_others_checkpoint(
     again = ranks(4)
     again.set_up(PolicyWorker, cfg)
     again.call(calls.load_whole, str(tmp_path / "3"))
-    assert again.call(calls.step_and_save, str(tmp_path / "again"))[0] == whole, "bit for bit on as many ranks"
+    assert again.call(calls.step_and_save, str(tmp_path / "again"))[0] == whole, (
+        "bitwise identical on the same number of ranks"
+    )

@@ -1,4 +1,4 @@
-"""A critic's values, the loss it learns by, its head, and that ranks and micro-batches change none of it."""
+"""A critic's values, its loss and its head, independent of ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def started(cfg: Config) -> CriticWorker:
 
 
 def learning(worker: CriticWorker | None = None, seed: int = 0, **size: Any) -> UpdateBatch:
-    """A batch with returns; values are the worker's own, or close to it."""
+    """A batch with returns; its values are the worker's own, or close to them."""
     batch = make_batch(seed=seed, **size)
     drawn = torch.Generator().manual_seed(seed)
     batch.returns = torch.randn(batch.tokens.shape, generator=drawn) * batch.loss_mask
@@ -102,7 +102,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-# ---------------------------------------------------------------- what it says
+# ---------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -130,7 +130,7 @@ def test_values_do_not_depend_on_packing_or_micro_batches(untied_model: str, mon
     assert not packed[~batch.loss_mask].any()
 
 
-# ---------------------------------------------------------------- what it learns
+# ---------------------------------------------------------------- training
 
 
 def test_the_gradient_equals_one_written_by_hand(untied_model: str) -> None:
@@ -218,7 +218,7 @@ def test_bfloat16_keeps_float32_masters_and_values_of_float32(untied_model: str)
     batch = learning(worker)
     difference = (batch.values - exact.values(batch)).abs().max()
     assert 0 < float(difference) < 0.02
-    assert not torch.equal(batch.values, batch.values.bfloat16().float()), "the head's sum is not rounded"
+    assert not torch.equal(batch.values, batch.values.bfloat16().float()), "the sum of the head is not rounded"
     before = _whole(worker.backend.model.model.score.weight)
     worker.forward_backward(batch)
     worker.optimizer_step()

@@ -60,13 +60,15 @@ async def published(dispatch: RayWorkerDispatch) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_get_equal_work_where_long_rows_cost_more_than_their_tokens() -> None:
-    """One row of 4,096 tokens beside 64 of 64, for a model of hidden size 32: attention is ten times the rest of it."""
+    """One row of 4,096 tokens and 64 of 64, for hidden size 32: attention is ten times the rest of the long row's
+    work.
+    """
     lengths = torch.tensor([4096] + [64] * 64)
     mask = torch.arange(4096) < lengths[:, None]
     batch = TokenBatch(mask.long(), mask, mask, group_ids=torch.arange(65))
     assert [len(rows) for rows in split_for_ranks(batch, 2)] == [1, 64], "by tokens"
     by_cost = split_for_ranks(batch, 3, hidden_size=32)
-    assert [len(rows) for rows in by_cost] == [1, 64, 0], "nothing makes the long row shorter"
+    assert [len(rows) for rows in by_cost] == [1, 64, 0], "the long row cannot be divided"
     shorter = torch.tensor([1024] * 4 + [128] * 64)
     costs = row_costs(shorter, 32)
     assert costs.tolist() == pytest.approx([1024 + 1024**2 / 384] * 4 + [128 + 128**2 / 384] * 64)
@@ -141,7 +143,7 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
 async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     model_path: str, bundles: PlacementGroup, tmp_path: Path, groups: int, tensor: int
 ) -> None:
-    """The same gradient norm, metrics and weights; a checkpoint of either is continued by the other.
+    """The same gradient norm, metrics and weights; each continues from the checkpoint of the other.
 
     The ranks have rows of their own, or split the matrices of the same rows.
     """
@@ -177,7 +179,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         (behind / min(files)).write_bytes(b"")
         assert len(await dispatch.verify(behind, files)) >= 1
         (tmp_path / "file").touch()
-        with pytest.raises(OSError, match="Not a directory"):  # the disk's fault: the ranks go on
+        with pytest.raises(OSError, match="Not a directory"):  # the disk failed: the ranks continue
             await dispatch.save(tmp_path / "file" / "policy")
         await dispatch.export(tmp_path / "export")
         further = await update(dispatch, make_batch(seed=2))
@@ -199,7 +201,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
 async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
     untied_model: str, bundles: PlacementGroup
 ) -> None:
-    """Rank 1 refuses its shard before its first collective; rank 0 already waits in one."""
+    """Rank 1 rejects its shard before its first collective; rank 0 already waits in one."""
     cfg, batch = config_for(untied_model), make_batch(groups=4).to_stage(Lacking)
     dispatch = await started(cfg, WorkerPlacement(bundles, bundles=(0, 1)))
     try:
@@ -230,7 +232,7 @@ async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_co
         with pytest.raises(ray.exceptions.RayActorError if how == signal.SIGKILL else HeartbeatTimeoutError) as failure:
             await update(dispatch, make_batch(groups=4))
         assert dispatch.lost == ("policy", failure.value)
-        assert none_soon(lambda: [str(pid) for pid in pids if lives(pid)]) == [], "one that hangs is ended too"
+        assert none_soon(lambda: [str(pid) for pid in pids if lives(pid)]) == [], "a hanging rank is killed too"
         with pytest.raises(RuntimeError, match="stopped"):
             await dispatch.transfer.publish(version=1)
     finally:
@@ -293,7 +295,7 @@ async def test_the_event_loop_runs_on_while_a_model_loads(untied_model: str, bun
 
 
 async def _until_free(group: PlacementGroup) -> None:
-    """Killed actors give their bundles back: another one starts in the same place."""
+    """Killed actors free their bundles: another one starts in the same bundle."""
 
     @ray.remote(num_cpus=1)
     def probe() -> bool:

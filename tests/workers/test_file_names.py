@@ -1,4 +1,4 @@
-"""Weights for engines that load files: under the names that the model's own files have."""
+"""Engines that load files get weights under the names of the model's own files."""
 
 import json
 
@@ -22,7 +22,7 @@ from tests.planning.models import configuration
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Whose experts transformers joins when it loads them."""
+    """A model whose experts transformers fuses when it loads them."""
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(configuration("qwen3_moe")).save_pretrained(folder)
@@ -87,7 +87,7 @@ SMALL = {
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_broadcast_has_the_names_and_shapes_of_the_files_of_every_mixture(tmp_path, family):
-    """vLLM's loaders of most families know no others; NCCL's ``specs`` are these."""
+    """vLLM's loaders know no other names for most families; NCCL's ``specs`` are these."""
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **MIXTURES[family])).save_pretrained(
         tmp_path
     )

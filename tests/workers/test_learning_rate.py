@@ -1,4 +1,6 @@
-"""The learning rate of a step is a function of its number: transformers' schedules, behind a warm-up that learns."""
+"""The learning rate of a step is a function of its number: transformers' schedules, after a warm-up that starts
+above 0.
+"""
 
 from __future__ import annotations
 

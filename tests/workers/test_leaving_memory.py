@@ -1,6 +1,6 @@
-"""Weights leave the ranks tensor after tensor: on no rank does a second whole copy come to lie in memory of its own.
+"""Ranks publish weights tensor by tensor: no rank has a second whole copy in its own memory.
 
-What a rank maps of files and of shared memory is not counted. The first of all calls is of a model of a few kilobytes.
+Memory that a rank maps from files and shared memory does not count. The first calls use a model of a few kilobytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TINY = NARROW | {"num_hidden_layers": 1}
 
 
 def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
-    """On each of the ranks: what each way out added to its memory at most."""
+    """On each rank: the most memory that each transfer added."""
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=process.rank, world_size=RANKS)
     member = type("Member", (PolicyWorker,), {"_join": lambda self, host, port: None})  # has joined
@@ -51,7 +51,7 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
         out(tiny, way)
     found = {}
     for way in ways:
-        ctypes.CDLL(None).malloc_trim(0)  # what the way before has left would hide as much of this one's
+        ctypes.CDLL(None).malloc_trim(0)  # the memory that the former transfer freed would hide as much of this one's
         found[way] = peak_growth(lambda way=way: out(large, way))
     return found
 
@@ -78,5 +78,5 @@ def test_no_way_out_has_a_second_copy_of_the_weights(warm_processes: Path, shape
         ranks.close()
     size = sum(p.numel() for p in model.parameters()) * 4
     shares = {way: round(max(rank[way] for rank in held) / size, 2) for way in ways}
-    kept = {"delta": 1, "shared_memory": 1}  # what is compared with, and what engines read
+    kept = {"delta": 1, "shared_memory": 1}  # the digests, and the memory that engines read
     assert all(share - kept.get(way, 0) < 0.8 for way, share in shares.items()), shares

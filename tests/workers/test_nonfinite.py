@@ -1,4 +1,4 @@
-"""A gradient that is not finite can be left out, on every rank alike, as if it had not been."""
+"""A non-finite gradient can be dropped, on every rank alike, with no effect on later steps."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def broken(where: str) -> Any:
     if where == "advantages":
         batch.advantages[-1] = float("inf")
     else:
-        batch.loss_weights[-1] = 1e38  # a loss that is finite in float64, and a gradient whose norm is not in float32
+        batch.loss_weights[-1] = 1e38  # a loss that is finite in float64, and a gradient whose norm overflows float32
     return batch
 
 
 def played(rank: Rank, where: str) -> list[Any]:
-    """Leave out a broken batch between two good ones; the state before, behind it, and what the last one came to."""
+    """Drop a broken batch between two good ones; the states before and after it, and the result of the last batch."""
     worker: PolicyWorker = rank.worker
 
     def part(batch: Any) -> Any:

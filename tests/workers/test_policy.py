@@ -23,7 +23,7 @@ def start(cfg: Config, **kwargs) -> PolicyWorker:
 
 
 def _remember_gradients(worker: PolicyWorker) -> None:
-    """Those of the last step, which the worker itself forgets."""
+    """The gradients of the last step, which the worker itself frees."""
     worker.seen = [p.grad.clone() for p in worker.backend.model.parameters()]
 
 
@@ -32,7 +32,7 @@ def weights(worker: PolicyWorker) -> dict[str, torch.Tensor]:
 
 
 def gradients(worker: PolicyWorker) -> list[torch.Tensor]:
-    """Those of the last step."""
+    """The gradients of the last step."""
     return worker.seen
 
 
@@ -66,7 +66,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(cfg: Config, cut: dic
     pieces = start(cfg)
     metrics = pieces.update_policy(batch)
     torch.testing.assert_close(gradients(pieces), gradients(whole), atol=1e-6, rtol=1e-4)
-    assert metrics.pop("computed_tokens") >= expected.pop("computed_tokens")  # smaller trees repeat more
+    assert metrics.pop("computed_tokens") >= expected.pop("computed_tokens")  # smaller trees repeat more tokens
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert metrics["tokens"] == int(batch.loss_mask.sum())
 
@@ -178,7 +178,7 @@ def test_a_non_finite_loss_or_gradient_is_named_and_changes_no_weight(cfg: Confi
     if what == "advantages":
         batch.advantages[batch.loss_mask] = float("inf")
     else:
-        # A finite loss may still have a gradient that is not: here the norm's weight is broken in the last layer.
+        # A finite loss may have a non-finite gradient: here the norm's weight is broken in the last layer.
         worker.backend.model.model.base_model.layers[1].register_full_backward_hook(
             lambda module, inputs, outputs: (torch.full_like(inputs[0], float("nan")),)
         )

@@ -1,4 +1,4 @@
-"""A profile of a step: what the workers did, and only in that step."""
+"""A profile of a step contains the workers' operations of that step only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks find each other where only this machine can reach them."""
+"""Ranks connect at addresses that only this machine can reach."""
 
 import socket
 from pathlib import Path
@@ -13,7 +13,7 @@ LISTENING = "0A"
 
 
 def addresses_listening_on(port: int) -> list[str]:
-    """In the kernel's spelling, of IPv4 and IPv6."""
+    """In the kernel's notation, of IPv4 and IPv6."""
     rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
     places = [row[1].split(":") for row in rows if row[3] == LISTENING]
     return [address for address, number in places if int(number, 16) == port]

@@ -1,4 +1,4 @@
-"""A reward model's scores are the library's own, whatever shares a row or a rank with a sequence."""
+"""A reward model's rewards equal transformers', whatever shares a row or a rank with a sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A role of a user's own: in the table, placed, started, asked, moved, saved and stopped with the others."""
+"""A user's own role: it is placed, started, called, offloaded, saved and stopped with the others."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ KL = When("trainer.algorithm.use_kl_loss")
 
 
 class LengthWorker(Worker):
-    """Scores responses by their lengths in units that are learnt: a save holds them."""
+    """Rewards responses by their lengths in units that are learned, so a checkpoint contains them."""
 
     unit, awake = 1.0, True
 
     def lengths(self, batch: TokenBatch) -> torch.Tensor:
         assert not hasattr(batch, "advantages") and hasattr(batch, "behaviour_logprobs"), (
-            "only what the entry names is sent"
+            "only the fields that the entry names are sent"
         )
         return batch.loss_mask.sum(1) * self.unit
 

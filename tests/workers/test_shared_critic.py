@@ -1,5 +1,6 @@
-"""A value head on the policy's own states: what it says, what it learns, what its loss does to the policy, and that
-ranks, adapters and checkpoints change none of it."""
+"""A value head on the policy's states: its values, its training, and the effect of its loss on the policy,
+independent of ranks, adapters and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def gradients(worker: PolicyWorker) -> tuple[Tensor, Tensor]:
-    """Of the policy, and of the head."""
+    """The gradients of the policy and of the head."""
     policy = [whole(p.grad) for p in worker.backend.model.model.parameters() if p.grad is not None]
     head = worker.backend.model.value_head
     assert head is not None

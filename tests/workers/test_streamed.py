@@ -1,4 +1,4 @@
-"""Streamed on two ranks: gradients add up over parts that the ranks share unevenly, and are the synchronous plan's."""
+"""Streamed training on two ranks: gradients add up over unequal parts, and equal the synchronous plan's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GROUPS = 6
 
 
 class GroupByGroup(StreamedRayPPOTrainer):
-    """Each group is a part of its own, however many are there at once."""
+    """Each group is a part of its own, however many there are at once."""
 
     async def _train_some(self, groups: list[Group], in_gradient: int) -> int:
         for group in groups:
@@ -73,7 +73,7 @@ async def test_the_gradient_on_two_ranks_is_that_of_the_synchronous_plan(
 async def test_a_rank_without_rows_takes_part_in_every_part(
     size: int, untied_model: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    """Fewer rows than ranks, some of many micro-batches, and one without a loss token."""
+    """Fewer rows than ranks, some with many micro-batches, and one without a loss token."""
     cfg, batch = config_for(untied_model), make_batch(groups=2, samples=4)
     cfg.trainer.micro_batch_tokens = 8
     batch.loss_mask[3] = False

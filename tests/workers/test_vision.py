@@ -30,7 +30,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def batch_of_images(folder: str) -> UpdateBatch:
-    """The second half of eight rows has no image: the second of two ranks, and the last two of four.
+    """Of eight rows the second half has no image: those of the second of two ranks, and of the last two of four.
 
     Three samples of a prompt with images are a group, and so are four of one without.
     """
@@ -141,7 +141,9 @@ def test_adapters_are_on_the_language_model_alone_and_are_sent_merged(folder: st
     batch = batch_of_images(folder)
     worker.forward_backward(batch)
     for name, parameter in worker.backend.model.named_parameters():
-        if parameter.grad is not None and "lora_B" in name:  # B is 0: its gradient is the weight's by A
+        if (
+            parameter.grad is not None and "lora_B" in name
+        ):  # B is 0, so the gradient of B is that of the weight, times A
             adapted = name.replace("lora_B.default.", "").replace("base_layer.", "")
             first = worker.backend.model.get_parameter(name.replace("lora_B", "lora_A"))
             expected = cfg.trainer.policy.lora.alpha / 2 * whole[adapted] @ first.T

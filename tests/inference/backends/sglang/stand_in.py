@@ -1,6 +1,6 @@
-"""Something that answers as an SGLang server does: the routes and JSON of its 0.5.23, and a model of its own.
+"""A fake SGLang server: the routes and JSON of version 0.5.23, and a model of its own.
 
-What it answers was compared with a real server's, by the tests that run against either (``test_server``).
+Its answers were compared with a real server's by the tests that run against either (``test_server``).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Running:
 
 
 class StandIn:
-    """Args: incremental: pieces of an answer do not repeat what was told (``--incremental-streaming-output``)."""
+    """Args: incremental: chunks of an answer do not repeat earlier ones (``--incremental-streaming-output``)."""
 
     def __init__(self, model: LlamaForCausalLM, *, incremental: bool) -> None:
         self.model, self.incremental = model, incremental
         self.version, self.names, self.running = "default", set[str](), dict[str, Running]()
-        self.going, self.admits = asyncio.Event(), asyncio.Event()  # of what runs, and of what comes
+        self.going, self.admits = asyncio.Event(), asyncio.Event()  # of running requests, and of new ones
         self.going.set()
         self.admits.set()
 

@@ -1,7 +1,6 @@
-"""An SGLang server as an engine: a stand-in that answers in its documented shapes, or a real one.
+"""An SGLang server as an engine: a fake server that answers in the documented schemas, or a real one.
 
-A real one, started beside this (docs/servers.md), has the place of the stand-in with ``SGLANG_URL``, and its model's
-folder in ``SGLANG_MODEL``.
+To test a real server, start it (docs/servers.md), and set ``SGLANG_URL`` and ``SGLANG_MODEL`` (its model's folder).
 """
 
 from __future__ import annotations
@@ -118,7 +117,7 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
         told = news[output.request_id].token_ids
         assert output.token_ids[: len(told)].tolist() == told.tolist()
     (one,) = await late
-    assert one.versions.tolist() == [after] * 5, "what had no token begins with the new weights"
+    assert one.versions.tolist() == [after] * 5, "a request without tokens begins with the new weights"
     assert gap(engine.model, [2, 3, 4, 5], one) < TOLERANCE
 
 

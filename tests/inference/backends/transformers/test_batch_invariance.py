@@ -1,4 +1,4 @@
-"""What a request is answered does not depend, in any bit, on who else is computed with it, or on when they came."""
+"""The answer to a request is bitwise independent of the other requests in its batch and of their arrival times."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def together(model: EmbeddedModel, threads: int) -> Answers:
 
 
 def requests() -> list[DecodingRow]:
-    """Prompts of 4 to 19 tokens, and as many different lengths of their responses."""
+    """Requests with prompts of 4 to 19 tokens and as many different response lengths."""
     draw, rows = np.random.default_rng(1), []
     for prompt in range(PROMPTS):
         tokens = draw.integers(5, 30, size=draw.integers(4, 20))
@@ -67,7 +67,7 @@ def requests() -> list[DecodingRow]:
 
 
 def answers(model: EmbeddedModel, arrivals: list[int]) -> Answers:
-    """Of all requests, of which so many come before each step, and the rest before the next one."""
+    """Outputs of all requests; ``arriving`` requests are added before each step, the rest before the next one."""
     decoder = Decoder(model, version=0, max_num_seqs=64, cache_bytes=1 << 26)
     rows, numbers = requests(), iter(arrivals)
     to_come = list(rows)

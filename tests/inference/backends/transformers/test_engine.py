@@ -75,7 +75,7 @@ def requests(count: int, sampling: SamplingParams, tag: str = "r") -> list[Gener
 
 
 async def answers(engine: TransformersEngine, asked: Sequence[GenerationRequest]) -> list[Listed]:
-    """The outputs in the order of the requests; each must come exactly once."""
+    """The outputs in the order of the requests; each request has exactly one."""
     found: dict[str, Listed] = {}
     async for outputs in engine.generate(asked):
         for output in outputs:
@@ -85,7 +85,7 @@ async def answers(engine: TransformersEngine, asked: Sequence[GenerationRequest]
 
 
 async def tokens_to_flow(engine: TransformersEngine, more: int) -> None:
-    """Return when the engine has generated ``more`` tokens than now; any command is answered between two tokens."""
+    """Return when the engine has generated ``more`` further tokens; it answers commands between any two tokens."""
     goal = (await engine.stats()).generated_tokens + more
     async with asyncio.timeout(60):
         while (await engine.stats()).generated_tokens < goal:
@@ -115,7 +115,7 @@ def expected_logprobs(
 
 
 def weights_of(model_path: str) -> dict[str, torch.Tensor]:
-    """As a trainer publishes them: each tensor once."""
+    """The weights as a trainer publishes them: each tensor once."""
     return dict(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).named_parameters())
 
 
@@ -187,7 +187,7 @@ async def test_logprobs_after_all_edits_are_those_of_transformers_own_processors
 async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(
     engine: TransformersEngine, untied_model: str
 ) -> None:
-    """The ratio of trainer to behaviour policy is 1 for equal weights, whatever was left out."""
+    """For equal weights the ratio of trainer to behaviour policy is 1, whatever the sampling filters excluded."""
     settings = SamplingConfig(
         temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, allowed_token_ids=[*range(100), EOS]
     )
@@ -343,7 +343,9 @@ async def test_two_unanswered_requests_may_not_share_an_id(engine: TransformersE
 
 
 async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token(untied_model: str, tmp_path_factory) -> None:
-    """After the swap the cache is kept: an own pass with the old weights' cache gives the log-probabilities."""
+    """After an update that keeps the KV cache, a pass with the cache of the old weights gives the same
+    log-probabilities.
+    """
     other = save_tiny_llama(tmp_path_factory.mktemp("other"), tied=False, seed=1)
     asked = requests(64, SamplingParams(max_tokens=120, ignore_eos=True))
     async with engine_of(untied_model, version=3) as engine, published(weights_of(other), 4) as update:
@@ -365,7 +367,7 @@ async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token(untied_mode
         tokens = torch.tensor([[*request.prompt_token_ids, *output.token_ids]])
         start = tokens.shape[1] - 120
         with torch.no_grad():
-            # The newest token before the swap had been sampled but not yet been computed: the new weights do that.
+            # The newest token before the update was sampled but not yet computed: the new weights compute it.
             first = old(tokens[:, : start + swap - 1], use_cache=True)
             second = new(tokens[:, start + swap - 1 : -1], past_key_values=first.past_key_values)
         logits = torch.cat([first.logits[0, start - 1 :], second.logits[0]])
@@ -436,7 +438,7 @@ async def test_a_paused_engine_accepts_requests_and_starts_them_after_resume(eng
     await engine.pause()
     running = asyncio.create_task(answers(engine, requests(3, SamplingParams(max_tokens=4, ignore_eos=True))))
     while (await engine.stats()).waiting < 3:
-        await engine.abort([])  # the thread has had its chance to do something wrong
+        await engine.abort([])  # so that the thread has time for a wrong step
     assert (await engine.stats()).generated_tokens == 0
     await engine.resume()
     assert [len(output.token_ids) for output in await running] == [4, 4, 4]
@@ -490,7 +492,7 @@ async def test_abandoned_requests_are_aborted(engine: TransformersEngine) -> Non
     await tokens_to_flow(engine, 3)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    await engine.score([[1, 2]])  # runs after the abort that leaving has posted
+    await engine.score([[1, 2]])  # runs after the abort that leaving the context has posted
     assert (await engine.stats()).running == 0
 
 
@@ -529,7 +531,7 @@ async def test_an_error_in_the_model_reaches_every_caller_with_its_traceback(eng
 async def test_what_fails_one_requests_sampling_fails_that_request_alone(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of settings that nobody has foreseen: at the prompt, and behind it."""
+    """With settings that no check covers: at the prompt, and after it."""
     sampled = BatchSampler.__call__
 
     def fragile(self: BatchSampler, logits: torch.Tensor, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Linear layers by oneDNN: the same numbers but for rounding, of the weights that are there when it is asked."""
+"""Linear layers with oneDNN: equal results up to rounding, for the current weights."""
 
 import pytest
 import torch

@@ -143,7 +143,7 @@ def test_min_tokens_forbids_stop_tokens_until_then():
 
 
 def edited(token_ids: list[int] | None = None, bad_words: tuple[tuple[int, ...], ...] = (), **sampling: Any) -> Tensor:
-    """``LOGITS`` as the greedy log-probabilities of its five tokens say they were edited, up to a constant."""
+    """The edited ``LOGITS``, up to a constant, from the greedy log-probabilities of the five tokens."""
     row = FakeRow(
         SamplingParams(temperature=0.0, **sampling), prompt=[4], token_ids=token_ids or [], bad_words=bad_words
     )

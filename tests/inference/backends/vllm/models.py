@@ -18,7 +18,7 @@ EOS = 1
 
 
 def save_model(folder: Path, *, tied: bool, seed: int = 0) -> LlamaForCausalLM:
-    """Large initial weights, so that the next token is far from uniform and every error shows."""
+    """Large initial weights, so that the next token is far from uniform and every error is visible."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -40,7 +40,7 @@ def perturb(model: LlamaForCausalLM, seed: int, size: float = 0.05) -> None:
 
 
 def publish(model: LlamaForCausalLM, version: int) -> WeightUpdate:
-    """The weights as the trainer would publish them: a tied output layer is not written twice."""
+    """The weights as the trainer publishes them: a tied output layer is not written twice."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return WeightUpdate(version=version, backend="shared_memory", info={"path": write_weights(weights)})
 

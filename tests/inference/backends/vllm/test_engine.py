@@ -1,4 +1,4 @@
-"""The vLLM engine, for real: one untied tiny Llama in one engine for the whole file."""
+"""A real vLLM engine: one untied tiny Llama in one engine for the whole file."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Engine(VLLMEngine):
-    """The engine, with the trainer's model beside it."""
+    """The engine and the trainer's model."""
 
     model: LlamaForCausalLM
 
@@ -152,7 +152,7 @@ async def test_every_request_is_answered_once_with_as_many_logprobs_and_versions
     batches = [batch async for batch in engine.generate(requests)]
     outputs = [listed(output) for batch in batches for output in batch]
     assert sorted(o.request_id for o in outputs) == sorted(r.request_id for r in requests)
-    assert len(batches) < len(requests), "what finishes together is delivered together"
+    assert len(batches) < len(requests), "requests that finish together are delivered together"
     assert all(len(o.token_ids) == len(o.logprobs) == len(o.versions) > 0 for o in outputs)
     assert {o.finish_reason for o in outputs} <= {"stop", "length"}
     assert {version for o in outputs for version in o.versions} == {3}
@@ -175,7 +175,7 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(engine: Engin
 
 
 async def test_logprobs_after_penalties_bias_and_bans_are_those_of_the_embedded_engines_sampler(engine: Engine) -> None:
-    """One definition of every setting in both engines: what vLLM reports, our sampler computes."""
+    """Both engines define every setting alike: the embedded sampler computes what vLLM reports."""
     prompt = [7, 8, 9]
     common = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "top_p": 0.9}
     requests = [
@@ -227,7 +227,7 @@ def one_per_prompt(engine: Engine) -> Iterator[None]:
 
 
 async def asked_of_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, *requests: GenerationRequest):
-    """The answers, and the n of each request that vLLM got."""
+    """The answers, and the ``n`` of each request that vLLM received."""
     counts: list[int] = []
     outputs = engine.outputs
 
@@ -304,7 +304,7 @@ def _truncated(
 
 async def test_score_is_the_models_own_and_independent_of_what_is_cached(engine: Engine) -> None:
     sequences = [[4], [5, 6], list(range(2, 90)) * 3]
-    for _ in range(2):  # the second time the prompt is in the cache
+    for _ in range(2):  # the second time, the prompt is in the cache
         scores = await engine.score(sequences)
         assert [len(score) for score in scores] == [0, 1, 263]
         for sequence, score in zip(sequences[1:], scores[1:], strict=True):
@@ -367,12 +367,12 @@ async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token_exactly(eng
 def _across_a_swap(
     old: LlamaForCausalLM, new: LlamaForCausalLM, prompt: list[int], output: Listed, old_version: int
 ) -> torch.Tensor:
-    """Tokens stamped with the old version by the old model, the rest by the new one on the old one's cache."""
+    """The old model computed the tokens of the old version; the new one computed the rest, on the old KV cache."""
     by_old = output.versions.count(old_version)
     tokens = torch.tensor([prompt + output.token_ids])
     if by_old == 0:
         return reference(new, prompt, output)
-    seen = len(prompt) + by_old - 1  # the newest token's keys and values are not computed yet
+    seen = len(prompt) + by_old - 1  # keys and values of the newest token are not computed yet
     first = old(tokens[:, :seen], use_cache=True)
     logits = first.logits
     if seen < tokens.shape[1]:
@@ -507,7 +507,7 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
         with pytest.raises(EngineFailedError):
             await asyncio.wait_for(waiting, timeout=10)
     await engine.shutdown()
-    assert not is_there(folder), "sockets and what else its processes had among the temporary files"
+    assert not is_there(folder), "sockets and other temporary files of its processes"
 
 
 async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: Path, warm_processes: Path) -> None:

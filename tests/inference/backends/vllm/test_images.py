@@ -42,7 +42,7 @@ async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
 
     async def scores_differ() -> float:
-        """Of a text, whose probabilities are those without placeholders."""
+        """The log-probabilities of a text depend on its images."""
         text = prompt(folder, ())
         batch = as_batch([text[:1]], [text[1:]], [()])
         (scores,) = await engine.score([text])

@@ -1,4 +1,4 @@
-"""vLLM's own arguments: what ``generator.engine_kwargs`` takes is checked before a model loads."""
+"""vLLM's own arguments: ``generator.engine_kwargs`` is checked before a model loads."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]
     ],
 )
 def test_a_wrong_one_is_refused_with_what_is_right(options: dict[str, object], said: str) -> None:
-    """Those that a run has a key for before anything starts, all others when an engine starts."""
+    """Arguments that a run has a setting for are rejected before anything starts, all others when an engine starts."""
     problems = check_config(config(options))
     if not problems:
         with pytest.raises(UserError) as error:

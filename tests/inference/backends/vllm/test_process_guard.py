@@ -56,10 +56,10 @@ def test_grandchildren_of_a_killed_parent_die_with_it() -> None:
     assert parent.stdout is not None
     mark = parent.stdout.readline().decode().strip()
     deadline = time.monotonic() + 30
-    while not guarded(mark):  # a process being started shows its environment only after its exec
+    while not guarded(mark):  # a starting process shows its environment only after its exec
         assert time.monotonic() < deadline
     parent.kill()
-    # Its end of the pipe is inherited by nobody, so that this read ends when the last of them is gone.
+    # No process inherits this end of the pipe, so the read returns when the last of them has ended.
     assert parent.stdout.read() == b""
     parent.wait()
     assert guarded(mark) == []

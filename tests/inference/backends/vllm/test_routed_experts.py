@@ -1,6 +1,6 @@
-"""Experts that vLLM reports: its own output processor, fed with what its core sends on a GPU.
+"""Routed experts from vLLM: its own output processor, with the messages that its core sends on a GPU.
 
-vLLM records experts in its second model runner alone, which it does not have on CPUs.
+vLLM records experts only in its second model runner, which it does not have on CPUs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Core:
             yield output
 
     def step(self, name: str, rows: int, end: Any = None) -> None:
-        """A token more, and the experts of the tokens that were computed for it."""
+        """One more token, and the experts of the tokens that were computed for it."""
         from vllm.v1.engine import EngineCoreOutput
         from vllm.v1.outputs import LogprobsLists
 
@@ -106,7 +106,7 @@ async def test_answers_and_progress_have_the_experts_of_all_computed_tokens(expe
         assert output.experts is not None
         known = torch.from_numpy(output.experts)
         assert known.dtype == (torch.uint8 if experts <= 255 else torch.int16)
-        assert not (known == unknown_expert(known.dtype)).any(), "all of them are known"
+        assert not (known == unknown_expert(known.dtype)).any(), "all experts are known"
 
 
 def test_a_run_with_router_replay_asks_vllm_for_experts_on_gpus_and_is_rejected_on_cpus(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""A vLLM server of its own as an engine: one untied tiny Llama behind one server for the whole file."""
+"""A separate vLLM server as an engine: one untied tiny Llama on one server for the whole file."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def serving(door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[by
 
 @contextmanager
 def serving_with(patch: pytest.MonkeyPatch, door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """One that wants a key, which the tests have."""
+    """The server requires a key, which the tests have."""
     patch.setenv(KEY_VARIABLE, KEY)
     with serving(door, folder, port) as process:
         yield process
@@ -187,7 +187,7 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
     begun, late = outputs[:16], outputs[16:]
     assert all(o.versions == sorted(o.versions) and set(o.versions) == {before, after} for o in begun)
     assert all(set(o.versions) == {after} and gap(o, engine.model, [2, 3 + i]) < TOLERANCE
-               for i, o in enumerate(late, 16)), "without a token they begin with the new weights"  # fmt: skip
+               for i, o in enumerate(late, 16)), "without a token, requests begin with the new weights"  # fmt: skip
     assert all(o.finish_reason == "length" and len(o.token_ids) == 300 for o in outputs)
     for output in begun:
         news = told[output.request_id]
@@ -198,7 +198,7 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
 async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running, engine: Engine) -> None:
     answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"a{i}", [2, 3 + i], LONG) for i in range(18))))
     await until(lambda: sum(bool(b.tokens) for b in engine._requests.values()) >= 16)
-    await engine.abort(["a0", "a17"])  # one that runs, and one that waits
+    await engine.abort(["a0", "a17"])  # one running, and one waiting
     await engine.pause("abort")
     cut = await answers
     assert {o.finish_reason for o in cut} == {"abort"}
@@ -253,7 +253,7 @@ class Remembering(Memory, FullyAsyncRayPPOTrainer): ...
 
 
 class Way:
-    """To a server, through which nothing comes while it is closed."""
+    """A proxy to a server; while it is closed, no bytes pass."""
 
     def __init__(self, url: str) -> None:
         self._to = int(url.rpartition(":")[2])
@@ -284,7 +284,7 @@ class Way:
 
 
 class Seeing(VLLMServerEngine):
-    folders: ClassVar[set[Path]] = set()  # in which weights lay that it took
+    folders: ClassVar[set[Path]] = set()  # the folder of weights that it loaded
 
     async def _load(self, update: WeightUpdate) -> None:
         self.folders.add(Path(update.info["path"]).parent)
@@ -293,7 +293,7 @@ class Seeing(VLLMServerEngine):
 
 @pytest.fixture
 def on_disk() -> Iterator[Path]:
-    """A folder that is not in shared memory, as one of several machines is not."""
+    """A folder outside of shared memory, as if the server were on another machine."""
     folder = Path(tempfile.mkdtemp(prefix="skyasync-weights-", dir="/var/tmp"))
     assert folder.stat().st_dev != Path("/dev/shm").stat().st_dev
     yield folder
@@ -302,7 +302,7 @@ def on_disk() -> Iterator[Path]:
 
 @pytest.mark.fault
 async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Running, on_disk: Path) -> None:
-    """With weights through a folder that both see."""
+    """Weights go through a folder that both can read."""
     way = Way(server.url)
     await way.open()
     extra = config(server).extra | {"url": f"http://127.0.0.1:{way.port}"}
@@ -327,7 +327,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     await run.client.shutdown()
     await way.close()
     assert (supervisor.failures, supervisor.restarts) == (1, 1)
-    assert check_tokens(run) > 0, "no trajectory was in flight at a swap: the test shows nothing"
+    assert check_tokens(run) > 0, "no trajectory was in flight during a weight update, so the test checks nothing"
     gaps = [row["sync/logprob_gap_mean"] for row in run.tracker.rows.values() if "sync/logprob_gap_mean" in row]
     assert gaps and max(gaps) < 1e-3
     assert Seeing.folders == {on_disk}
@@ -336,7 +336,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
 async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     server: Running, engine: Engine, tmp_path: Path
 ) -> None:
-    """By another name of the same server, which has room for both."""
+    """It joins under another name of the same server, which has capacity for both."""
     version = await engine.sync()
     client, file = InferenceClient([engine]), tmp_path / "engines.txt"
 
@@ -370,13 +370,13 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     await supervisor.close()
     assert all(len(answer.token_ids) == 300 and set(answer.versions) == {version} for answer in answers)
     gaps = [gap(answer, engine.model, request("x").prompt_token_ids.tolist()) for answer in answers]
-    # Some of 2,400 sampled tokens are rare ones, whose log-probabilities this engine computes less exactly.
-    assert max(gaps) < 10 * TOLERANCE, "also of those that two engines have made, one behind the other"
+    # Some of 2,400 sampled tokens have low probabilities, which this engine computes less exactly.
+    assert max(gaps) < 10 * TOLERANCE, "also for responses that two engines generated in turn"
     assert client.pool.router.in_flight.tolist() == [0, 0] and supervisor.failures == 0
 
 
 async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(engine: Engine) -> None:
-    """One element in fifty; an engine that holds something else says so and is as it was."""
+    """One element in fifty changes; an engine with other weights reports an error and keeps its weights."""
     changed, sequence, draw = DeltaEncoder(), [2, 3, *range(5, 60)], torch.Generator().manual_seed(0)
 
     def handed(sent: Encoded, path: str) -> WeightUpdate:
@@ -409,7 +409,7 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
 
 
 async def test_a_server_that_does_not_take_the_weights_says_so(engine: Engine) -> None:
-    """The last test: such a server is of no use any more."""
+    """The last test of the file: such a server cannot be used any more."""
     update = publish(engine.model, engine.version + 1)
     flip_a_bit(Path(update.info["path"]))
     with pytest.raises(WeightSyncError, match="has refused the weights of version"):

@@ -1,4 +1,4 @@
-"""How vLLM is started, as far as its arguments say it."""
+"""The arguments that vLLM is started with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyasync.inference.interface import EngineConfig
 
 
 def test_an_engine_over_several_devices_starts_its_workers_itself() -> None:
-    """Not by Ray, whose executor refuses a bundle of several GPUs; one device is left to vLLM, on a GPU one process."""
+    """Ray's executor rejects a bundle of several GPUs. vLLM chooses for one device; on a GPU that is one process."""
     assert (
         engine_arguments(EngineConfig("m", tensor_parallel_size=2), cpu=False)["distributed_executor_backend"] == "mp"
     )

@@ -1,4 +1,4 @@
-"""vLLM asleep: memory for somebody else, and the same engine afterwards. Needs a GPU."""
+"""vLLM asleep: it frees its memory, and is unchanged when it wakes up. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_an_engine_that_slept_answers_as_before_once_it_has_weights(tmp_pa
         awake, total = torch.cuda.mem_get_info()
         await engine.sleep()
         asleep, _ = torch.cuda.mem_get_info()
-        assert asleep - awake > 0.1 * total, "cache and weights were to be freed"
+        assert asleep - awake > 0.1 * total, "it should have freed cache and weights"
         update = publish(model, version=1)
         await engine.wake("weights")
         await engine.update_weights(update)

@@ -1,4 +1,4 @@
-"""One vLLM engine over two ranks, in one Ray actor of a placement group: the same engine as over one."""
+"""One vLLM engine on two ranks, in one Ray actor of a placement group, is equivalent to an engine on one rank."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope
 
 TOLERANCE = 1e-4
 PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
-#: Weights whose digest says what a rank computes with. Those of linear layers a CPU's kernels have packed elsewhere:
-#: that they have arrived is seen in the scores, to which each rank gives its half.
+#: Weights whose digest shows what a rank computes with. A CPU's kernels have packed those of linear layers, so their
+#: arrival is tested by log-probabilities, to which each rank adds its half.
 PLAIN = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.1.input_layernorm.weight"]
-#: What ``generator.engine_kwargs`` may say, and what must not change a token.
+#: Values of ``generator.engine_kwargs`` that must not change a token.
 OPTIONS = {"enable_prefix_caching": False, "block_size": 64}
 PROMPTS = [[2, 3, 4, 5], [7, 8, 9], [40, 41, 42, 43, 44, 45]]
 
 
 class Inspected(VLLMEngine):
-    """Says what each rank holds: a digest of its part of each weight, by rank and name. Its ranks can be struck."""
+    """Reports a digest of each rank's part of each weight, by rank and name. Faults can be injected into its ranks."""
 
     async def start(self) -> None:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of ours are run in the workers
         await super().start()
 
     async def struck(self, fault: str, info: dict[str, Any], rank: int | None = None) -> list[str]:
-        """What each rank says to an update with a fault, of all of them or of one."""
+        """Each rank's answer to an update with a fault in all ranks or in one."""
         answers: list[str] = await self.llm.collective_rpc(update_with, args=(fault, info, rank))
         return answers
 
@@ -154,7 +154,7 @@ async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(pair: Pair, 
 
 @pytest.fixture(scope="module")
 def writer() -> BufferWriter:
-    """Of weights for engines of a run's own, which read them where they are."""
+    """Writes weights into memory that the engines map."""
     return BufferWriter(two_buffers=False)
 
 
@@ -167,7 +167,7 @@ def written(writer: BufferWriter, model: LlamaForCausalLM, version: int) -> Weig
 async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
     pair: Pair, writer: BufferWriter, rank: int
 ) -> None:
-    """By a file, and by shared memory."""
+    """Through a file, and through shared memory."""
     perturb(pair.model, seed=20 + rank, size=1e-5)
     file, mapped = publish(pair.model, 20), written(writer, pair.model, 20)
     for info in (file.info, as_message(mapped.info)):
@@ -183,14 +183,16 @@ async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
     [
         ("model.embed_tokens.weight", 1),
         ("model.norm.weight", 1),
-        ("model.layers.0.self_attn.o_proj.weight", 4),  # a rank's part has 32 columns, of which each looks at 8
+        ("model.layers.0.self_attn.o_proj.weight", 4),  # a rank's part has 32 columns; each update compares 8
         ("model.layers.1.mlp.gate_proj.weight", 8),
     ],
 )
 async def test_a_bit_that_is_wrong_in_one_ranks_part_is_named_when_its_column_is_looked_at(
     pair: Pair, writer: BufferWriter, name: str, updates: int, rank: int
 ) -> None:
-    """It is lost behind all looks at what came: found at once in norms and embeddings, else within so many updates."""
+    """The bit flips after the checks of received bytes. It is found at once in norms and embeddings, otherwise
+    within the number of updates that covers all columns.
+    """
     info = as_message(written(writer, pair.model, 30).info)
     assert await pair.halves._actor.call.remote("struck", "", info) == ["", ""]
     for _ in range(updates):
@@ -203,7 +205,7 @@ async def test_a_bit_that_is_wrong_in_one_ranks_part_is_named_when_its_column_is
 
 
 async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(pair: Pair, writer: BufferWriter) -> None:
-    """Last of all: an engine that holds other weights gives up."""
+    """The last test of the file: an engine with wrong weights shuts down."""
     await pair.halves._actor.call.remote("strike", "flipped bit", 1)
     with pytest.raises(Exception, match=f"the vLLM engine received other weights .* in {SWAPPED[0]}"):
         await pair.halves.update_weights(written(writer, pair.model, 40))

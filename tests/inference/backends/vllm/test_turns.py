@@ -1,4 +1,4 @@
-"""vLLM asleep and awake in two steps, as far as the calls go that its core gets; it sleeps on a GPU only."""
+"""vLLM's sleep and wake-up in two steps: the calls that its core receives. It really sleeps on a GPU only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.vllm
 
 
 class Recorder:
-    """Takes every call of vLLM's ``AsyncLLM`` and of its core."""
+    """Records every call of vLLM's ``AsyncLLM`` and of its core."""
 
     def __init__(self, calls: list[str]) -> None:
         self._calls = calls
@@ -28,7 +28,7 @@ class Recorder:
             return self
 
         async def noted(*args: Any, **kwargs: Any) -> list[str]:
-            if name != "collective_rpc":  # asks the workers what they could not compare
+            if name != "collective_rpc":  # asks the workers which layers they could not compare
                 said = [str(a) for a in args if isinstance(a, list)] + [f"{k}={v}" for k, v in kwargs.items()]
                 self._calls.append(" ".join([name, *said]))
             return []
@@ -69,7 +69,7 @@ async def test_weights_are_updated_between_the_two_steps_and_nothing_is_schedule
         "wake_up ['kv_cache']",
     ]
     calls.clear()
-    await engine.update_weights(update)  # awake again: paused around the update, as ever
+    await engine.update_weights(update)  # after the wake-up: paused around the update, as usual
     assert calls[0].startswith("pause_scheduler_async")
     assert calls[-1] == "resume_generation"
 
@@ -77,7 +77,7 @@ async def test_weights_are_updated_between_the_two_steps_and_nothing_is_schedule
 async def test_an_update_that_is_cancelled_ends_first_and_the_engine_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """vLLM takes no update while another one is open."""
+    """vLLM accepts no update while another one is open."""
     engine, calls = recorded(monkeypatch)
     save_file({"weight": torch.ones(1)}, tmp_path / "weights")
     updating = asyncio.create_task(
