@@ -15,7 +15,7 @@ from skyasync.errors import UserError
 
 @dataclass
 class Batch:
-    """What an objective is given; the names are those of ``TrainingBatch``, ``current`` besides."""
+    """The inputs of an objective; names are those of ``TrainingBatch``, and ``current``."""
 
     current: Tensor
     proximal_logprobs: Tensor
@@ -56,7 +56,7 @@ def config(**changes: Any) -> AlgorithmConfig:
 
 
 def objective_or_none(cfg: AlgorithmConfig) -> Objective | None:
-    """None where the combination is refused."""
+    """None if the combination is rejected."""
     try:
         return Objective(cfg)
     except UserError:
@@ -64,7 +64,7 @@ def objective_or_none(cfg: AlgorithmConfig) -> Objective | None:
 
 
 def prepared(cfg: AlgorithmConfig, batch: Batch) -> Batch:
-    """The whole batch with everything that must be made before it is split."""
+    """The whole batch with everything that is computed before it is split."""
     weights = loss_weights(cfg, batch.loss_mask, batch.group_ids, dtype=torch.float64)
     return replace(batch, loss_weights=weights, **Objective(cfg).prepare(batch))
 

@@ -1,4 +1,4 @@
-"""From the peers' names for advantages, reward shaping and filters to our functions."""
+"""From other frameworks' names of advantages, reward shaping and filters to our functions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def matrix(case: Case, name: str, scores: Tensor) -> Tensor:
 
 
 def _keeps_alone(case: Case, name: str) -> bool:
-    """SkyRL and verl let a group of one keep its reward; of RLOO that is true of verl's loop only."""
+    """SkyRL and verl keep the reward of a group of one; for RLOO only verl's loop does so."""
     if name.startswith("rloo"):
         return case.peer == "verl" and "vectorized" not in case.id
     return case.peer in ("skyrl", "verl")
@@ -54,7 +54,7 @@ def _keeps_alone(case: Case, name: str) -> bool:
 def trl_normalize(scores: Tensor, group_ids: Tensor, *, std: str, **settings: Any) -> Tensor:
     """As ``normalize``, with TRL's Bessel factor: it computes n / (n - 1) in float32, 3e-8 off for n = 4.
 
-    Hence the population deviation, its epsilon and the result scaled by the factor, pool by pool.
+    So it takes the population deviation and its epsilon, and multiplies the result by the factor, pool by pool.
     """
     result, known = torch.zeros_like(scores), ~scores.isnan()
     for pool in group_ids.unique() if std == "group" else [None]:
@@ -69,7 +69,7 @@ def trl_normalize(scores: Tensor, group_ids: Tensor, *, std: str, **settings: An
 
 
 def per_sample(case: Case, advantages: Tensor) -> Results:
-    """One number per sample, and the same on its tokens where the case has tokens."""
+    """One number per sample, and the same on its tokens if the case has tokens."""
     out: dict[str, Any] = {"advantages_per_sample": advantages}
     if case.mask is not None:
         out["advantages"], out["returns"] = a.broadcast(advantages, case.mask)
@@ -204,7 +204,7 @@ def _reward_pipeline(case: Case) -> Results:
     penalty, _ = penalize_rewards(zeros, policy, case["ref_log_probs"], mask, coef=p["kl_coef"], estimator="k1")
     score = shaping.scale_and_clip(case["rewards"], bias=p["bias"], scale=p["scaling"], clip=p["clip"])
     token_rewards = shaping.add_at_end(penalty, score, mask)
-    whole = torch.ones_like(mask)  # AReaL lets the return run on over the prompt
+    whole = torch.ones_like(mask)  # AReaL's return continues over the prompt
     advantages = torch.where(mask, discounted_returns(token_rewards, mask), discounted_returns(token_rewards, whole))
     last = mask.int().argmax(1) + mask.sum(1) - 1
     after = torch.arange(mask.shape[1]) > last.unsqueeze(1)
@@ -232,7 +232,7 @@ def _group_filter(case: Case) -> Results:
 
 
 def _groups(case: Case) -> tuple[list[list[float]], list[list[int]]]:
-    """Rewards of each group (of its live members, where the case tells) and the rows that belong to it."""
+    """Rewards of each group (of its live members, if the case names them) and its rows."""
     if "group_scores" in case.inputs:
         groups = case.inputs["group_scores"]
         return groups, [[] for _ in groups]

@@ -1,6 +1,6 @@
-"""One golden case: what the originals were given, what they computed, and which adapter knows its name.
+"""One golden case: the inputs and results of another framework, and the adapter for its name.
 
-Invariant: everything is float64; results are compared on loss tokens, where the case has a mask.
+Invariant: everything is float64; results are compared on loss tokens, if the case has a mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ MASKS = {"mask", "final_mask", "loss_mask", "attention_mask", "response_mask"}
 
 
 class Case:
-    """``case["log_probs"]`` is an input as a tensor (None where it has none), ``case.params`` the peer's settings."""
+    """``case["log_probs"]`` is an input as a tensor (None if it has none); ``case.params`` are the framework's
+    settings.
+    """
 
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw, self.id, self.name, self.peer = raw, raw["id"], raw["name"], raw["peer"]
@@ -64,14 +66,14 @@ def tensor(values: Any) -> Tensor:
 
 
 def load_cases() -> list[Case]:
-    """The cases in the file that ``GOLDEN_CASES`` names (JSON, gzipped or not), by default those beside this file."""
+    """The cases in the file that ``GOLDEN_CASES`` names (JSON, gzipped or not), by default those next to this file."""
     path = Path(os.environ.get("GOLDEN_CASES", HANDED_OUT))
     data = path.read_bytes()
     return [Case(raw) for raw in json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)]
 
 
 def adapter(*families: str) -> Callable[[Callable[[Case], Results]], Callable[[Case], Results]]:
-    """Say that a function computes the cases whose name is, or begins with, one of ``families``."""
+    """Declare that a function computes the cases whose name is, or begins with, one of ``families``."""
 
     def add(function: Callable[[Case], Results]) -> Callable[[Case], Results]:
         ADAPTERS.update(dict.fromkeys(families, function))
@@ -81,7 +83,7 @@ def adapter(*families: str) -> Callable[[Callable[[Case], Results]], Callable[[C
 
 
 def find_adapter(name: str) -> Callable[[Case], Results] | None:
-    """That of the longest family which ``name`` belongs to."""
+    """The adapter with the longest matching family."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         if ".".join(parts[:count]) in ADAPTERS:
@@ -90,7 +92,7 @@ def find_adapter(name: str) -> Callable[[Case], Results] | None:
 
 
 def assert_close(case: Case, what: str, got: Any, expected: Any, rtol: float = 0.0) -> None:
-    """Within the case's tolerance (or ``rtol``, if that is wider), on the mask's tokens where both have its shape."""
+    """Within the case's tolerance (or ``rtol``, if that is wider), on the mask's tokens if both have its shape."""
     if not isinstance(expected, int | float) and not _numeric(expected):
         assert got == expected, f"{case.id}: {what}"
         return

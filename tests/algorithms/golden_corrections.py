@@ -1,4 +1,4 @@
-"""From the peers' ways of naming corrections to ours."""
+"""From other frameworks' names of corrections to our functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AGGREGATES = {"sum": "sequence", "mean": "geometric", "max": "max"}
 
 
 def correction_weights(case: Case) -> Tensor:
-    """The factor of the policy loss, in the dialect of the case's peer; ``[batch, length]``."""
+    """The factor of the policy loss, in the case's framework; ``[batch, length]``."""
     proximal = case["old_log_probs"].detach()
     return _DIALECTS[case.peer](case, proximal, case["rollout_log_probs"], case.mask)
 
@@ -108,7 +108,7 @@ def areal_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, metric: 
     """AReaL's rejection: the ratio itself is bounded, or its KL estimate decides which tokens keep their ratio."""
     scale = "token" if level == "token" else AGGREGATES[agg]
     bounds = {"low": -INF if lower is None else lower, "high": upper}
-    if metric == "ratio":  # whatever decides, a sequence's weight is the geometric mean
+    if metric == "ratio":  # in both cases a sequence's weight is the geometric mean
         weight = c.importance_weights(proximal, behaviour, mask, "token" if level == "token" else "geometric")
         if action == "clamp":
             return c.truncate(weight, lower or 0.0, upper)

@@ -1,4 +1,4 @@
-"""From the peers' names for policy losses to our functions."""
+"""From other frameworks' names of policy losses to our functions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _ppo_on_high_entropy(case: Case) -> Results:
 def _corrected_ppo(case: Case) -> Results:
     weight = correction_weights(case)
     if case.peer == "roll" and case.params["aggregation"] == "sequence_mean":
-        # Filtered tokens leave each sequence's mean, but the sequences are counted before the filter.
+        # Filtered tokens are not in each sequence's mean, but the sequences are counted before the filter.
         out = reduced(case, base_ppo(case), mask=case.mask & (weight > 0), factor=weight, count_empty=True)
     else:
         out = reduced(case, base_ppo(case), factor=weight)

@@ -1,7 +1,7 @@
-"""The right values where an original is wrong, computed here in plain loops, apart from the library.
+"""The right values where another framework is wrong, computed in plain loops, independent of the library.
 
-Invariant: nothing of the library is used. A bug case whose right value another original computed on the same inputs
-is held to that one.
+Invariant: nothing of the library is used. If another framework computed the right value on the same inputs, the case is
+compared with that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Pin = Callable[[Case], dict[str, Any]]
 
 
 def right_value(case: Case, cases: dict[str, Case]) -> dict[str, Any]:
-    """What the case should have been; empty if nobody knows."""
+    """The right value of the case; empty if it is unknown."""
     if (case.name, case.peer) in _PINS:
         return _PINS[case.name, case.peer](case)
     correct = cases.get(case.raw.get("correct_case") or "")
@@ -72,7 +72,7 @@ def _sequence_mask_tis(case: Case) -> dict[str, Any]:
 
 
 def _filtered(case: Case) -> dict[str, Any]:
-    """ROLL's filters, with an effect: dropped tokens leave the numerator, the denominator stays."""
+    """ROLL's filters, with an effect: dropped tokens are not in the numerator, the denominator stays."""
     p = case.params
 
     def weight(row: list, t: int) -> float:
@@ -89,7 +89,7 @@ def _filtered(case: Case) -> dict[str, Any]:
 
 
 def _recomputed(case: Case) -> dict[str, Any]:
-    """Only kept tokens, in numerator and denominator; the original's gradient is right."""
+    """Only kept tokens, in numerator and denominator; the framework's gradient is right."""
     low, high = case.params["low"], case.params["high"]
     value = _ppo_with_weights(case, lambda row, t: _inside(math.exp(_log_ratios(row)[t]), low, high), shrink=True)
     return value | {"grad": case.grad}
@@ -103,7 +103,7 @@ def _kimi15_filtered(case: Case) -> dict[str, Any]:
 
 
 def _divided_by_batch(case: Case) -> dict[str, Any]:
-    """The original forgot to divide by the number of sequences."""
+    """The framework does not divide by the number of sequences."""
     rows = len(case.inputs["mask"]) if case.name.startswith("aggregate") else sum(any(m) for m in case.inputs["mask"])
     out: dict[str, Any] = {"loss": case.expected["loss"] / rows}
     return out if case.grad is None else out | {"grad": [[g / rows for g in row] for row in case.grad]}

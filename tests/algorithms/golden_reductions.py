@@ -1,4 +1,4 @@
-"""From the peers' names for reductions, value losses and KL to our functions."""
+"""From other frameworks' names of reductions, value losses and KL to our functions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weights(case: Case, mask: Tensor, name: str | None = None, count_empty: bool
     """Loss weights by the case's aggregation. Global denominators are those of the whole batch that is described."""
     p = case.params
     name = name or p.get("aggregation") or p["mode"]
-    if name == "token_mean_legacy":  # the mean of micro-batch means: a mean over unequal denominators, not ours
+    if name == "token_mean_legacy":  # the mean of micro-batch means: a mean over unequal denominators, unlike ours
         parts = mask.split(p["micro_batch_size"])
         return torch.cat([weights(case, part, "token_mean") / len(parts) for part in parts])
     name = REDUCTIONS.get(name, name)

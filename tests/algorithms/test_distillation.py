@@ -1,4 +1,4 @@
-"""What a teacher adds to advantages is the policy gradient of the reverse KL, over all that could be sampled."""
+"""A teacher's addition to advantages is the policy gradient of the reverse KL, over all tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from skyasync.algorithms.kl import teacher_advantages, top_k_reverse_kl
 
 
 def test_in_expectation_the_gradient_is_that_of_the_reverse_kl() -> None:
-    """Each of the 7 tokens once, weighed by its probability: the expectation itself, without sampling."""
+    """Each of the 7 tokens once, weighted by its probability: the expectation itself, without sampling."""
     torch.manual_seed(0)
     logits = torch.randn(7, dtype=torch.float64, requires_grad=True)
     policy, teacher = logits.log_softmax(0), torch.randn(7, dtype=torch.float64).log_softmax(0)

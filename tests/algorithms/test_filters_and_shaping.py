@@ -1,4 +1,4 @@
-"""Which groups are kept, and what becomes of rewards."""
+"""Which groups are kept, and how rewards are shaped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Our functions give the originals' numbers, values and gradients; where an original is wrong, the right ones.
+"""Our functions give other frameworks' values and gradients; if a framework is wrong, the right ones.
 
-The cases come from the file that ``GOLDEN_CASES`` names (JSON, may be gzipped), by default the one beside this test.
-The adapters from the peers' names to our functions are ``golden_losses``, ``golden_reductions``,
-``golden_corrections`` and ``golden_advantages``; the right values for the originals' bugs are in ``golden_pins``.
+The cases come from the file that ``GOLDEN_CASES`` names (JSON, may be gzipped), by default the one next to this test.
+The adapters from the frameworks' names to our functions are ``golden_losses``, ``golden_reductions``,
+``golden_corrections`` and ``golden_advantages``; the right values for the frameworks' bugs are in ``golden_pins``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ADAPTER_MODULES = (golden_advantages, golden_corrections, golden_losses, golden_
 CASES = {case.id: case for case in load_cases()}
 COVERED = [case for case in CASES.values() if find_adapter(case.name)]
 PEER_BUGS = [case for case in COVERED if case.bug]
-METRIC_RTOL = 1e-6  # peers add 1e-8 to counts and compute statistics in float32
-PIN_RTOL = 2e-6  # the right values are partly another peer's, computed in float32
+METRIC_RTOL = 1e-6  # other frameworks add 1e-8 to counts and compute statistics in float32
+PIN_RTOL = 2e-6  # some right values are another framework's, computed in float32
 
 
 def results(case: Case) -> dict[str, Any]:
-    """What our functions give; with the gradient where the case has one."""
+    """Results of our functions, with the gradient if the case has one."""
     out = find_adapter(case.name)(case)
     if case.leaf:
         target = out["loss"] if "loss" in out else out["kl"].sum()

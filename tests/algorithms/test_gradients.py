@@ -1,4 +1,4 @@
-"""Gradients of every loss against finite differences, with stop-gradients held where they were."""
+"""Gradients of every loss against finite differences, with stop-gradients fixed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_loss_passes_gradcheck(name: str, extra: dict[str, Any], monkeypat
     detach = torch.Tensor.detach
 
     def held(current: Tensor) -> Tensor:
-        """The loss with its stop-gradients held at ``start``: the function whose derivative the gradient is."""
+        """The loss with its stop-gradients fixed at ``start``: the function whose derivative the gradient is."""
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "detach", lambda t: start.clone() if t is current else detach(t))
             return function(current)

@@ -18,7 +18,7 @@ seeds = st.integers(0, 2**31)
 
 
 def in_pieces(whole: torch.Tensor, pieces: int = 2) -> torch.Tensor:
-    """``[batch, length]`` with each row cut in ``pieces``, one below the other."""
+    """``[batch, length]`` with each row cut in ``pieces``, which become rows of a padded batch."""
     return whole.reshape(len(whole) * pieces, -1)
 
 

@@ -1,4 +1,4 @@
-"""Names: tables and decorators agree, defaults agree, presets exist, and nothing here needs torch to say no."""
+"""Names: tables and decorators agree, defaults agree, presets exist, and errors need no torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_functions_defaults_are_those_of_its_keys(registry: str, name: str) ->
                 assert defaults[parameter] == value, key
 
 
-#: A clip range of its own where the function is called directly; a configuration gives it the common keys.
+#: Defaults of functions that differ from the configuration's common settings.
 PAPERS_OWN = {("gmpo", "eps_low"), ("gmpo", "eps_high")}
 
 

@@ -1,4 +1,4 @@
-"""The objective: which policies it needs, what it refuses, what it adds up."""
+"""The objective: the policies it needs, the settings it rejects, and its sum."""
 
 from __future__ import annotations
 

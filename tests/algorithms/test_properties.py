@@ -1,4 +1,4 @@
-"""What holds for every loss, correction, reduction and estimator, whatever the numbers."""
+"""Rules for every loss, correction, reduction and estimator, with any numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the axes runs at toy size, and each way of dividing finds the same gradient."""
+"""The benchmark of mesh dimensions runs at toy size, and each way of dividing finds the same gradient."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The data path at toy size, both ways; how fast they are is for the benchmark to say."""
+"""The benchmark of the data path runs at toy size, both ways; its figures are not tested."""
 
 from benchmarks.data_path import PROMPT_TOKENS, Shape, measure
 

@@ -1,4 +1,4 @@
-"""The benchmark for a machine with a GPU runs at toy size, where nothing but torch and transformers is installed."""
+"""The benchmark for a machine with a GPU runs at toy size with only torch and transformers installed."""
 
 import json
 import subprocess
@@ -44,7 +44,7 @@ def test_a_worker_updates_packed_and_padded_without_ray_or_vllm():
     assert len(found) == 4 and len({case["tokens"] for case in found}) == 1
     assert all(case["tokens"] > 100 and case["seconds"] > 0 and case["planned"] > 0 for case in found)
     packed, recomputed = (case["planned"] for case in found[:2])
-    assert recomputed < packed, "the plan knows what is computed again"
+    assert recomputed < packed, "the plan counts recomputation"
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The benchmarks of an update and of its log-probabilities run, at toy size: what they print, not how much."""
+"""The benchmarks of an update and of its log-probabilities run at toy size; their output is tested, not their
+figures.
+"""
 
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def small(monkeypatch):
-    """Few and short rows in the place of the benchmark's."""
+    """Few and short rows instead of the benchmark's."""
     grouped, ragged = update_speed.grouped_batch, update_speed.ragged_batch
     monkeypatch.setattr(update_speed, "grouped_batch", lambda prompts, samples: grouped(2, 2))
     monkeypatch.setattr(update_speed, "ragged_batch", lambda: ragged(rows=8, mean=16))
@@ -45,7 +47,7 @@ def test_trees_compute_fewer_tokens_and_learn_the_same(small, monkeypatch, capsy
 def test_every_pass_has_its_memory_beside_the_plain_one(warm_processes, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", program(warm_processes))
     monkeypatch.setattr(sys, "argv", ["lean_logprobs", "--tokens=512", "--vocabulary=20000"])
-    passes = lean_logprobs.PASSES[::3]  # the plainest, and the one with most
+    passes = lean_logprobs.PASSES[::3]  # the simplest, and the one with most options
     monkeypatch.setattr(lean_logprobs, "PASSES", passes)
     lean_logprobs.main()
     found = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The command: its verbs, its help, and how quickly it is there."""
+"""The command: its subcommands, its help, and how quickly it starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEAVY = {"torch", "ray", "transformers", "datasets", "matplotlib", "numpy", "ome
 
 
 def imported_by(*argv: str) -> tuple[str, set[str]]:
-    """What a command prints, and the modules that it has imported at its end, in a process of its own."""
+    """The output of a command, and the modules that it has imported at its end, in a process of its own."""
     program = (
         "import sys\nfrom skyasync.__main__ import command\ntry:\n    command(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print('MODULES', *sys.modules)"

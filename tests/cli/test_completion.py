@@ -1,4 +1,4 @@
-"""Completion: the words that may follow, and the shells that ask for them."""
+"""Completion: the words that may follow, and the shells that request them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_unknown_shell_is_answered_with_the_known() -> None:
 
 @pytest.fixture
 def path_with_command(tmp_path: Path) -> str:
-    """A PATH on which the command is."""
+    """A PATH with the command."""
     script = tmp_path / "skyasync"
     script.write_text(f'#!/bin/sh\nPYTHONPATH={REPOSITORY} exec {sys.executable} -m skyasync "$@"\n')
     script.chmod(0o755)

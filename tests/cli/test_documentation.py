@@ -1,4 +1,4 @@
-"""The page about the command has its verbs; its commands are tested with those of all pages, in tests/docs."""
+"""The page about the command has its subcommands; tests/docs tests the commands of all pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The subcommand that lets engines join a run and leave it."""
+"""The subcommand by which engines join a run and leave it."""
 
 from __future__ import annotations
 

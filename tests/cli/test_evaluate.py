@@ -1,4 +1,4 @@
-"""``skyasync evaluate``: what is refused before anything starts."""
+"""``skyasync evaluate``: errors before anything starts."""
 
 import pytest
 

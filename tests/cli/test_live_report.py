@@ -1,4 +1,4 @@
-"""``skyasync report --live``: the server for runs that somebody else has started."""
+"""``skyasync report --live``: the server for runs of another process."""
 
 from __future__ import annotations
 

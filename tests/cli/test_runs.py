@@ -13,7 +13,7 @@ from skyasync.observability.run_dir import status_file
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two runs, one of which goes on, and a folder that is none."""
+    """Two runs, one of them running, and a folder without a run."""
     for name, plan, last in (("first", "sync", 3), ("second", "one_step_off", 2)):
         run = tmp_path / name
         run.mkdir()

@@ -1,4 +1,4 @@
-"""What ``skyasync evaluate`` says: each score with its error over prompts."""
+"""The output of ``skyasync evaluate``: each mean with its error over prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``skyasync sft``: real ranks, their losses, resuming, and reinforcement learning from what it has written."""
+"""``skyasync sft``: real ranks, their losses, resuming, and reinforcement learning from its model."""
 
 from __future__ import annotations
 

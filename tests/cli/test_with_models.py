@@ -1,4 +1,4 @@
-"""rollout, evaluate, export and replay on a run that has really been trained: each is a few seconds of real parts."""
+"""rollout, evaluate, export and replay on a really trained run: each takes a few seconds of real parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def run(ray_session: None, model: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Three steps, recorded, the last of which is in a checkpoint and in a Hugging Face folder."""
+    """Three recorded steps; the last one has a checkpoint and a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("recorded")
     return train_in(folder, model)(
         "trainer.max_training_steps=3", "trainer.dump_trajectories=true", "trainer.ckpt_interval=3",

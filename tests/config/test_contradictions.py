@@ -1,4 +1,4 @@
-"""Settings that contradict each other are refused with both keys and the way out."""
+"""Contradicting settings are rejected, with both keys and the solution."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from skyasync.workers.roles import roles_with_ranks
 
 UNCORRECTED = ["trainer.plan=one_step_off", "trainer.algorithm.off_policy_correction=none"]
 
-#: What the engines report of their own probabilities is not read.
+#: Settings that have no effect on the engines' own log-probabilities.
 NOT_READ = ["trainer.algorithm.off_policy_correction=none", "trainer.allow_uncorrected=true"]
 
 
@@ -240,7 +240,7 @@ def test_a_plans_key_in_a_users_file_is_judged_even_at_its_default(plan: str, tm
         load_config(["--config", str(file)])
     load_config(["--config", str(file), "trainer.plan=fully_async"])
     file.write_text(dump_config(load_config(["trainer.policy.model.path=m", f"trainer.plan={plan}"])))
-    load_config(["--config", str(file)])  # whoever dumped it wrote all keys
+    load_config(["--config", str(file)])  # a dumped configuration has all keys
 
 
 def test_sharing_devices_is_for_plans_that_take_turns() -> None:

@@ -1,4 +1,4 @@
-"""A settled configuration can be read and copied, and not written to."""
+"""A checked configuration can be read and copied, and not written to."""
 
 import pickle
 from copy import deepcopy
@@ -84,7 +84,7 @@ def test_groups_of_ones_own_are_settled_too():
         cfg.mine.value = 2
     deepcopy(cfg).mine.value = 2
     other = MyGroup()
-    other.value = 3  # what belongs to no settled configuration stays free
+    other.value = 3  # objects outside of a checked configuration can be written to
 
 
 def test_freezing_twice_changes_nothing():

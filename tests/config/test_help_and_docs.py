@@ -1,4 +1,4 @@
-"""Help and the written pages say what the loader does."""
+"""Help and the generated pages agree with the loader."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What right arguments mean: types, layers, users' own keys."""
+"""Valid arguments: types, layers, users' own keys."""
 
 import copy
 import enum
@@ -256,7 +256,7 @@ class PresetConfig(Config):
 
 @pytest.fixture
 def presets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of presets in place of the library's: one right, one that names a key which does not exist."""
+    """A table of presets instead of the library's: one valid, one with an unknown key."""
     tables = {
         "wide": {"trainer.algorithm.eps_clip_low": 0.3, "trainer.algorithm.eps_clip_high": 1e-6, "trainer.seed": 1},
         "broken": {"trainer.sed": 1},

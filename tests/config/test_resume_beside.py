@@ -1,4 +1,4 @@
-"""Which folder the same command goes on in, when the run was ended before its first checkpoint."""
+"""The folder in which the same command resumes, if the run ended before its first checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def checkpoint(folder: Path, name: str, when: float) -> None:
     made = folder / name / "checkpoints" / "step_000002"
     made.mkdir(parents=True)
     (made / "state.json").write_text(json.dumps({"written_ns": int(when)}))
-    os.utime(made, (100 - when, 100 - when))  # as a copy leaves them
+    os.utime(made, (100 - when, 100 - when))  # as after a copy
 
 
 def test_it_goes_on_in_the_folder_beside_it_that_has_checkpoints(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reward functions, weights and domains: everything wrong is told before a process starts."""
+"""Reward functions, weights and domains: every error is reported before a process starts."""
 
 import pytest
 

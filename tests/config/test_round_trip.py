@@ -1,4 +1,4 @@
-"""A dumped configuration loads back to an equal one, whatever it holds."""
+"""A dumped configuration loads as an equal one, whatever its values."""
 
 import dataclasses
 import tempfile
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 KEYS = Keys.of(Config)
 
-# "???" is OmegaConf's word for "no value"; unpaired surrogates are no text.
+# "???" is OmegaConf's "no value"; unpaired surrogates are no text.
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(lambda text: text != "???")
 TRICKY = st.sampled_from(
     ["null", "true", "1e-6", "001", "${", "\\${x}", "${trainer.seed}", "a: b", "[", "'", "\\", "~"]
@@ -71,7 +71,7 @@ def configs(draw: st.DrawFn) -> Config:
 
 
 def consistent(config: Config) -> Config:
-    """The same configuration with the keys that contradict others put back."""
+    """The same configuration with the keys restored that contradict others."""
     trainer, generator, plain = config.trainer, config.generator, Config()
     for pair in INTERVALS:
         for path in pair:

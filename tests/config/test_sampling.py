@@ -1,4 +1,4 @@
-"""What sampling settings are worth a warning, and which engine a configuration means."""
+"""Which sampling settings cause a warning, and which engine a configuration selects."""
 
 from __future__ import annotations
 

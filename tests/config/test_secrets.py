@@ -43,7 +43,7 @@ def test_what_is_written_down_of_a_configuration_has_no_secret(tmp_path: Path) -
         assert not [secret for secret in (KEY, PASSWORD, TOKEN) if secret in text]
         assert "size" in text and "max_tokens" in text and "http://user:***@judge:5000/get_reward?token=***&n=1" in text
     assert KEY in dump_config(cfg)
-    assert check_recorded(tmp_path, cfg) == [], "a secret that was hidden is no change"
+    assert check_recorded(tmp_path, cfg) == [], "a hidden secret is no change"
 
     file = tmp_path / "config.yaml"
     file.write_text(written)

@@ -1,4 +1,4 @@
-"""Conditions under which keys are read: what decides, and what help says of it, agree."""
+"""Conditions under which keys are read: the check and the help text agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONDITIONS = list({key.when: None for key in KEYS if key.when and not key.when.c
 
 
 def said(text: str, cfg: Config) -> bool:
-    """Whether an alternative holds, read as help writes it: ``a.b``, ``a.b=c|d``, ``not a.b``."""
+    """Whether an alternative holds, in the notation of help: ``a.b``, ``a.b=c|d``, ``not a.b``."""
     path, _, values = text.removeprefix("not ").partition("=")
     value = attrgetter(path)(cfg)
     return (written(value) in values.split("|") if values else bool(value)) is not text.startswith("not ")

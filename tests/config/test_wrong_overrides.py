@@ -1,4 +1,4 @@
-"""Every wrong override ends in one line that says what was found and what would be right."""
+"""Every wrong override gives one line with what was found and what is allowed."""
 
 import json
 import subprocess

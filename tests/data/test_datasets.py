@@ -1,4 +1,4 @@
-"""Rows to prompts: which column is what, and what is refused."""
+"""Rows to prompts: the meaning of columns, and errors."""
 
 import logging
 
@@ -136,7 +136,7 @@ def test_a_domain_with_settings_must_be_some_rows_domain():
     settings = [GSM8K, "environment.domains.evn.scale=2"]
     with pytest.raises(UserError, match=r"environment.domains.evn is no training row's domain.*did you mean 'even'"):
         load("two_domains", *settings)
-    assert load("two_domains", *settings, is_eval=True)  # a held-out set need not have them all
+    assert load("two_domains", *settings, is_eval=True)  # a held-out set may lack some of them
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(caplog):

@@ -1,4 +1,4 @@
-"""Rows to demonstrations: what is learned of a conversation, and what is refused."""
+"""Rows to demonstrations: which messages of a conversation are trained, and errors."""
 
 from __future__ import annotations
 

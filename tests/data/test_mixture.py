@@ -1,4 +1,4 @@
-"""Domains with shares: which prompt comes when."""
+"""Domains with shares: the order of prompts."""
 
 from collections import Counter
 

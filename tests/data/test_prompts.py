@@ -1,4 +1,4 @@
-"""The prompt stream: shuffled by the seed alone, nothing left out, resumable anywhere."""
+"""The prompt stream: shuffled by the seed alone, complete, resumable anywhere."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ def test_every_epoch_is_a_permutation_and_no_prompt_is_lost(size, batch, seed, t
 def test_the_stream_is_a_function_of_seed_and_position(size, batch, seed, total, position):
     whole = [i for part in ids(make(size, 1, seed, total)) for i in part]
     used = make(size, batch, seed, total)
-    ids(used)  # whatever has been read before changes nothing
+    ids(used)  # earlier reads have no influence
     assert [i for part in ids(used, position) for i in part] == whole[position:]
     assert [used.prompt(p).id for p in range(total)] == whole
 

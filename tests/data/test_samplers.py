@@ -1,4 +1,4 @@
-"""Samplers: pure, and resumed to the same prompts; with real runs of every plan."""
+"""Samplers: pure functions, resumed to the same prompts; with real runs of every plan."""
 
 from __future__ import annotations
 

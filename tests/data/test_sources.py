@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, data sets by name, procedural tasks, functions."""
+"""Sources of rows: files, folders, data sets by name, procedural tasks, functions."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_a_saved_data_set(tmp_path, splits):
 
 
 def test_a_name_with_configuration_and_split(tmp_path, monkeypatch):
-    """A folder called ``owner/name`` in the form of a hub's repository is loaded by the same call."""
+    """The same call loads a folder ``owner/name`` in the layout of a hub's repository."""
     write(tmp_path / "owner" / "name" / "easy.jsonl", ["2 + 2"])
     write(tmp_path / "owner" / "name" / "hard.jsonl", ["x ^ 2 = 2"])
     files = "".join(

@@ -1,4 +1,4 @@
-"""Data that is not held: the same prompts as if it were, in an order of the seed, resumable anywhere."""
+"""Streamed data: the same prompts as of loaded data, in an order determined by the seed, resumable anywhere."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def configured(source: str, *more: str) -> Config:
     return load_config([*given, f"data.train_data=[{source}]", *more])
 
 
-# ---------------------------------------------------------------- lines that are no rows
+# ---------------------------------------------------------------- lines that are not rows
 
 WRONG_LINES = {
     "list": (b"[1, 2]", "data row 2 is no object with columns; found '[1, 2]'"),
@@ -89,7 +89,7 @@ def test_text_with_line_separators_of_unicode_is_one_row(tmp_path: Path) -> None
     assert [dict(row) for row in sources.rows(str(file), configured(str(file)), is_eval=False)] == rows
 
 
-# ---------------------------------------------------------------- reading on from any row
+# ---------------------------------------------------------------- reading from any row
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_what_cannot_be_streamed_is_refused_by_name(
 
 
 class Rows:
-    """Counts what is held."""
+    """Counts the rows in memory."""
 
     def __init__(self, size: int, left_out: frozenset[int] = frozenset()) -> None:
         self.size, self.left_out, self.opened = size, left_out, 0

@@ -1,6 +1,6 @@
-"""A shown command line, judged by the parsers that would read it; nothing is started.
+"""Checks of a documented command line by the parsers of its program; nothing is started.
 
-Invariant: ``check`` either raises or has had every option and key of the command judged by the program that it names.
+Invariant: ``check`` either raises, or the program's own parser has checked every option and key of the command.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SHELL = ("set", "source", "bash", "ruff", "mypy", "lint-imports", "pre-commit", 
 
 
 class ParsedError(BaseException):
-    """The command line is right, and goes no further."""
+    """The command line is valid; it is not executed."""
 
 
 @contextmanager
 def only_parsed() -> Iterator[None]:
-    """Inside, whatever has read its arguments, and found them right, ends with ``ParsedError``."""
+    """Inside, a program that has parsed its arguments successfully ends with ``ParsedError``."""
 
     def checked(*args: object, **options: object) -> list[str]:
         if found := check_config(*args, **options):
@@ -66,7 +66,7 @@ def only_parsed() -> Iterator[None]:
 
 
 def check(words: Sequence[str], files: Path) -> None:
-    """Raises what the program's own parser raises; ``files`` is where the page's files are."""
+    """Raises the error of the program's own parser; ``files`` is the folder of the page's files."""
     words = plain(list(words))
     if "uv" in words[:1] or "pip" in words[:1]:
         _check_install(words)
@@ -137,7 +137,7 @@ def _check_install(words: Sequence[str]) -> None:
 
 
 def _check_ray(words: list[str], files: Path) -> None:
-    """By Ray's own commands; what they are to start is checked as well."""
+    """By Ray's own commands; the programs that they start are checked as well."""
     from ray.scripts.scripts import cli
 
     rest: list[str] = []

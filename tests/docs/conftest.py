@@ -1,4 +1,4 @@
-"""What a page registers is gone behind its test."""
+"""Components that a page registers are removed after its test."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def registries() -> Iterator[None]:
 
 @pytest.fixture
 def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder one is in, with the files that the page of the parameter ``block`` shows; they can be imported."""
+    """The test's folder, with the files of the page of the parameter ``block``; they can be imported."""
     shown = {b.file: b.text for b in blocks() if b.page == request.getfixturevalue("block").page and b.file}
-    for beside in ("examples", "skyasync"):  # commands of the pages are given in the repository's root
+    for beside in ("examples", "skyasync"):  # commands of the pages are relative to the repository's root
         (tmp_path / beside).symlink_to(ROOT / beside)
     (tmp_path / "ours.yaml").symlink_to(TINY_CONFIG)  # which a command on a page would have written
     for name, text in shown.items():

@@ -1,13 +1,13 @@
 """The code blocks of the written pages, and the command lines in them.
 
-A block's language says what it is: ``python``, ``bash``, ``yaml``, ``json`` or ``text`` (what a program prints;
-a grammar). A comment in front of a block, invisible on the page, says more of it:
+A block's language is its kind: ``python``, ``bash``, ``yaml``, ``json`` or ``text`` (output, or a grammar). A comment
+before a block, invisible on the page, gives details:
 
     <!-- run -->                  its commands are quick: the test runs them, in a folder with the page's files
-    <!-- covered: FILE, ... -->   they are not run here; tests or steps of CI that run the like of them, or in words
-                                  why nothing does
+    <!-- covered: FILE, ... -->   they are not run here; tests or steps of CI that run similar commands, or the
+                                  reason why nothing does
 
-A Python block that begins with ``# name.py`` is that file, for the blocks and commands behind it on the page.
+A Python block that begins with ``# name.py`` is that file, for later blocks and commands of the page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 
 @dataclass(frozen=True)
 class Block:
-    """``note`` is "" where no comment says more; ``file`` the name that a Python block gives itself."""
+    """``note`` is the comment before the block, or ""; ``file`` the name that a Python block gives itself."""
 
     page: Path
     line: int
@@ -81,7 +81,7 @@ def _of(page: Path, text: str) -> Iterator[Block]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The command lines of a shell block as words; redirections, assignments in front and comments are left out."""
+    """The command lines of a shell block as words, without redirections, leading assignments and comments."""
     text = text.replace("\\\n", " ")
     for variable, value in re.findall(r"^for (\w+) in (\S+) .*; do$", text, flags=re.MULTILINE):
         text = text.replace(f"${variable}", value)  # the first pass of the loop
@@ -89,7 +89,7 @@ def commands(text: str) -> list[list[str]]:
     found = []
     for line in lines:
         for part in re.split(r"\s(?:&&|\|\||;)\s", line):
-            part = re.sub(r'"?\$[A-Z]+_[A-Z_]+"?', "1", part)  # what a scheduler would say
+            part = re.sub(r'"?\$[A-Z]+_[A-Z_]+"?', "1", part)  # a value that a scheduler would set
             words = shlex.split(re.split(r"\s[>|]\s", part)[0], comments=True)
             while words and _ASSIGNMENT.fullmatch(words[0]):
                 words = words[1:]
@@ -99,7 +99,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def plain(words: list[str]) -> list[str]:
-    """``uv run`` with its options, ``srun`` and ``nice`` in front of a command do not matter to it."""
+    """Remove ``uv run`` with its options, ``srun`` and ``nice`` before a command."""
     if words[:2] == ["uv", "run"]:
         words = words[2:]
         while words and words[0].startswith("--"):

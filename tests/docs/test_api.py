@@ -1,4 +1,4 @@
-"""The public names are those of docs/api.md, and no others."""
+"""The public names are those of docs/api.md."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Every code block of the written pages is run, or read by the parser that would read it.
+"""Every code block of the written pages is run, or checked by its parser.
 
-A page's Python runs as it stands; its commands go through the real command, the real configuration and Ray's own
-parsers; what is quick runs to its end. What a command would start is covered as the comment in front of its block says.
+A page's Python runs unchanged. Its commands go through the real command line, the real configuration and Ray's own
+parsers, and run to their end if they are quick. Other commands name their test in a comment before the block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_what_covers_a_block_exists() -> None:
 def test_python_runs(block: Block, files: Path) -> None:
     module = ModuleType(block.file.removesuffix(".py") or "shown")
     code = compile(block.text, block.name, "exec")
-    if not block.covered:  # else it would train a model
+    if not block.covered:  # otherwise it would train a model
         with patch.dict(sys.modules, {module.__name__: module}):  # dataclasses look for it
             exec(code, vars(module))
 

@@ -1,4 +1,4 @@
-"""Links of the pages that the site does not hold lead somewhere (``mkdocs build --strict`` looks at the others)."""
+"""Links of pages outside of the site lead somewhere (``mkdocs build --strict`` checks the site's)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ ADDRESS = "https://forge.example/owner/skyasync"
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``hatch_build.py`` as a build loads it; hatchling itself is there only while something is built."""
+    """``hatch_build.py`` as a build loads it; hatchling itself is installed only in builds."""
     interface = SimpleNamespace(MetadataHookInterface=object)
     monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
     spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")

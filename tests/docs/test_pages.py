@@ -1,4 +1,4 @@
-"""Pages of users are short, and the compatibility matrix is the configuration's own."""
+"""Pages of users are short, and the compatibility matrix agrees with the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.docs.pages import ROOT, blocks
 DOCS = ROOT / "docs"
 MOST_WORDS = 1000
 LONGEST_MEAN = 20  # words in a sentence
-#: Looked things up in, not read.
+#: Reference pages.
 REFERENCES = ("benchmarks", "coming_from", "configuration", "glossary", "metrics", "troubleshooting")
 SERVER = "generator.engines=[http://127.0.0.1:8000]"
 ALWAYS = ("trainer.policy.model.path=owner/model", "data.train_data=rows.jsonl")
@@ -23,7 +23,7 @@ COLUMNS = {
     "Training": ("{}", "generator.backend=transformers", "trainer.placement.policy_num_gpus_per_node=4"),
 }
 
-#: What a plan cannot do without.
+#: Settings that a plan requires.
 NEEDED = {
     "colocated_async": ["trainer.placement.colocate_all=true"],
     "hybrid_async": ["generator.hybrid_engines=1"],

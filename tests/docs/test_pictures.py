@@ -1,4 +1,4 @@
-"""The pictures of the plans are what the plans do on virtual time."""
+"""The pictures of the plans show what the plans do in simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DRAWN = {
 def test_the_committed_picture_is_current(name: str) -> None:
     drawn = watch(DRAWN[name])
     assert drawn.ended == STEPS * 8
-    assert len(drawn.responses) == drawn.ended or name in ("colocated_async", "hybrid_async"), "in one piece"
+    assert len(drawn.responses) == drawn.ended or name in ("colocated_async", "hybrid_async"), "in one part"
     assert drawn.swaps[-1][1] == STEPS
     made = picture(name, drawn)
     assert (OUT / f"plan-{name}.svg").read_text() == made, "run: python -m benchmarks.plan_pictures"

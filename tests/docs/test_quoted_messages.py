@@ -19,7 +19,7 @@ QUOTED = [
 
 @cache
 def messages() -> list[str]:
-    """All text of the package, with a line break where an f-string has a value."""
+    """All text of the package, with a line break for each value of an f-string."""
     nodes = [node for file in (ROOT / "skyasync").rglob("*.py") for node in ast.walk(ast.parse(file.read_bytes()))]
     plain = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     formed = [

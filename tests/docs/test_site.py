@@ -1,4 +1,4 @@
-"""What the site's build adds: formulas as pictures, and ``llms.txt``."""
+"""Additions to the site's build: formulas as pictures, and ``llms.txt``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that fail in their second batch, each in the process where it lives, and say when."""
+"""Parts that fail in their second batch, each in its own process, and record the time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ broken_loss.calls = 0
 
 
 class KillTheEngine(TrainerCallback):
-    """SIGKILL to the engine's process, as the kernel does when memory is short."""
+    """SIGKILL to the engine's process, as by the kernel when memory is short."""
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         actors = ray._private.state.actors().values()

@@ -12,7 +12,7 @@ from tests.end_to_end.runs import Train, Trained, train_in
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A tied and an untied model of 60,000 parameters, barely trained: they answer with some digits."""
+    """A tied and an untied model of 60,000 parameters, barely trained: their answers have some digits."""
     folder = tmp_path_factory.mktemp("models")
     small = {"hidden": 64, "head_dim": 32, "intermediate": 128, "batch_size": 64, "steps": 20, "tasks": ("sort",)}
     return {name: build(out=folder / name, progress=False, tied=name == "tied", **small) for name in ("tied", "untied")}
@@ -20,7 +20,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def train(ray_session: None, models: dict[str, str], tmp_path: Path) -> Train:
-    """``train("key=value", ..., experiment=Class)`` runs to the end; the model is the tied one if none is named."""
+    """``train("key=value", ..., experiment=Class)`` runs to the end, by default with the tied model."""
     return train_in(tmp_path, models["tied"])
 
 
@@ -31,13 +31,13 @@ def whole(ray_session: None, models: dict[str, str], tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="session")
 def sync_run(whole: Train) -> Trained:
-    """Six steps in one piece."""
+    """Six steps without interruption."""
     return whole("trainer.plan=sync", "trainer.max_training_steps=6")
 
 
 @pytest.fixture(scope="session")
 def one_step_off_run(whole: Train) -> Trained:
-    """Six steps in one piece."""
+    """Six steps without interruption."""
     return whole("trainer.plan=one_step_off", "trainer.max_training_steps=6")
 
 

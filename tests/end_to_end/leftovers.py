@@ -1,4 +1,4 @@
-"""What a run has left behind on the machine."""
+"""Processes and files that a run has left on the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ray.util import placement_group_table
 
 from skyasync.weight_sync.transfers import file as shared_memory
 
-PATIENCE_S = 20.0  # Ray kills actors after the call that asks for it has returned
+PATIENCE_S = 20.0  # Ray kills actors after the call that requests it has returned
 
 
 def of_the_cluster() -> list[str]:
@@ -27,13 +27,13 @@ def of_the_cluster() -> list[str]:
 
 
 def of_processes(mark: str) -> list[str]:
-    """Living processes with ``mark`` in their environment, and shared weights."""
+    """Running processes with ``mark`` in their environment, and shared weights."""
     found = [p for p in Path("/proc").glob("[0-9]*") if mark.encode() in _read(p / "environ")]
     return [f"process {p.name}: {_read(p / 'cmdline')!r}" for p in found] + _shared_weights()
 
 
 def none_soon(look: Callable[[], list[str]], patience_s: float = PATIENCE_S) -> list[str]:
-    """What ``look`` still finds after a while; empty as soon as it finds nothing."""
+    """What ``look`` still finds after a while; returns [] as soon as it finds nothing."""
     deadline = time.monotonic() + patience_s
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -41,7 +41,7 @@ def none_soon(look: Callable[[], list[str]], patience_s: float = PATIENCE_S) -> 
 
 
 def _shared_weights() -> list[str]:
-    """Files whose writer has gone; those of other runs on the machine have a living one."""
+    """Files whose writer has ended; files of other runs on the machine have a running writer."""
     files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
     return [f.name for f in files if not lives(_writer(f.name))]
 
@@ -52,7 +52,7 @@ def _writer(file: str) -> int:
 
 
 def _has_a_process(actor: Mapping[str, Any]) -> bool:
-    """Not one that got the number of an actor's process when that had ended: a machine has few, and uses them again."""
+    """Not a process that got the number of an actor's process after that had ended: numbers are reused."""
     if not actor["Pid"] or not lives(actor["Pid"]):
         return False
     try:
@@ -63,7 +63,7 @@ def _has_a_process(actor: Mapping[str, Any]) -> bool:
 
 
 def lives(process_id: int) -> bool:
-    """Neither gone nor a zombie that waits to be reaped."""
+    """Whether it is running, and not a zombie that waits to be reaped."""
     status = _read(Path("/proc") / str(process_id) / "stat")
     return bool(status) and status.rpartition(b")")[2].split()[0] != b"Z"
 
@@ -71,5 +71,5 @@ def lives(process_id: int) -> bool:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # gone, or somebody else's
+    except OSError:  # ended, or another user's
         return b""

@@ -1,4 +1,4 @@
-"""The example's player, which scores the share of sevens: learnt in a few steps."""
+"""The example's player, which rewards the share of sevens: learned in a few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runs under test are made of, importable by every process of a run."""
+"""Components of the runs under test, importable by every process of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DATASET_SIZE = 16  # two batches: most runs cross the end of an epoch
 
 
 class Sevens(BaseTextEnv):
-    """Rewards the share of sevens among seven characters: mixed in every group, and learnt in a few steps."""
+    """Rewards the share of sevens among seven characters: different in every group, and learned in a few steps."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         return {"observations": [], "reward": action[:7].count("7") / 7, "done": True, "metadata": {}}
@@ -38,7 +38,7 @@ async def sevens(data: dict[str, Any], base_url: str, api_key: str) -> float:
 
 
 async def branching(data: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Three turns, each of them asked for three times; the last answer is continued."""
+    """Three turns, each requested three times; the last answer is continued."""
     from openai import AsyncOpenAI
 
     from examples.agents.calculator import connections

@@ -1,4 +1,4 @@
-"""Running experiments and reading what they left."""
+"""Run experiments, and read their results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = {
     "trainer.report": "false",  # drawing takes seconds
     "generator.threads": "1",
     "generator.backend": "transformers",
-    "generator.verify_interval": "1",  # the runs are short, and each of their syncs shall be seen to arrive
+    "generator.verify_interval": "1",  # the runs are short, and every sync should be verified
     "generator.n_samples_per_prompt": "4",
     "generator.sampling_params.max_generate_length": "8",
     "environment.env_class": f"{PARTS}:Sevens",
@@ -36,14 +36,14 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A run's folder and what ``run`` returned."""
+    """A run's folder and the result of ``run``."""
 
     folder: Path
     result: dict[str, float] | None = None
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One row per step, the evaluation before the first left out."""
+        """One row per step, without the evaluation before the first."""
         return [row for row in read_lines(self.folder / "metrics.jsonl") if row["step"] > 0]
 
     def series(self, name: str) -> list[Any]:
@@ -51,14 +51,14 @@ class Trained:
 
     @property
     def prompts(self) -> list[tuple[int, list[str]]]:
-        """Step and the prompts it trained, in order. All are in samples.jsonl: SETTINGS saves a whole batch."""
+        """Step and its trained prompts, in order. All are in samples.jsonl: SETTINGS saves a whole batch."""
         rows = read_lines(self.folder / "samples.jsonl")
         steps = sorted({row["step"] for row in rows})
         return [(step, [row["prompt_id"] for row in rows if row["step"] == step]) for step in steps]
 
     @property
     def versions(self) -> list[tuple[int, set[int]]]:
-        """Step and the policy versions stamped on its tokens."""
+        """Step and the policy versions of its tokens."""
         rows = read_lines(self.folder / "samples.jsonl")
         steps = sorted({row["step"] for row in rows})
         return [(step, {v for row in rows if row["step"] == step for v in row["versions"]}) for step in steps]
@@ -87,9 +87,9 @@ def arguments(*overrides: str, runs: Path, model: str) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]  # text may hold other line ends
+    return [json.loads(line) for line in path.read_text().split("\n") if line]  # text may have other line ends
 
 
 def outside_environment() -> dict[str, str]:
-    """For programs of their own: they find the examples and our parts, and start their own cluster."""
+    """For separate programs: they find the examples and test modules, and start their own cluster."""
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}

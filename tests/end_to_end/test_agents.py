@@ -1,4 +1,4 @@
-"""Agent programs through whole runs: real processes, endpoint, engine, updates and weight swaps."""
+"""Agent programs in whole runs: real processes, endpoint, engine, updates and in-flight weight updates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_turns_of_a_branching_program_are_trained_as_a_tree(train: Train) ->
         f"generator.agent_program={PARTS}:branching", 'environment.env_class=""', "generator.max_model_len=160",
     )  # fmt: skip
     assert run.series("env/agent_calls") == [9.0] * 2
-    assert run.series("env/agent_sequences") == [7.0] * 2, "a trunk of three calls, and two branches beside each"
+    assert run.series("env/agent_sequences") == [7.0] * 2, "a trunk of three calls, and two branches of each"
     for rows, computed, trained in zip(
         *(run.series(f"policy/{name}") for name in ("row_tokens", "computed_tokens", "tokens")), strict=True
     ):
@@ -48,7 +48,7 @@ def test_the_turns_of_a_branching_program_are_trained_as_a_tree(train: Train) ->
 
 
 class PortIsClosed(BasePPOExp):
-    """A run that fails if its endpoint still listens when it is over."""
+    """A run that fails if its endpoint still listens at its end."""
 
     async def close(self) -> None:
         endpoint = self.parts.generator._endpoint

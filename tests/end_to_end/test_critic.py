@@ -1,4 +1,4 @@
-"""PPO with a critic as actors: beside the policy and on devices of its own, sharded, saved, resumed, in every plan."""
+"""PPO with critic actors: with the policy and on separate devices, sharded, saved, resumed, in every plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ ALIKE = ("critic/loss", "critic/grad_norm", "critic/values_mean", "critic/return
 
 @pytest.mark.matrix
 def test_ranks_and_devices_change_nothing_and_a_run_in_pieces_is_the_run(train: Train, tmp_path: Path) -> None:
-    """One rank beside the policy; two of each, the critic's apart, which one of each goes on from, and streams."""
+    """One rank colocated with the policy; two of each on separate devices, from which one of each resumes, and
+    streams.
+    """
     one = train(*PPO, "trainer.max_training_steps=2", "trainer.run_name=one")
     kept = ("trainer.ckpt_interval=1", f"trainer.ckpt_path={tmp_path / 'saved'}", "trainer.resume_mode=latest")
     two = train(
@@ -31,7 +33,7 @@ def test_ranks_and_devices_change_nothing_and_a_run_in_pieces_is_the_run(train: 
     )  # fmt: skip
     for name in ALIKE:
         assert two.series(name) == pytest.approx(one.series(name), abs=1e-5), name
-    losses = two.series("critic/loss")  # the run that goes on writes into the same folder
+    losses = two.series("critic/loss")  # the resumed run writes into the same folder
     saved = tmp_path / "saved" / "step_000002"
     assert len(list((saved / "critic").glob("*.safetensors"))) == 2
     exported = tmp_path / "critic"

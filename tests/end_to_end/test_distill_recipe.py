@@ -1,4 +1,4 @@
-"""On-policy distillation raises the held-out score: a teacher that was trained by rewards, a student that sees none."""
+"""On-policy distillation raises the held-out reward: the teacher was trained with rewards, the student gets none."""
 
 from __future__ import annotations
 

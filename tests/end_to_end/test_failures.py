@@ -1,4 +1,4 @@
-"""Whatever fails, wherever it runs: the run ends at once, says why, and leaves nothing behind."""
+"""Any failure in any process: the run ends at once, names the error, and leaves nothing."""
 
 from __future__ import annotations
 

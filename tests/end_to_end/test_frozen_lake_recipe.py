@@ -1,4 +1,4 @@
-"""examples/frozen_lake, smaller: games of several turns on lakes of 3x3 fields, in step and fully asynchronously."""
+"""examples/frozen_lake, smaller: games of several turns on 3x3 lakes, in the sync and fully asynchronous plans."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""GSM8K with a tiny model: its rows, its reward and a shaped one beside it, through every plan.
+"""GSM8K with a tiny model: its rows, its reward and an additional shaped one, in every plan.
 
-The rows are GSM8K's own where SKYASYNC_GSM8K names a folder with train.jsonl and test.jsonl, and else generated word
-problems in the same form. No model of this size solves any: what must rise is the share of digits.
+The rows are GSM8K's own if SKYASYNC_GSM8K names a folder with train.jsonl and test.jsonl, otherwise generated word
+problems in the same format. No model of this size solves any: the share of digits must rise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def word_problems(folder: Path) -> Path:
-    """A folder in the form of GSM8K's."""
+    """A folder in GSM8K's format."""
     import reasoning_gym
 
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Ctrl-C in the terminal: the run ends cleanly, with what it has reached, and leaves nothing behind."""
+"""Ctrl-C in the terminal: the run ends cleanly, keeps its progress, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.end_to_end.runs import Train, Trained, arguments, outside_environment
 pytestmark = pytest.mark.slow
 
 STARTS = ("starting", "loading models")  # one of which may be over before it is shown
-STATUS = 130  # what shells report of a program that Ctrl-C ended
+STATUS = 130  # the exit status in shells of a program that Ctrl-C ended
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         else:
             metrics = run.folder / "metrics.jsonl"
             wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output)
-        os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to everything in the foreground
+        os.killpg(program.pid, signal.SIGINT)  # as from a terminal: to all processes in the foreground
         assert program.wait(timeout=30) == STATUS, output.read_text()
     finally:
         program.kill()
@@ -87,7 +87,7 @@ def test_ctrl_c_while_ray_starts_is_one_line(
     assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
 
 
-IN_TIME, LATE = 30.0, 0.001  # of seconds that a run has to save itself
+IN_TIME, LATE = 30.0, 0.001  # seconds in which a run has to save
 STOPPED = [
     pytest.param("fully_async", IN_TIME, id="fully_async"),
     pytest.param("one_step_off", IN_TIME, id="one_step_off"),
@@ -100,7 +100,7 @@ STOPPED = [
 def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
     plan: str, grace_s: float, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
 ) -> None:
-    """As schedulers end a job. ``ckpt_on_exit`` is not set: that the run keeps checkpoints is enough."""
+    """As schedulers end a job. ``ckpt_on_exit`` is not set: it is enough that the run keeps checkpoints."""
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
     late = grace_s == LATE
     keeps = [f"trainer.plan={plan}", f"trainer.ckpt_interval={2 if late else 1000}", "trainer.ckpt_keep=1"]
@@ -128,12 +128,12 @@ def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
 
 
 def hears_ctrl_c() -> None:
-    """As in a terminal, also where the tests run in the background of a shell, whose programs ignore it."""
+    """As in a terminal, even if the tests run in the background of a shell, whose programs ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def goes_on_from(step: int, train: Train, plan: str = STREAMED[0], least: int = 3) -> None:
-    """Two more steps: every prompt of the run is trained once, also those that were in flight."""
+    """Two more steps: every prompt of the run is trained once, including those that were in flight."""
     run = train(plan, "trainer.resume_mode=latest", f"trainer.max_training_steps={step + 2}")
     assert step >= least
     assert run.series("step") == list(range(1, step + 3))
@@ -162,7 +162,7 @@ main()
 def test_sigterm_between_rays_start_and_the_controllers_is_told_as_at_any_other_time(
     place: str, tmp_path: Path, models: dict[str, str]
 ) -> None:
-    """Ray has handlers of its own then."""
+    """At that time Ray has its own handlers."""
     command = [sys.executable, "-c", BEFORE_IT_LISTENS.replace("PLACE", place)]
     program = subprocess.run(
         [*command, *arguments(STREAMED[0], runs=tmp_path, model=models["tied"])],

@@ -1,4 +1,4 @@
-"""A whole run with two judges, a server's and the run's own engine, in a mix of domains and two evaluation sets."""
+"""A whole run with two judges, a server's and the run's own engine, in a mixture of domains and two evaluation sets."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KEY = "sk-of-a-judge-and-nobodys"
 
 
 def odd_digits(body: dict[str, Any]) -> str:
-    """The server likes odd digits."""
+    """The server rewards odd digits."""
     said = body["messages"][-1]["content"].rpartition("Response:")[2]
     return f"score: {sum(letter in '13579' for letter in said)}"
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """In a thread of its own: the run takes this one."""
+    """In a thread of its own: the run blocks this one."""
     loop, ready, found = asyncio.new_event_loop(), threading.Event(), list[Server]()
 
     async def run(end: asyncio.Event) -> None:
@@ -49,7 +49,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def rows(folder: Path, name: str, domains: list[str]) -> str:
-    """Half of the rows of each domain; one asks for instructions besides."""
+    """Half of the rows of each domain; one has instructions in addition."""
     made = [
         {"prompt": row["prompt"], "label": row.get("label", "7"), "domain": domains[number % len(domains)],
          "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]}

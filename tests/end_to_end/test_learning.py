@@ -1,4 +1,4 @@
-"""The reward rises where the policy is trained, and only there."""
+"""The reward rises if and only if the policy is trained."""
 
 from __future__ import annotations
 

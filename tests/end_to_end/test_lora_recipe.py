@@ -1,4 +1,4 @@
-"""examples/ppo's task with GRPO and adapters of rank 8 beside frozen weights: the held-out score rises."""
+"""examples/ppo's task with GRPO and adapters of rank 8 on frozen weights: the held-out reward rises."""
 
 from __future__ import annotations
 

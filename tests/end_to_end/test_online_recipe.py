@@ -1,4 +1,4 @@
-"""examples/online, smaller: a model learns from what a program of its own plays and scores over HTTP."""
+"""examples/online, smaller: a model learns from episodes that a separate program plays and rewards over HTTP."""
 
 from __future__ import annotations
 

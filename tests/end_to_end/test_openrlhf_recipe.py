@@ -1,4 +1,4 @@
-"""examples/openrlhf, smaller: an agent file in OpenRLHF's form learns by its asynchronous recipe."""
+"""examples/openrlhf, smaller: an OpenRLHF agent file learns by its asynchronous recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both plans, run for real: what they promise about staleness, weights, repetition and the run's folder."""
+"""Both plans in real runs: their guarantees on staleness, weights, repetition and the run's folder."""
 
 from __future__ import annotations
 

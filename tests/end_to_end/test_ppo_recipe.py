@@ -1,4 +1,4 @@
-"""examples/ppo, smaller: PPO with a critic raises the held-out score, and the critic comes to foresee it."""
+"""examples/ppo, smaller: PPO with a critic raises the held-out reward, and the critic learns to predict it."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_the_readmes_lines_train(tmp_path: Path, models: dict[str, str]) -> None
 
 
 def _output(folder: Path, program: str) -> str:
-    """The last line that it has printed."""
+    """The last line of its output."""
     ended = subprocess.run(
         [sys.executable, program], cwd=folder, env=outside_environment(), capture_output=True, text=True, timeout=280
     )
@@ -154,12 +154,12 @@ def test_a_notebook_stops_a_cell_and_trains_again(
 
 
 class Prepared(Exception):
-    """Carries the experiment that would have run."""
+    """Has the experiment that would have run."""
 
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, models: dict[str, str]) -> Callable[..., Any]:
-    """``train``, but the experiment is returned instead of run, with what was registered meanwhile."""
+    """``train``, which returns the experiment instead of running it, and the components registered meanwhile."""
 
     def run(self: BasePPOExp) -> None:
         self.prepare()

@@ -1,7 +1,7 @@
-"""A run stopped and resumed is the run in one piece: in the middle of an epoch and at its end, in both plans.
+"""A stopped and resumed run is the uninterrupted run: in the middle of an epoch and at its end, in both plans.
 
-The dataset is two batches long, so the stop after step 3 is in the middle of the second epoch, and the one
-after step 4 at its end. Each resumed run raises ``max_training_steps``.
+The dataset is two batches long, so the stop after step 3 is in the middle of the second epoch, and the one after step 4
+at its end. Each resumed run raises ``max_training_steps``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def in_three_pieces(train: Train, plan: str, *settings: str, between: Callable[[
 
 
 def damage_the_newest(checkpoints: Path) -> None:
-    """A bit in the weights: the run goes on from the one before, and trains step 4 again."""
+    """A bit of the weights: the run resumes from the checkpoint before, and trains step 4 again."""
     (weights,) = (checkpoints / "step_000004" / "policy").iterdir()
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1

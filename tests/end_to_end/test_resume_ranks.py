@@ -1,4 +1,4 @@
-"""Two ranks that go on from a checkpoint of the middle of a run are the run in one piece, bit for bit."""
+"""Two ranks that resume from a checkpoint in the middle of a run are bitwise identical to the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ STOP = 2  # the end of an epoch
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed"])
 def test_two_ranks_resume_bit_for_bit(plan: str, train: Train, tmp_path: Path) -> None:
-    """What was finished or in flight behind step 2, a whole batch in ``one_step_off``, comes from the checkpoint.
+    """Groups that were finished or in flight after step 2, a whole batch in ``one_step_off``, come from the checkpoint.
 
-    ``streamed`` adds gradients up in the order of the prompts, so that the two engines' clocks have no part in the sum.
+    ``streamed`` adds gradients in the order of the prompts, so that the sum does not depend on the engines' clocks.
     """
     settings = (
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", "trainer.placement.policy_num_gpus_per_node=2",

@@ -1,4 +1,4 @@
-"""A reward model as an actor with a place of its own, beside an environment's reward."""
+"""A reward model in an actor with its own device, in addition to an environment's reward."""
 
 from __future__ import annotations
 

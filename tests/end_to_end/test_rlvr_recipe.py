@@ -1,4 +1,4 @@
-"""examples/rlvr, smaller: two domains at once, each with its own judge, and both learn."""
+"""examples/rlvr, smaller: two domains at once, each with its own reward function, and both learn."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def test_the_reward_rises_in_both_domains_and_the_held_out_score_with_it(
     after = steps[-1]
     assert after["eval/score/sort"] > before["eval/score/sort"] + 0.1
     run = Trained(tmp_path / "run")
-    for domain in ("sort", "add"):  # about 5,000 samples in each mean: what is left of the noise is under 0.01
+    for domain in ("sort", "add"):  # about 5,000 samples in each mean: the remaining noise is under 0.01
         rewards = run.series(f"reward/mean/{domain}")
         assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.08
-    assert sum(run.series("reward/prompts/add")) == pytest.approx(25, rel=0.1)  # half of the prompts, as is asked for
+    assert sum(run.series("reward/prompts/add")) == pytest.approx(25, rel=0.1)  # half of the prompts, by the settings
     for row in run.metrics:
         assert row["env/math_verify"] == row["env/add/math_verify"] == row["reward/mean/add"]
         assert row["env/exact_match"] == row["reward/mean/sort"]

@@ -1,4 +1,4 @@
-"""A role that a user's program adds takes part in a run; nothing of the library is changed for it."""
+"""A role that a user's program adds takes part in a run, without changes of the library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class LengthWorker(Worker):
-    """Scores the lengths of responses."""
+    """Rewards the lengths of responses."""
 
     def lengths(self, batch: RolloutBatch) -> torch.Tensor:
         return batch.loss_mask.sum(1).float()

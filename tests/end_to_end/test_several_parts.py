@@ -1,4 +1,4 @@
-"""More than one rank, more than one engine, a reference model: the same training, only elsewhere."""
+"""Several ranks, several engines, a reference model: the same training in other processes."""
 
 from __future__ import annotations
 

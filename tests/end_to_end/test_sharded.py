@@ -1,9 +1,7 @@
-"""Sharded policies: two ranks and four, in float32 and bfloat16, in both plans, whole and in two stages of layers.
+"""Sharded policies: two ranks and four, in float32 and bfloat16, in both plans, and in two pipeline stages.
 
-One run is handed from one to the next.
-
-Each part of it goes on from the newest checkpoint of the part before,
-leaves one after each of its own steps, and exports.
+All tests use one run: each resumes from the newest checkpoint of the test before, saves a checkpoint after each of its
+own steps, and exports.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ def test_a_run_goes_on_with_other_ranks_another_dtype_and_another_plan(
 
 
 def check_export(export: Path, saved: Path, model: str, dtype: torch.dtype) -> None:
-    """It holds the weights of the newest checkpoint, which one rank can read."""
+    """It has the weights of the newest checkpoint, which one rank can read."""
     worker = PolicyWorker(load_config(arguments(runs=export.parent, model=model)))
     worker.setup()
     worker.load(str(saved))

@@ -1,4 +1,4 @@
-"""SmolLM2 with low-rank adapters: the held-out score rises, and engines are sent the adapters alone."""
+"""SmolLM2 with low-rank adapters: the held-out reward rises, and engines are sent the adapters alone."""
 
 from __future__ import annotations
 

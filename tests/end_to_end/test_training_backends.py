@@ -1,4 +1,4 @@
-"""A run with a training backend of a user: the interface is all that workers, weight syncs and checkpoints need."""
+"""A run with a user's training backend: workers, weight syncs and checkpoints use its interface only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A user's own file, outside of the package, changes the loop, the loss and the environment.
 
-The files are written as a user would write them and run as their own programs: nothing of them is importable
-by name before the program starts.
+The files run as their own programs: none of them can be imported by name before the program starts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tests.end_to_end.runs import Trained, arguments, outside_environment
 
 pytestmark = pytest.mark.slow
 
-#: A loop that stops when it is good enough, and a loss of one's own, selected by its key.
+#: A loop that stops when it is good enough, and a user's loss, selected by its key.
 LOOP_AND_LOSS = """
 from skyasync import BasePPOExp, RayPPOTrainer
 from skyasync import main
@@ -103,7 +102,7 @@ def test_a_loop_and_a_loss_in_a_users_file(tmp_path: Path, models: dict[str, str
         "trainer.max_training_steps=2",
     )  # fmt: skip
     assert all(row["my/worse"] <= row["reward/mean"] for row in run.metrics)
-    assert run.series("policy/my_calls") == [1, 2]  # one process holds the loss, and was asked once per step
+    assert run.series("policy/my_calls") == [1, 2]  # one process has the loss, which was called once per step
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""examples/vision, shorter: counting in images improves, and engine and trainer compute the same."""
+"""examples/vision, shorter: counting in images improves, and engine and trainer agree."""
 
 from __future__ import annotations
 

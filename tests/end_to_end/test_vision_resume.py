@@ -1,4 +1,4 @@
-"""Runs with images: one goes on from a checkpoint, one has a critic."""
+"""Runs with images: one resumes from a checkpoint, one has a critic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train_vision(ray_session: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def resumed(train: Train, run: Trained, *settings: str) -> Trained:
-    """A run of its own that goes on from step 2 of a run."""
+    """A separate run that resumes from step 2 of a run."""
     checkpoint = run.folder / "checkpoints" / "step_000002"
     return train(*SETTINGS, *settings, f"trainer.resume_mode={checkpoint}", f"trainer.run_name={run.folder.name}_again")
 

@@ -1,4 +1,4 @@
-"""The other engine: vLLM behind the same plan, with a tied model, whose output layer its reload leaves out."""
+"""The other engine: vLLM with the same plan and a tied model, whose output layer its reload leaves out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("engin
 
 @pytest.mark.matrix
 def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Train) -> None:
-    """Responses of a fixed length, longer than a step takes, so that weights are swapped under them."""
+    """Responses of a fixed length, longer than a step takes, so that weights are updated under them."""
     run = train(
         "trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.partial_rollout=recompute",
         "trainer.max_training_steps=6", "generator.backend=vllm", "generator.kv_cache_gb=0.2",
@@ -37,7 +37,7 @@ def test_one_step_off_with_vllm(train: Train) -> None:
     )  # fmt: skip
     assert max(run.series("sync/logprob_gap")) <= 1e-4
     first, *others = run.metrics
-    assert 0 < first["gap/mean"] <= first["gap/max"] <= 1e-4, "of the step in which nothing is stale"
+    assert 0 < first["gap/mean"] <= first["gap/max"] <= 1e-4, "of the step with staleness 0"
     assert not any("gap/mean" in row for row in others[1:])
     assert run.versions == [(1, {0}), (2, {0}), (3, {1})]
     assert all(norm > 0 for norm in run.series("policy/grad_norm"))

@@ -1,4 +1,6 @@
-"""The library without ``skyasync.interop``: it trains, resumes and simulates, and says what is missing in one line."""
+"""The library without ``skyasync.interop``: it trains, resumes and simulates, and reports in one line what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ for call in (
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of a program that finds a copy of the package without the folder."""
+    """Environment of a program that finds a copy of the package without the folder."""
     folder = tmp_path_factory.mktemp("without")
     package = Path(skyasync.__path__[0])
     shutil.copytree(package, folder / "skyasync", ignore=shutil.ignore_patterns("interop"))

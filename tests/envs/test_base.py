@@ -1,4 +1,4 @@
-"""What an environment says, checked."""
+"""Checks of an environment's output."""
 
 import numpy as np
 import pytest

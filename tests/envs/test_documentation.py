@@ -1,4 +1,4 @@
-"""The environments in docs/environments.md do what the page says."""
+"""The environments in docs/environments.md work as the page says."""
 
 import json
 import re
@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
 @pytest.fixture
 def shown():
-    """What the page's Python defines."""
+    """The objects that the page's Python defines."""
     found = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(block, found)

@@ -1,4 +1,4 @@
-"""Images of rows and messages are read; what cannot be read is rejected by name. The endpoint has tests of its own."""
+"""Images of rows and messages are read, or rejected by name. The endpoint has tests of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PICTURE = {"bytes": b"\x89PNG", "path": None}
         ({"images": [PICTURE]}, "images"),
         ({"images": ["a.png"]}, "images"),
         ({"image": PICTURE}, "image"),
-        ({"image": object()}, "image"),  # a decoded one
+        ({"image": object()}, "image"),  # a decoded image
         ({"image": b"\x89PNG"}, "image"),
         ({"image": "data:image/png;base64,aGk="}, "image"),
         ({"video": "https://x.org/a.MP4?x=1"}, "video"),

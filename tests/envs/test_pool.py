@@ -1,4 +1,4 @@
-"""Environments behind the pool, in this process and on virtual time."""
+"""The pool of environments, in this process and in simulation."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ PROMPT = [{"role": "user", "content": "begin"}]
 
 
 class Logged(BaseTextEnv):
-    """Its extras script it: ``fails`` names the method that raises, ``reward`` and ``turns`` what a step gives."""
+    """Scripted by its extras: ``fails`` names the method that raises, ``reward`` and ``turns`` are a step's results."""
 
     log: ClassVar[Counter[tuple[str, str]]] = Counter()
 
@@ -139,7 +139,7 @@ def test_any_finite_number_is_a_reward(reward):
 
 
 class SlowWorker(LocalTransport):
-    """Takes its time, writes down the messages it gets, and can be told to die or to report calls that hang."""
+    """Takes time, records its messages, and fails or reports hanging calls on request."""
 
     def __init__(self, number, seconds=0.0):
         super().__init__(Episodes(EnvSettings({})))
@@ -183,7 +183,7 @@ async def test_calls_of_one_turn_of_the_loop_travel_in_one_message_per_worker():
 
 
 class Plain(BaseTextEnv):
-    """Begins as every environment does that says nothing else."""
+    """An environment with the default methods."""
 
     def step(self, action):
         self.turns += 1
@@ -311,7 +311,7 @@ async def test_a_worker_with_stuck_calls_gets_no_new_episodes_and_ends_with_its_
 
 
 class Awaiting(Logged):
-    """Takes ``seconds`` for a step, without holding anybody up."""
+    """Awaits ``seconds`` in a step, without blocking other episodes."""
 
     async def init(self, prompt):
         return super().init(prompt)
@@ -421,7 +421,7 @@ def test_the_base_class_asks_for_a_step():
 
 
 class Counting(BaseTextEnv):
-    """Begins with its first step."""
+    """Starts counting with its first step."""
 
     def step(self, action):
         self.turns += 1
@@ -429,7 +429,7 @@ class Counting(BaseTextEnv):
 
 
 class Late(LocalTransport):
-    """What ends an episode arrives behind what is said later."""
+    """The message that ends an episode arrives after later messages."""
 
     async def exchange(self, calls):
         await asyncio.sleep(10.0 if any(call.method == "close" for call in calls) else 0.0)
@@ -443,11 +443,11 @@ async def test_an_episode_that_begins_anew_has_nothing_of_the_one_before_whose_e
     pool = EnvPool(lambda: Late(Episodes(own), own.step_timeout_s), 1, own)
     await pool.init("a", "counting", {}, PROMPT)
     assert (await pool.step("a", "x"))["reward"] == 1.0
-    pool.abandon("a")  # its run is cancelled; workers are started again, and the environments live on
+    pool.abandon("a")  # its run is cancelled; workers are restarted, and the environments stay
     await asyncio.sleep(1)
     await pool.init("a", "counting", {}, PROMPT)
     assert (await pool.step("a", "x"))["reward"] == 1.0
     await asyncio.sleep(20)
-    assert (await pool.step("a", "x"))["reward"] == 2.0, "the one before is closed alone"
+    assert (await pool.step("a", "x"))["reward"] == 2.0, "only the former one is closed"
     with pytest.raises(KeyError):
         await pool.step("a", "x")

@@ -1,4 +1,4 @@
-"""Environments in Ray actors: real processes that wait, die and hang."""
+"""Environments in Ray actors: real processes that wait, fail and hang."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ def output(done=True):
 
 
 class Living(BaseTextEnv):
-    """Its action says what it does."""
+    """The action selects its behaviour."""
 
     def step(self, action):
         if action == "die":

@@ -1,4 +1,4 @@
-"""The environment of reward functions: who judges a row, weights, metrics."""
+"""The environment of reward functions: functions by row, weights, metrics."""
 
 import pytest
 
@@ -145,7 +145,7 @@ async def test_a_function_that_the_program_registers_is_the_environments_too():
     try:
         pool = local_pool(env_settings(settings("reward_funcs=[of_a_test]", "env_config.colour=red")))
     finally:
-        del REWARDS["of_a_test"]  # as in another process, where nobody registers it
+        del REWARDS["of_a_test"]  # as in another process, where it is not registered
     await pool.init("e", "reward", {}, [{"role": "user", "content": "q"}])
     step = await pool.step("e", "mine")
     assert (step["reward"], step["metrics"]) == (1.0, {"of_a_test": 1.0, "of_a_test/no_reward": 0.0})

@@ -1,4 +1,4 @@
-"""Tools: what the model is told of them, which calls are read, and what they are answered with."""
+"""Tools: their descriptions for the model, which calls are parsed, and their answers."""
 
 import json
 

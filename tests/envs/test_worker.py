@@ -1,6 +1,6 @@
-"""A worker as it runs in a process of its own: threads, an event loop for environments that await, real time.
+"""An environment worker in its real process: threads, an event loop for async environments, real time.
 
-Environments wait for events that the tests set; where a limit must pass, it is a short one.
+Environments wait for events that the tests set; if a timeout must pass, it is a short one.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class AsyncGated(BaseTextEnv):
 
 
 class Stubborn(AsyncGated):
-    """Does not let itself be cancelled."""
+    """Ignores cancellation."""
 
     async def step(self, action):
         while not gates["never"].is_set():
@@ -81,7 +81,7 @@ class AsyncDifficult(Difficult):
 
 
 class Caller:
-    """Exchanges messages with a worker as a link does, by hand."""
+    """Exchanges messages with a worker as an RPC client does, by hand."""
 
     def __init__(self, worker):
         self.worker, self.answers, self.sent, self.hung = worker, {}, 0, 0
@@ -162,7 +162,7 @@ async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worke
         assert isinstance(error, TimeoutError)
         assert "environment of stuck did not answer within 0.2 s (environment.step_timeout_s)" in str(error)
         await caller.exchange()
-        assert caller.hung == (0 if env is AsyncGated else 1)  # what awaits and is cancelled leaves nothing behind
+        assert caller.hung == (0 if env is AsyncGated else 1)  # a cancelled async step leaves nothing
         await caller.begin(Gated, "next")
         (call,) = caller.calls("step", ["next"], "go")
         await caller.exchange([call])
@@ -235,7 +235,7 @@ slept: list[float] = []
 
 
 def once(seconds):
-    """As an import that takes long: the second time it is there."""
+    """As a slow import: the second time it is fast."""
     if not slept:
         slept.append(seconds)
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""The example's plan on virtual time and with real parts, and both ways to choose it."""
+"""The example's plan in simulation and with real parts, and both ways to select it."""
 
 from __future__ import annotations
 

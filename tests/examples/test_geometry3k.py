@@ -1,4 +1,4 @@
-"""examples/geometry3k on rows of the data set's columns: Hugging Face's encoded images, and ``<image>`` in a text."""
+"""examples/geometry3k on rows with the data set's columns: Hugging Face's encoded images, and ``<image>`` in a text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = Features({"images": List(ImageColumn()), "problem": Value("string"), "
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides: a tiny model, and the data as the parquet files that the hub has."""
+    """Overrides: a tiny model, and the data as the hub's parquet files."""
     folder = tmp_path_factory.mktemp("geometry3k")
     rows = [
         {

@@ -1,4 +1,4 @@
-"""The commands that SkyRL's tutorial on asynchronous training prints, with its names of files and keys."""
+"""The commands of SkyRL's tutorial on asynchronous training, with its names of files and keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = "examples/async/async_run_gsm8k.sh"
 
 
 def script(folder: Path, *arguments: str) -> Config:
-    """What the script's run would be told."""
+    """The arguments that the script's run would get."""
     uv = folder / "uv"
     uv.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     uv.chmod(0o755)

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, smaller, in a real kernel and a folder of its own."""
+"""The notebook runs from its first cell to its last, at smaller size, in a real kernel and a folder of its own."""
 
 from __future__ import annotations
 

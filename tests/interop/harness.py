@@ -1,7 +1,7 @@
-"""A user's files, as the command line would be given them, trained for a step or two in this process.
+"""Trains with a user's files, as the command line gets them, for a step or two in this process.
 
 The configuration, the rows, environments, reward functions, agent programs, the endpoint, the engine, the policy and
-the weight sync are the real ones; what a cluster adds (processes of their own) is left out, since it costs seconds.
+the weight sync are the real ones; only a cluster's separate processes are left out, since they cost seconds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def configuration(*overrides: str, schema: Any = Config) -> Any:
 
 
 class Local(BasePPOExp):
-    """Whose parts live in this process. ``train()`` runs it to its end."""
+    """An experiment whose parts are in this process. ``train()`` runs it to its end."""
 
     rows: Sequence[dict[str, Any]] = ROWS
     length = LENGTH
@@ -138,7 +138,7 @@ class Local(BasePPOExp):
 
 
 class Run:
-    """What came of it."""
+    """The result of a run."""
 
     def __init__(self, trainer: Any, tracker: Rows, dispatch: RecordingDispatch, before: dict[str, Any]) -> None:
         self.trainer, self.rows, self.dispatch = trainer, tracker.rows, dispatch
@@ -148,12 +148,12 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The newest of every metric."""
+        """The newest value of every metric."""
         return {name: value for step in sorted(self.rows) for name, value in self.rows[step].items()}
 
     @property
     def texts(self) -> list[str]:
-        """What was trained, as text."""
+        """The trained rows as text."""
         found = [(t, m) for batch in self.batches for t, m in zip(batch.tokens, batch.attention_mask, strict=True)]
         return [tokenizer().decode(tokens[mask].tolist()) for tokens, mask in found]
 
@@ -168,7 +168,7 @@ def train(
     *overrides: str, rows: Sequence[dict[str, Any]] = ROWS, exp: type = BasePPOExp, schema: Any = Config,
     length: int = LENGTH,
 ) -> Run:  # fmt: skip
-    """Train with these overrides, an experiment of the user's in place of the library's if there is one."""
+    """Train with these overrides, by default with the library's experiment."""
     bases = (Local,) if exp is BasePPOExp else (exp, Local)
     local = type(f"Local{exp.__name__}", bases, {"rows": rows, "length": length})
     return asyncio.run(local(configuration(*overrides, schema=schema)).train())

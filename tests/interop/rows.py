@@ -1,4 +1,4 @@
-"""Sums, as a data source of the user's."""
+"""Sums, as a user's data source."""
 
 
 def rows():

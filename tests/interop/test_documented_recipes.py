@@ -1,4 +1,4 @@
-"""What the systems' own pages print and name: keys that decide together, programs and scripts as they are written."""
+"""Examples from other frameworks' pages: keys that decide together, programs and scripts, unchanged."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ ASYNC = ("--train.async_enable", "--rollout.batch_size", "128", "--rollout.n_sam
 
 
 class Translation:
-    """A translated recipe: its text and, as evidence, the configuration that it loads as."""
+    """A translated recipe: its text and the configuration that it loads as."""
 
     def __init__(self, recipe: SourceRecipe, folder: Path, system: str = "") -> None:
         self.text = translated(recipe, system or detect(recipe))

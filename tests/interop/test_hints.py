@@ -1,4 +1,4 @@
-"""The tables of other systems' keys hold facts that work here, and hints come from them."""
+"""The tables of other frameworks' keys contain facts that are true here, and hints come from them."""
 
 import re
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_every_default_that_is_carried_over_has_a_value_here() -> None:
         try:
             settings = converted(row, free(parse(row.default)), context) or {}
         except NoCounterpartError:
-            continue  # a default that we have no counterpart for is not carried over
+            continue  # a default without a counterpart here is left out
         for path, value in settings.items():
             key = KEYS.by_path.get(path)
             text = "[" + ",".join(map(str, value)) + "]" if isinstance(value, list) else str(value)
@@ -94,10 +94,10 @@ def test_a_reason_is_given_wherever_there_is_no_counterpart() -> None:
 PATHS = {key.path for key in KEYS}
 ENDINGS = {".".join(path.split(".")[at:]) for path in PATHS for at in range(path.count(".") + 1)}
 GROUPS = {path.rpartition(".")[0] for path in PATHS} | set(KEYS.groups)
-#: All that a configuration can say: ``key`` and ``key=choice``.
+#: All that a configuration can set: ``key`` and ``key=choice``.
 SAID = sorted(PATHS | {f"{key.path}={option}" for key in KEYS for option in key.options() or ()})
 REASONS = dict(line.split("\t") for line in (HERE / "reasons.tsv").read_text().splitlines()[1:])
-#: Words of theirs that are ours for something else: there (system, word), here the value that means it.
+#: Their words that are ours with another meaning: in their framework (framework, word), here the value that means it.
 FALSE_FRIENDS = {
     ("skyrl", "constant_with_warmup"): "constant",  # with num_warmup_steps
     ("areal", "auto"): "latest",
@@ -106,7 +106,7 @@ FALSE_FRIENDS = {
     ("trl", "token_mask"): "icepop",
     ("trl", "sequence_mask"): "sequence_icepop",
 }
-#: Keys of theirs without a counterpart that sound like one of ours.
+#: Keys without a counterpart whose names are similar to one of ours.
 FALSE_SOUNDS = {
     "generator.inference_engine.offload_kv_for_weight_sync", "actor.aux_loss_coef", "aux_loss_coef",
     "router_aux_loss_coef", "train_dataset.num_workers", "valid_dataset.num_workers", "valid_dataset.type",
@@ -122,7 +122,7 @@ COMMON = {
 
 
 def names_ours(note: str) -> bool:
-    """Whether a note says which key, group or command of ours does it."""
+    """Whether a note names the key, group or command of ours that does the same."""
     words = re.findall(r"[\w.]*\w", note)
     return "skyasync " in note or any(
         word in GROUPS or word in PATHS or (word in ENDINGS and re.search(r"[._]", word)) for word in words

@@ -1,4 +1,4 @@
-"""What every system declares, the former name of the package, and what is answered without it."""
+"""The declarations of every framework, the former name of the package, and errors without the package."""
 
 import importlib
 import subprocess

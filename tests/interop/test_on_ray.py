@@ -1,4 +1,4 @@
-"""Foreign code through the whole machine: what a program registers or names is found in every process of its run."""
+"""Foreign code in a whole run: every process finds what a program registers or names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.interop.harness import model
 from tests.interop.skyrl.files import environment, hooks, loss, one_step_off, printed
 
 pytestmark = pytest.mark.slow
-ENVS.pop("measure", None)  # which importing the file has registered: it is there for the tests that register it
+ENVS.pop("measure", None)  # which importing the file has registered: it exists for the tests that register it
 
 FILES = Path(__file__).parent
 ROWS = f"{FILES}/rows.py:rows"

@@ -1,4 +1,4 @@
-"""Presets that bear a system's name hold its defaults, except where they are one of its recipes."""
+"""Presets named after a framework have its defaults, or those of one of its recipes."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from skyasync.interop.system import systems
 
 KEYS = Keys.of(Config)
 A = "trainer.algorithm."
-#: What a preset is about, and its system does only when asked.
+#: The subject of a preset, which its framework does only on request.
 OF_THE_RECIPE = {
     "skyrl": set(),
     "openrlhf_async": {f"{A}advantage_estimator", f"{A}off_policy_correction", f"{A}use_kl_loss",

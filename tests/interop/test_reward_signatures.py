@@ -1,4 +1,4 @@
-"""Reward functions of OpenRLHF, AReaL, TRL and verl: called as they are there, their answers read as they are meant."""
+"""Reward functions of OpenRLHF, AReaL, TRL and verl: called as in their framework, with their answers understood."""
 
 import asyncio
 import sys
@@ -149,7 +149,7 @@ def test_verls_number_without_the_optional_columns(tmp_path):
     ("parameters", "form"),
     [
         ("response, label", ""),
-        ("response, completions", ""),  # a column of one's own
+        ("response, completions", ""),  # a user's column
         ("queries, prompts, labels", "openrlhf"),
         ("prompt, completions, prompt_ids, completion_ids, answer, **kwargs", "areal"),
         ("completions, **kwargs", "trl"),
@@ -197,7 +197,7 @@ def test_grades(given, truth, same):
 
 
 class Server:
-    """A real reward model's server; ``fails`` calls are answered with an error."""
+    """A real reward model's server; ``fails`` calls get an error."""
 
     def __init__(self, answer, fails=0):
         self.answer, self.fails, self.asked = answer, fails, []

@@ -1,4 +1,4 @@
-"""A recipe of another system becomes a configuration that loads, with every key accounted for."""
+"""A recipe of another framework becomes a configuration that loads, and every key is reported."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Recipes of other systems as a whole: translated, loaded, and two of them trained, scaled down to the tiny model."""
+"""Whole recipes of other frameworks: translated, loaded, and two of them trained, scaled down to the tiny model."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_skyrls_command(tmp_path: Path) -> None:
 
 
 def trained(folder: Path, found: Translation, *more: str) -> Run:
-    """The translated file on the tiny model; the command line scales it down, and changes nothing else."""
+    """The translated file on the tiny model; the command line only scales it down."""
     small = [
         f"{P}policy_num_gpus_per_node=1", "generator.num_inference_engines=1", "generator.backend=transformers",
         "generator.inference_engine_tensor_parallel_size=1", "generator.engine_kwargs={}", "trainer.parallel.context=1",

@@ -1,4 +1,4 @@
-"""A second backend: one process, the model of transformers as it is, a row at a time. Slow, and easy to check."""
+"""A second backend: one process, the unchanged model of transformers, a row at a time. Slow, and easy to check."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ReferenceBackend(ModelBackend):
         self._parts, self._totals = parts, dict[str, Totals]()
 
     def _outputs(self, row: TokenBatch, request: OutputRequest) -> dict[str, Tensor]:
-        """Of one row, ``[1, length, ...]``: entry t is read off the state before token t."""
+        """Outputs of one row, ``[1, length, ...]``: entry t is computed from the state before token t."""
         mask = row.loss_mask & row.attention_mask
         layers = torch.set_grad_enabled(
             torch.is_grad_enabled() and bool(request.names - {VALUES} or request.value_gradient)

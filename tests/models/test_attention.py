@@ -1,6 +1,6 @@
-"""FlexAttention, by its own reference on a CPU: what it computes and learns is what sdpa does with dense masks.
+"""FlexAttention, by its own reference on a CPU, equals sdpa with dense masks, forward and backward.
 
-Its public function refuses gradients on a CPU, where only its reference has them; here that is asked for.
+Its public function rejects gradients on a CPU; only its reference has them, which the test calls instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.workers.conftest import config_for, make_batch
 
 @pytest.fixture
 def by_flex(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Every device attends so; what was asked of it."""
+    """Attention on every device; the recorded calls."""
     asked: list[Tensor] = []
 
     def reference(*args: Any, **options: Any) -> Any:
@@ -54,7 +54,7 @@ ENDS = [
     [233] * 70 + [110] * 40 + [200] * 90 + [233] * 33 + [NO_END] * 17,
     [250] * 140 + [190] * 20 + [170] * 10 + [190] * 20 + [250] * 60,
 ]
-"""A prompt with three responses and padding, and one with two, of which the first has a branch."""
+"""A prompt with three responses and padding, and one with two, the first of which has a branch."""
 
 
 @pytest.mark.parametrize("window", [0, 1, 50, 130])
@@ -72,14 +72,14 @@ def test_the_squares_that_are_looked_at_hold_all_that_is_seen(window: int, squar
             .unflatten(2, (-1, square))
             .unflatten(1, (-1, square))
         )
-        assert not (cut.any(4).any(2) & ~some).any(), "what is seen is looked at"
-        assert not (every & ~cut.all(4).all(2)).any(), "where all is taken as seen, it is"
+        assert not (cut.any(4).any(2) & ~some).any(), "visible tokens are attended to"
+        assert not (every & ~cut.all(4).all(2)).any(), "all tokens are attended to if all count as visible"
         assert every.any() or square == 128 or window in (1,)
 
 
 def test_packed_rows_and_prompts_in_common_give_the_same_gradient(untied_model: str, by_flex: list[Tensor]) -> None:
     found = _learnt(untied_model)
-    assert by_flex and all(states.shape[0] == 1 for states in by_flex), "end to end, without rectangles"
+    assert by_flex and all(states.shape[0] == 1 for states in by_flex), "packed, without rectangles"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenModel, "uses_flex", lambda model, device: False)
         count = len(by_flex)
@@ -90,7 +90,7 @@ def test_packed_rows_and_prompts_in_common_give_the_same_gradient(untied_model: 
 
 
 def test_shared_prompts_of_similar_rows_take_no_dense_mask(untied_model: str, by_flex: list[Tensor]) -> None:
-    """Rows of one width are not laid end to end."""
+    """Rows of one width are not packed."""
     model = TokenModel(load_causal_lm(untied_model, torch.float32))
     tokens = torch.randint(1, 60, (2, 1, 30)).expand(2, 4, 30).reshape(8, 30).clone()
     tokens[:, 20:] = torch.randint(1, 60, (8, 10))
@@ -106,7 +106,7 @@ def test_shared_prompts_of_similar_rows_take_no_dense_mask(untied_model: str, by
 
 
 def _learnt(path: str, *, gradient_checkpointing: str = "auto") -> tuple[Tensor, Tensor]:
-    """Groups whose prompt is computed once, and rows of their own beside them; keys are fewer than heads."""
+    """Groups whose prompt is computed once, and other rows; there are fewer KV heads than heads."""
     cfg = config_for(path)
     cfg.trainer.micro_batch_tokens = 512
     cfg.trainer.policy.gradient_checkpointing = gradient_checkpointing
@@ -170,7 +170,7 @@ def test_a_window_over_128k_tokens_takes_no_mask_of_its_square() -> None:
 
 @pytest.mark.slow
 def test_all_shapes_of_rows_and_windows_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's tracer alone, which counts what it compiles."""
+    """By torch's tracer alone, which counts compilations."""
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
     torch.compiler.reset()
     counter = CompileCounter()
@@ -191,7 +191,7 @@ def test_all_shapes_of_rows_and_windows_are_compiled(monkeypatch: pytest.MonkeyP
 def test_it_is_compiled_and_learns_the_same_with_selective_checkpointing(
     untied_model: str, by_flex: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uncompiled it would make the whole matrix of scores."""
+    """Uncompiled it would allocate the whole matrix of attention scores."""
     expected = _learnt(untied_model)
     compiled_graphs: list[object] = []
 
@@ -218,4 +218,4 @@ def test_a_cpu_keeps_sdpa(untied_model: str) -> None:
     assert not one.uses_flex(torch.device("cpu")) and one.uses_flex(gpu)
     other = TokenModel(load_causal_lm(untied_model, torch.float32))
     other.model.set_attn_implementation("sdpa")
-    assert not other.uses_flex(gpu), "attention that does not know the plan takes dense masks"
+    assert not other.uses_flex(gpu), "attention without block masks gets dense masks"

@@ -1,4 +1,4 @@
-"""What every backend promises, held by the one that a run has and by a plain one."""
+"""The contract of every training backend, for the default one and for a simple one."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def plain(path: str, batch: UpdateBatch, temperature: float = 1.0) -> tuple[Any, Tensor, Tensor]:
-    """transformers' model, and what its states say: log-probabilities ``[rows, length, vocabulary]``, states."""
+    """transformers' model, and what its states give: log-probabilities ``[rows, length, vocabulary]``, states."""
     model = AutoModelForCausalLM.from_pretrained(path)
     states = model.model(batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state.roll(1, 1)
     return model, (model.lm_head(states) / temperature).log_softmax(-1), states
@@ -151,7 +151,7 @@ def test_the_policys_gradient_is_that_of_its_loss_written_by_hand(load: Load, un
     batch = make_batch()
     model, logprobs, _ = plain(untied_model, batch)
     current = logprobs.gather(-1, batch.tokens[..., None])[..., 0]
-    batch.behaviour_logprobs = current.detach() * batch.loss_mask  # nothing is to be corrected
+    batch.behaviour_logprobs = current.detach() * batch.loss_mask  # no correction
     ratio = (current - current.detach()).exp()
     loss = -(batch.loss_weights * ratio * batch.advantages).sum()
     loss.backward()

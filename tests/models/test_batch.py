@@ -1,4 +1,4 @@
-"""The tensors that training sees, and their pieces."""
+"""The tensors of training, and their parts."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, Upda
 
 
 def batch(lengths, groups=None, width=0):
-    """Rows of these lengths; row r holds r * 100 + position."""
+    """Rows of these lengths; row r has r * 100 + position."""
     width = max([*lengths, width], default=0)
     mask = torch.tensor([[t < n for t in range(width)] for n in lengths], dtype=torch.bool).reshape(-1, width)
     tokens = torch.arange(len(lengths)).reshape(-1, 1) * 100 + torch.arange(width)

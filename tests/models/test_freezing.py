@@ -1,4 +1,4 @@
-"""trainer.policy.freeze: what is frozen keeps its bits, and the rest has the gradient that it has without."""
+"""trainer.policy.freeze: frozen parameters stay bitwise the same, and the others have their usual gradient."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frozen_config(folder: str, *names: str) -> Config:
 
 
 def two_steps(rank: Rank, folder: str) -> tuple[dict[str, bool], set[str], set[str]]:
-    """Whether each parameter's bits are the same afterwards, and the names that have a gradient and a state."""
+    """Whether each parameter is bitwise the same afterwards, and the names with a gradient and an optimizer state."""
     backend = rank.worker.backend
     parameters = dict(backend.model.named_parameters())
     before = {name: weight.clone() for name, weight in backend.weights()}

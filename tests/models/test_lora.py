@@ -1,4 +1,4 @@
-"""Adapters on a frozen policy: what is trained, what leaves, what the reference is; alike on one rank and on two."""
+"""Adapters on a frozen policy: training, publishing, and the reference; the same on one rank and on two."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start(cfg: Config) -> PolicyWorker:
 
 
 def excite(worker: Any) -> None:
-    """A is without a gradient while B is 0."""
+    """A has no gradient while B is 0."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in worker.backend.model.named_parameters():
         if ".lora_B" in name:
@@ -67,7 +67,7 @@ def all_weights(worker: PolicyWorker) -> dict[str, Tensor]:
 
 
 def by_peft(worker: PolicyWorker, folder: Path) -> dict[str, Tensor]:
-    """What peft makes of an exported adapter and the model's files."""
+    """The model that peft makes of an exported adapter and the model's files."""
     worker.settings.lora.export = "adapter"
     worker.export(str(folder))
     worker.settings.lora.export = "merged"
@@ -83,7 +83,7 @@ def published(worker: PolicyWorker) -> dict[str, Tensor]:
 
 
 def taken(path: str) -> dict[str, Tensor]:
-    """What a file of weights holds; the file is removed, which a sync does when the engines have read it."""
+    """The contents of a file of weights, which is removed, as by a sync after the engines have read it."""
     found = {name: tensor.clone() for name, tensor in read_weights(path).items()}
     remove_weights(path)
     return found
@@ -145,7 +145,7 @@ def test_the_reference_is_the_policy_without_its_adapters(model_path: str) -> No
     reference = ReferenceWorker(cfg, threads=1)
     reference.setup()
     expected = reference.logprobs(batch)
-    assert torch.equal(worker.logprobs(batch), expected), "adapters begin by adding nothing"
+    assert torch.equal(worker.logprobs(batch), expected), "at first adapters add nothing"
     worker.update_policy(batch)
     assert not torch.allclose(worker.logprobs(batch), expected, atol=1e-3)
     assert torch.equal(worker.base_logprobs(batch), expected)
@@ -211,7 +211,7 @@ def same_files(rank: Rank, folder: str) -> None:
 
 
 def resumed(rank: Rank, folder: str) -> tuple[dict[str, Tensor], str]:
-    """The state that was saved, and that after one more step."""
+    """The state that was saved, and the state after one more step."""
     rank.worker.load(folder)
     state = {n: whole(p).clone() for n, p in rank.worker.backend.model.named_parameters()}
     step(rank, seed=2)
@@ -279,7 +279,7 @@ def test_a_resumed_run_is_the_run_bit_for_bit_with_dropout_as_well(tied_model: s
     other.load(str(tmp_path / "saved"))
     other.update_policy(make_batch(seed=1))
     assert digest(other) == digest(worker)
-    assert torch.equal(other.logprobs(make_batch()), other.logprobs(make_batch())), "scoring drops nothing"
+    assert torch.equal(other.logprobs(make_batch()), other.logprobs(make_batch())), "scoring has no dropout"
     without = start(lora_config(tied_model))
     without.update_policy(make_batch())
     dropping = start(cfg)

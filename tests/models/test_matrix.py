@@ -1,7 +1,7 @@
 """One optimizer step has one gradient: every way to compute it, for every shape of model, in float32.
 
-Invariant of the library, as a table: shape x adapters x way. What one rank finds with rows packed is what all other
-ways must find, relative 1e-6. What the quick tests have (2 ranks of one axis, without adapters) is not repeated.
+Invariant of the library, as a table: shape x adapters x way. The gradient of one rank with packed rows must be that of
+all other ways, up to relative 1e-6. Cases of the quick tests (2 ranks of one dimension, no adapters) are not repeated.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Way:
     """How a step is computed.
 
     Args:
-        ranks: the data axis has what the others leave.
+        ranks: the data dimension has the ranks that the other dimensions leave.
         replicas: groups of ranks that each shard the weights among themselves.
         recomputed: ``trainer.policy.gradient_checkpointing``.
         reduced: ``trainer.policy.reduce_gradients``.
-        tokens, rows: of a micro-batch at most; 0 rows: as many as there is room for.
+        tokens, rows: of a micro-batch at most; 0 rows: as many as fit.
         packed: rows share their prompts.
         away: the policy has been in host memory before.
         adapters: trained with low-rank adapters, without, or both.

@@ -1,7 +1,7 @@
-"""In bfloat16 a step differs from one rank's by no more than one rank differs from itself in another order of sums.
+"""In bfloat16 a step on several ranks differs from one rank's no more than one rank's with another order of sums.
 
-The noise is measured, not assumed: the orders of one rank are other micro-batches, rows one by one, and from the last
-to the first. The furthest of them is the bound, for ranks of every axis.
+The noise is measured: the orders of one rank are other micro-batches, rows one by one, and the reverse order. The
+largest difference among them is the bound for all mesh dimensions.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def expected(path: str, adapters: bool) -> Tensor:
 
 @cache
 def noise(path: str, adapters: bool) -> float:
-    """How far one rank is from itself in the furthest of the orders."""
+    """The largest difference of one rank between these orders."""
     found = (alone(path, adapters, way, **how) for way, how in ORDERS.values())
     return max(distance(one, expected(path, adapters)) for one in found)
 
@@ -95,7 +95,7 @@ def test_what_is_computed_again_is_the_same_bit_for_bit(
 def test_ranks_differ_no_more_than_one_does_from_itself_in_another_order(
     shapes: dict[str, str], name: str, adapters: bool, way: Way, ranks: Callable[[int], Ranks]
 ) -> None:
-    """Split matrices too, whose parts are added up before they are rounded."""
+    """Also for split matrices, whose partial products are added before they are rounded."""
     path, group = shapes[name], ranks(way.ranks)
     group.set_up(PolicyWorker, in_bfloat16(path, adapters, way))
     found = [torch.from_numpy(one) for one in group.call(step)]

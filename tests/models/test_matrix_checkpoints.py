@@ -1,7 +1,7 @@
-"""Checkpoints of every combination: the same ranks go on bit for bit, other ranks read the same state.
+"""Checkpoints of every combination: the same ranks resume bitwise identically, other ranks read the same state.
 
 Each line of the table is one: what is trained, the ranks that write and resume, those that read, the model's shape.
-Every optimizer is there on ranks of several kinds, and every way to divide the work with several optimizers.
+Every optimizer is there on several kinds of ranks, and every way to divide the work with several optimizers.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def update(worker: ModelWorker) -> None:
 
 
 def write(rank: Rank, folder: str) -> tuple[str, str]:
-    """Digests of the whole state that is saved behind a step, and of every rank's behind another."""
-    torch.manual_seed(0)  # ranks have drawn unlike parts of a critic's new head; nothing draws after that
+    """Digests of the whole state that is saved after a step, and of every rank's after another."""
+    torch.manual_seed(0)  # ranks have drawn different parts of a critic's new head; nothing is drawn after that
     update(rank.worker)
     rank.worker.save(folder)
     saved = calls.digest_of_whole(rank.worker)
@@ -155,7 +155,7 @@ def resume(rank: Rank, folder: str) -> tuple[str, str]:
 
 
 def on(way: str, worker: type[ModelWorker], cfg: Config, ranks: Callable[[int], Ranks]) -> Callable[..., set[Any]]:
-    """What new ranks answer, or this process where one is enough."""
+    """The answers of new ranks, or of this process if one is enough."""
     count = WAYS[way].ranks
     if count > 1:
         ranks(count).set_up(worker, cfg)

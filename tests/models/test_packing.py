@@ -65,7 +65,7 @@ def test_many_rows_per_pass_stay_within_the_tokens_of_a_pass() -> None:
 
 
 def test_a_batch_of_384k_tokens_is_cut_in_little_time_and_without_its_masks() -> None:
-    """24 groups of 4 samples of 4,000 tokens, whose attention masks together have a gigabyte."""
+    """24 groups of 4 samples of 4,000 tokens, whose attention masks would take a gigabyte."""
     groups, samples, length = 24, 4, 4_000
     tokens = torch.randint(1, 90, (groups, 1, length)).expand(groups, samples, length).reshape(-1, length).clone()
     tokens[:, 2_000:] = torch.randint(1, 90, (groups * samples, 2_000))
@@ -90,7 +90,7 @@ def test_unequal_prompts_under_one_group_id_are_not_shared() -> None:
 
 
 def test_long_responses_to_a_short_prompt_are_not_shared() -> None:
-    """Sharing 2 tokens of 60 saves less than a dense attention mask costs."""
+    """Sharing 2 of 60 tokens saves less than a dense attention mask costs."""
     tokens = torch.randint(1, 90, (8, 60))
     tokens[:, :2] = 7
     mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -124,12 +124,12 @@ def test_shared_prompts_and_rows_end_to_end_change_neither_logprobs_nor_gradient
     assert any(m.layout.blocks for m in packed) == ends
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     expected = run([(torch.arange(len(batch)), plain)])
-    # Not tighter: transformers computes RMSNorm and rotary angles in float32 whatever the dtype.
+    # Not tighter: transformers computes RMSNorm and rotary angles in float32 in any dtype.
     torch.testing.assert_close(run([(m.rows, m.layout) for m in packed]), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_end_to_end_have_no_padding_and_few_blocks() -> None:
-    """Of lengths from 4 to 1,024: what linear layers see is the tokens, attention's rectangles are little more."""
+    """Lengths from 4 to 1,024: linear layers compute the tokens only, attention's rectangles are little more."""
     lengths = (1024 / torch.arange(1, 129)).long().clamp(min=4)
     mask = torch.arange(1024) < lengths[:, None]
     batch = TokenBatch(torch.randint(1, 90, mask.shape) * mask, mask, mask.clone(), group_ids=torch.arange(128))
@@ -139,7 +139,7 @@ def test_rows_end_to_end_have_no_padding_and_few_blocks() -> None:
     pairs = sum(block.queries.numel() * block.queries.shape[1] for block in blocks)
     assert pairs < 1.1 * lengths.double().square().sum()
     assert len(blocks) < 24
-    assert sum(p.layout.tokens.numel() for p in pack(batch)) > 1.2 * tokens, "rows below each other are padded"
+    assert sum(p.layout.tokens.numel() for p in pack(batch)) > 1.2 * tokens, "a padded batch has padding"
 
 
 def test_a_model_that_does_not_hand_attention_its_mask_keeps_rows_below_each_other(untied_model: str) -> None:
@@ -149,7 +149,7 @@ def test_a_model_that_does_not_hand_attention_its_mask_keeps_rows_below_each_oth
 
 
 def test_blocks_are_refused_by_any_other_attention(untied_model: str) -> None:
-    """Silence would be attention to everything."""
+    """Without an error, every token would attend to all others."""
     wrapped = TokenModel(load_causal_lm(untied_model, torch.float32))
     wrapped.model.set_attn_implementation("sdpa")
     (piece,) = pack(make_batch(groups=4, samples=2, longest_response=40), ends=True, share=False)

@@ -1,4 +1,6 @@
-"""Rows that share a prefix, also one with loss tokens, are computed as a tree: what is learned is the rows'."""
+"""Rows that share a prefix, also one with loss tokens, are computed as a tree, with the gradient of the separate
+rows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ from tests.workers.processes import Rank, Ranks
 
 
 def tree_size(batch: UpdateBatch) -> int:
-    """Different beginnings of a group's rows."""
+    """Number of different prefixes of a group's rows."""
     rows = zip(batch.group_ids.tolist(), batch.tokens.tolist(), batch.attention_mask.sum(1).tolist(), strict=True)
     return len({(group, *row[:end]) for group, row, length in rows for end in range(1, length + 1)})
 
@@ -41,7 +43,7 @@ def whole_trees(batch: UpdateBatch, max_tokens: int = 4096, **options: Any) -> M
 
 @st.composite
 def trees(draw: st.DrawFn) -> UpdateBatch:
-    """Rows that continue beginnings of other rows, and differ in masks and advantages also where they share tokens."""
+    """Rows that extend prefixes of other rows, and differ in masks and advantages also at tokens that they share."""
     seed, words = draw(st.integers(0, 9999)), draw(st.sampled_from([2, 40]))
     drawn = torch.Generator().manual_seed(seed)
 
@@ -122,7 +124,7 @@ def test_a_trees_gradient_is_that_of_its_rows_one_by_one(
 @settings(max_examples=200, deadline=None)
 @given(batch=trees(), packs=st.booleans())
 def test_each_token_of_a_tree_is_computed_once(batch: UpdateBatch, packs: bool) -> None:
-    """For a model so wide that attention costs nothing, which a padded batch's trees depend on."""
+    """For a model so wide that attention costs nothing, on which the trees of a padded batch depend."""
     micros = list(whole_trees(batch, packs=packs, hidden_size=10**6))
     assert sum(int(micro.layout.visible_until.ne(packing.NO_END).sum() if micro.layout.visible_until is not None
                    else micro.batch.attention_mask.sum()) for micro in micros) == tree_size(batch)  # fmt: skip
@@ -246,7 +248,7 @@ def test_a_mask_function_sees_what_rows_of_their_own_see(untied_model: str, by_f
 
 
 def test_tokens_that_a_teacher_asks_for_are_those_of_the_row(exact_model: TokenModel) -> None:
-    """Rows that share a token may have been given different ones."""
+    """Rows that share a token may have different ones."""
     batch = episodes()
     batch.tokens %= 48
     asked = torch.randint(0, 48, (*batch.tokens.shape, 3), generator=torch.Generator().manual_seed(0))
@@ -289,7 +291,7 @@ def test_ids_of_images_are_compared_whole() -> None:
 
 
 def test_ranks_get_whole_episodes_and_equal_work() -> None:
-    """By rows the cut would be where the tokens are halved, within an episode's long rows."""
+    """By rows, the cut would be at half of the tokens, within an episode's long rows."""
     batch = episodes(count=4, turns=5)
     mixed = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     batch = batch.select(mixed)

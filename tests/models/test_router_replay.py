@@ -1,4 +1,4 @@
-"""The experts that an engine chose are those that the trained model computes with."""
+"""The trained model computes with the experts that the engine chose."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ OTHERS: list[PreTrainedConfig] = [
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None, int], str]:
-    """The folder of a model whose routers find all experts as good but for so much, by a seed; None: not so."""
+    """The folder of a model whose routers have nearly equal probabilities for all experts, up to ``spread``; None:
+    not so.
+    """
 
     def made(apart: float | None, seed: int) -> str:
         torch.manual_seed(0)
@@ -77,7 +79,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None, in
 
 @pytest.fixture(scope="module")
 def folders(make: Callable[[float | None, int], str]) -> tuple[str, str]:
-    """Of engine and trainer: rounding tells them apart."""
+    """Of engine and trainer, which differ by rounding."""
     return make(1e-6, 1), make(1e-6, 2)
 
 
@@ -154,7 +156,7 @@ async def test_what_rounding_decides_is_decided_by_the_engine(
 
 
 async def test_the_routers_of_replayed_experts_learn(make: Callable[[float | None, int], str]) -> None:
-    """What the model would have chosen changes nothing; what it would not has a gradient for the router as well."""
+    """Replaying the model's own choice changes nothing; another choice has a gradient for the router as well."""
     path = make(None, 0)
     batch = trained(await played(path))
     others = copy(batch)
@@ -171,7 +173,7 @@ async def test_the_routers_of_replayed_experts_learn(make: Callable[[float | Non
 
 async def test_packing_and_ranks_replay_alike(folders: tuple[str, str], ranks: Callable[[int], Ranks]) -> None:
     batch = trained(await played(folders[0]))
-    batch.routed_experts[2] = batch.routed_experts[2].flip(-3)  # a sample that has read the prompt otherwise
+    batch.routed_experts[2] = batch.routed_experts[2].flip(-3)  # a sample with another history of the prompt
     whole = worker_of(settings(folders[1], gradient_checkpointing="selective"))
     logprobs = whole.logprobs(batch)
     whole.forward_backward(batch)
@@ -232,7 +234,7 @@ def test_a_model_without_routers_or_with_others_is_refused_by_name(untied_model:
 
 @pytest.mark.parametrize("shape", OTHERS, ids=lambda shape: shape.model_type)
 def test_other_families_routers_choose_what_they_are_told(shape: PreTrainedConfig) -> None:
-    """What is recorded and replayed changes nothing; another choice does."""
+    """Replaying the recorded choice changes nothing; another choice does."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(shape).eval()
     tokens = torch.arange(1, 9)[None]
@@ -254,7 +256,7 @@ def test_other_families_routers_choose_what_they_are_told(shape: PreTrainedConfi
 
 
 def choosing(batch: Any) -> Any:
-    """The same, of which the model chooses the experts itself."""
+    """The same model, which chooses the experts itself."""
     return replace(batch, routed_experts=None)
 
 

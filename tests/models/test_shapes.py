@@ -1,4 +1,4 @@
-"""Five families of models: packing, micro-batches and ranks change neither the gradient nor what a model is asked."""
+"""Five families of models: packing, micro-batches and ranks change neither the gradient nor the outputs."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def ragged() -> UpdateBatch:
     """Groups and rows of very different lengths.
 
-    Advantages are of one sign: what rounding does is measured against the whole gradient, not what is left of a
-    difference.
+    Advantages have one sign, so that rounding is compared with the whole gradient, not with a small difference.
     """
     batch = UpdateBatch.concatenate([make_batch(), make_batch(groups=1, samples=2, seed=1, longest_response=40)])
     batch.advantages = batch.advantages.abs()
@@ -109,7 +108,7 @@ def test_one_two_and_four_ranks_packed_or_row_by_row_have_one_gradient(
 
 
 def reduced(rank: Rank) -> tuple[int, Any]:
-    """How often gradients travelled in an update of several micro-batches, and what came of it."""
+    """How often gradients were reduced in an update of several micro-batches, and the result."""
     batch, worker = ragged(), rank.worker
     rows = split_for_ranks(batch, rank.count)[rank.rank]
     with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as travelled:
@@ -155,7 +154,7 @@ def test_all_but_the_results_of_matrices_and_attention_is_recomputed(shapes: dic
 
 
 def _tensors() -> int:
-    """Bytes of all tensors of this process that are no parameters."""
+    """Bytes of all tensors of this process that are not parameters."""
     storages = (thing.untyped_storage() for thing in gc.get_objects() if type(thing) is Tensor)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -49,7 +49,7 @@ def test_logprobs_are_those_of_the_filtered_distribution_and_plain_ones_of_the_m
     rows, columns = batch.loss_mask.nonzero().T
     before, targets = logits[rows, columns - 1] / 0.7, batch.tokens[rows, columns]
     kept = before >= before.topk(8).values[:, -1:]
-    kept[torch.arange(len(targets)), targets] = True  # what was sampled stays possible
+    kept[torch.arange(len(targets)), targets] = True  # the sampled token stays possible
     expected = before.masked_fill(~kept, -torch.inf).log_softmax(-1)[torch.arange(len(targets)), targets]
     found = model(layout, WITH_ENTROPY)
     torch.testing.assert_close(found["logprobs"][rows, columns], expected, atol=1e-6, rtol=0)
@@ -136,7 +136,7 @@ def test_an_entropy_that_is_only_logged_leaves_the_gradient_as_it_is(model_path:
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.float64])
 def test_several_tokens_have_the_gradient_that_autograd_finds(kind: torch.dtype) -> None:
-    """To the bit, one token that stands twice in a row and words that are left out included."""
+    """Bitwise, including a token that occurs twice in a row and excluded tokens."""
     found = []
     for way in (
         gather_logprobs,

@@ -1,4 +1,4 @@
-"""A value head: new where the files hold none, loaded where they do, exported as the library's."""
+"""A value head: new if the files have none, loaded if they do, exported in transformers' format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows with images, and prompts shared with their images: the gradient of each row alone."""
+"""Packed rows with images, and prompts shared with their images, have the gradient of separate rows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_packed_row_has_the_gradient_of_each_row_alone(folder: str, model: Tok
 
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_shared_prompt_and_its_images_are_computed_once(folder: str, model: TokenModel, packs: bool) -> None:
-    """Four samples of two prompts, one of which has got an image of its own in a later turn."""
+    """Four samples of two prompts; one of them has its own image in a later turn."""
     first, second = prompt(folder, (SMALL, LARGE)), prompt(folder, ())
     later = prompt(folder, (OTHER,))
     answers = [[5, 6, 7], [8, 9], [10, *later, 11, 12], [13], [5], [6, 7], [8, 9, 10], [11]]

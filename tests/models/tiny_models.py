@@ -1,4 +1,4 @@
-"""Folders of models with random weights, of the tests' own configurations."""
+"""Folders of models with random weights, by the tests' own configurations."""
 
 from __future__ import annotations
 

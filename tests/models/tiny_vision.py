@@ -1,4 +1,4 @@
-"""Tiny vision-language models with random weights that images really change: a model of each supported type."""
+"""Tiny vision-language models of each supported type, with random weights for which images matter."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def idefics3() -> tuple[PreTrainedModel, ProcessorMixin]:
 
 
 def smolvlm() -> tuple[PreTrainedModel, ProcessorMixin]:
-    processing_smolvlm.num2words = processing_smolvlm.num2words or str  # videos' frames in words
+    processing_smolvlm.num2words = processing_smolvlm.num2words or str  # frames of videos in words
     tokenizer = vision_tokenizer(MARKS, TEMPLATE)
     options = {"size": EDGE, "max_image_size": EDGE, "do_image_splitting": False}
     processor = processing_smolvlm.SmolVLMProcessor(
@@ -137,7 +137,7 @@ def smolvlm() -> tuple[PreTrainedModel, ProcessorMixin]:
 
 
 def llava() -> tuple[PreTrainedModel, ProcessorMixin]:
-    """No marks surround its images."""
+    """No delimiters around its images."""
     tokenizer = vision_tokenizer(("<image>",), TEMPLATE)
     images = CLIPImageProcessor(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
     processor = LlavaProcessor(

@@ -1,4 +1,4 @@
-"""The user's own hooks."""
+"""Hooks that a user overrides."""
 
 import pytest
 

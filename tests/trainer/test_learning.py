@@ -1,4 +1,4 @@
-"""From groups to the batch that is trained: shaping, truncated responses, and the order of it all."""
+"""From groups to the training batch: reward shaping, truncated responses, and their order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks that a plan makes: a failure that nobody takes ends the run, one that somebody takes does not."""
+"""Tasks that a plan creates: a failure ends the run unless the plan awaits the task and handles it."""
 
 import asyncio
 import sys
@@ -59,7 +59,7 @@ def failing(plan, part="generate", call=2, **settings):
 
 
 def ends(run):
-    """The error by which a run ends, and when."""
+    """The error that ends a run, and when."""
 
     async def scenario():
         try:
@@ -95,7 +95,7 @@ def test_a_step_outside_of_running_is_refused_in_a_task_as_in_the_plan():
 
 
 class TakingTrainer(RayPPOTrainer):
-    """Awaits its task, when it has trained, and does without."""
+    """Awaits its task after training, and continues without its result."""
 
     async def train(self):
         async with self.running():

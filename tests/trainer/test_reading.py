@@ -1,4 +1,4 @@
-"""A reader can follow the synchronous loop in few files, and the page that names them is right."""
+"""The synchronous loop can be followed in few files, and the page that lists them is correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run writes of its samples: real policy, real engine, every plan."""
+"""Samples that a run records: real policy, real engine, every plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward model scores groups while others are played: a step takes about the longer of the two."""
+"""A reward model scores groups while others are generated: a step takes about the longer of the two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLES = 2
 
 
 class Groups(TrajectoryGenerator):
-    """The group of the n-th prompt, as the stream has them, ends after n + 1 seconds."""
+    """The group of the n-th prompt, in the stream's order, ends after n + 1 seconds."""
 
     def __init__(self) -> None:
         self.places: dict[Any, int] = {}
@@ -44,11 +44,11 @@ class Groups(TrajectoryGenerator):
 
 
 class Judge:
-    """Scores are the rows' prompts; a row takes ``seconds``."""
+    """Rewards are the rows' prompts; a row takes ``seconds``."""
 
     def __init__(self, seconds: float, per_call: float = 0.0) -> None:
         self.seconds, self.per_call = seconds, per_call
-        self.asked: list[int] = []  # rows of each question
+        self.asked: list[int] = []  # rows of each request
         self.busy = False
 
     async def ask(self, role: str, method: str, batch: Any) -> torch.Tensor:
@@ -103,7 +103,7 @@ def test_every_plan_trains_the_rewards_that_whole_batches_gave(plan: type[RayPPO
         score = (ROW + t.id.prompt.row) / ROW
         assert t.metrics["reward_model"] == pytest.approx(score)
         assert t.reward == pytest.approx(t.id.repetition + score)
-    assert len(judge.asked) < 4, "groups that end while it is busy are asked about at once"
+    assert len(judge.asked) < 4, "groups that end while it is busy are in the next request together"
     assert sum(judge.asked) == 4 * SAMPLES
 
 

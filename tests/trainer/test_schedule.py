@@ -1,4 +1,4 @@
-"""What is done now and then: by steps, by minutes, by how good a step was. On virtual time."""
+"""Schedules of evaluation and checkpoints: by steps, by minutes, by a step's metric (in simulation)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainer.plans.parts import Run, make_run
 
 
 class Scores(TrainerCallback):
-    """Each step's score, as a metric of one's own."""
+    """Each step's score, as a user's metric."""
 
     def __init__(self, *scores: float) -> None:
         self._scores = scores
@@ -46,7 +46,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
 
 def test_a_better_step_is_saved_though_none_is_due(tmp_path: Path) -> None:
     run_of(tmp_path, 0.3, 0.1, 0.2, 0.4, 0.9, 0.0, trainer__ckpt_best_metric="my/score", trainer__ckpt_keep=0).train()
-    assert steps(tmp_path) == [1, 4, 5, 6]  # 6 is the last one, which every run that saves has
+    assert steps(tmp_path) == [1, 4, 5, 6]  # 6 is the last step, which every run that saves has a checkpoint of
 
 
 def test_less_may_be_better(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_minutes_count_from_the_last_time(tmp_path: Path) -> None:
     long = {"generating": [30.0], "updating": [9.0], "syncing": [1.0]}  # 40 s a step
     run = run_of(tmp_path, *[0.0] * 7, eval_prompts=2, trainer__ckpt_minutes=2.0, trainer__ckpt_keep=0,
                  trainer__eval_minutes=1.0, **long).train()  # fmt: skip
-    assert steps(tmp_path) == [3, 5, 7]  # an evaluation takes 30 s of its own, so two steps are 140 s
+    assert steps(tmp_path) == [3, 5, 7]  # an evaluation takes another 30 s, so two steps are 140 s
     evaluated = [step for step, row in run.tracker.rows if "eval/score" in row]
-    assert evaluated == [2, 3, 4, 5, 6, 7]  # behind 80 s, then every 70
+    assert evaluated == [2, 3, 4, 5, 6, 7]  # after 80 s, then every 70
 
 
 def test_the_policy_is_written_every_so_many_steps(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is added to a batch before it is trained, by the settings alone."""
+"""The log-probabilities and values that the settings require before a batch is trained."""
 
 from __future__ import annotations
 

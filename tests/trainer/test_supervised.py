@@ -24,7 +24,7 @@ BATCH, STEPS = 6, 4
 
 
 def demonstrations(count: int = 20) -> list[dict[str, Any]]:
-    """Of several lengths."""
+    """Demonstrations of several lengths."""
     rows = [next_question.row() for next_question, _ in zip(questions("train", 3), range(count), strict=False)]
     return [{"prompt": row["prompt"], "completion": row["answer"]} for row in rows]
 
@@ -51,7 +51,7 @@ def settings(model: str, **trainer: Any) -> Config:
 
 
 def trained(cfg: Config, rows: Sequence[dict[str, Any]]) -> tuple[dict[int, dict[str, float]], list[Demonstration]]:
-    """The metrics by step, and what was trained in its order."""
+    """The metrics by step, and the trained rows in order."""
     tokenizer: Any = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
     dataset = load_demonstrations(["rows"], cfg, tokenizer, known={"rows": rows})
     tracker, client, sync = Rows(), NoEngines(), NoSync()
@@ -79,7 +79,7 @@ def trained(cfg: Config, rows: Sequence[dict[str, Any]]) -> tuple[dict[int, dict
 
 
 def plain(model_path: str, cfg: Config, order: Sequence[int], rows: Sequence[dict[str, Any]]) -> list[float]:
-    """The losses of a loop without this library, whose rows and formula are those of TRL's SFTTrainer."""
+    """The losses of a loop without this library, with the rows and formula of TRL's SFTTrainer."""
     tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(model_path)
     model, of = AutoModelForCausalLM.from_pretrained(model_path), cfg.trainer.policy.optimizer_config
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]

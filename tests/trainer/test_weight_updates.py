@@ -1,4 +1,4 @@
-"""What a batch's tokens are let to say of the sync before it."""
+"""Conclusions about the last sync from the tokens of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments in gem's and gymnasium's form, played by hand."""
+"""Environments with gem's and gymnasium's interface, played by hand."""
 
 import sys
 from types import SimpleNamespace

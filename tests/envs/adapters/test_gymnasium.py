@@ -1,4 +1,4 @@
-"""Gymnasium's text games: seeded, shown as text, played by words."""
+"""Gymnasium's text games: seeded, rendered as text, played by words."""
 
 import pytest
 

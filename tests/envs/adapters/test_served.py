@@ -1,4 +1,4 @@
-"""Environments of OpenEnv's and NeMo Gym's servers, against servers that answer as openenv 0.10 and nemo-gym 0.7 do.
+"""Environments on OpenEnv's and NeMo Gym's servers, with fake servers that answer as openenv 0.10 and nemo-gym 0.7 do.
 
 The answers were recorded from openenv's ``grid_world_env`` and ``echo_env``, and nemo-gym's ``mcqa`` and ``blackjack``.
 """
@@ -37,7 +37,7 @@ REFUSED = {
 
 
 class Hub:
-    """A server on a thread of its own. ``answers`` replaces what it says next; ``heard`` is what it was sent."""
+    """A server in a thread. ``answers`` are its next responses; ``heard`` are the requests."""
 
     def __init__(self, schema=None, paths=("/seed_session", "/verify")):
         self.schema, self.paths = schema or MOVES, paths
@@ -134,7 +134,7 @@ def serving(hub):
 
 
 def episode(name, *actions, prompt="Play.", **extras):
-    """The opening, the steps and the metrics of an episode."""
+    """The first observation, the steps and the metrics of an episode."""
 
     async def play():
         env = make(name, extras=extras)

@@ -16,7 +16,7 @@ def game(seed=1, **settings):
 
 
 def bisect(env):
-    """Guesses by halves; the rewards and the last step."""
+    """Guesses by bisection; the rewards and the last step."""
     low, high = 1, 20
     while True:
         guess = (low + high) // 2

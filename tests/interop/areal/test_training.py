@@ -1,4 +1,4 @@
-"""Agents and reward functions that were written for AReaL, as they are."""
+"""Unchanged agents and reward functions that were written for AReaL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenRLHF's agent files: every documented form of a step, and what is wrong is said."""
+"""OpenRLHF's agent files: every documented form of a step, and the messages for errors."""
 
 import asyncio
 import textwrap

@@ -1,4 +1,4 @@
-"""Files that were written for OpenRLHF, each in one of its documented forms, trained as they are."""
+"""Unchanged files that were written for OpenRLHF, each in one of its documented forms."""
 
 from __future__ import annotations
 

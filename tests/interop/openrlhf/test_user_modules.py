@@ -1,4 +1,4 @@
-"""The stand-ins for OpenRLHF's modules, while other threads import."""
+"""The substitutes for OpenRLHF's modules, while other threads import."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""A batch by SkyRL's names: what is read is laid out as there, what is set stands in ours."""
+"""A batch by SkyRL's names: reads return SkyRL's layout, writes arrive in ours."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Environments that were written for SkyRL and are made by hand."""
+"""Environments that were written for SkyRL and are constructed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that was written for SkyRL, with its imports changed and nothing else."""
+"""Code that was written for SkyRL, with only its imports changed."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.interop.skyrl.files import (
 
 pytestmark = pytest.mark.slow
 
-ENVS.pop("measure", None)  # which importing the file has registered: it is there for these tests alone
+ENVS.pop("measure", None)  # which importing the file has registered: it exists for these tests alone
 JUDGED = ("environment.reward_funcs=[tests.interop.odd:odd]", "data.label_key=answer")
 SPECS = [{**row, "reward_spec": {"ground_truth": row["answer"]}} for row in ROWS]
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """What importing the files has registered is there for these tests alone."""
+    """Components that importing the files has registered exist for these tests alone."""
     environment.register(id="measure", entry_point=f"{environment.__file__}:Measure", kwargs={"bonus": 2.0})
     for name, function in (("clipped", loss.clipped), ("rollout", loss.weighted), ("average", loss.average)):
         loss.PolicyLossRegistry.register(f"peers_{name}", function)
@@ -175,7 +175,7 @@ def test_callbacks_ask_for_a_checkpoint_and_an_evaluation(tmp_path: Path) -> Non
 def test_a_callback_with_an_event_that_does_not_exist_is_told() -> None:
     class Wrong(callbacks.TrainingCallback):
         def on_steps_end(self, trainer, callback_input, control):
-            """A slip."""
+            """A misspelled method."""
 
     class Exp(callbacks.WatchedExp):
         def get_trainer(self, *args, **kwargs):
@@ -235,7 +235,7 @@ def test_the_tutorials_printed_classes_alone_train_one_step_off(package: str, mo
 
 def test_the_complete_example_of_that_time_trains_one_step_off() -> None:
     class Trainer(one_step_off.AheadTrainer):
-        """Takes the output alone, and hands weights over by its own call."""
+        """Takes the output alone, and publishes weights by its own call."""
 
         async def _run_generate_loop(self, buffer):
             for number, prompts in enumerate(self.train_dataloader):
@@ -262,7 +262,7 @@ def test_the_complete_example_of_that_time_trains_one_step_off() -> None:
     Trainer.dispatch = property(lambda self: Own(self))
 
     class Own:
-        """Everything of the dispatch but the hand-over, which that time's trainer did by itself."""
+        """The interface of the dispatch without weight sync, which SkyRL's trainer did itself at that time."""
 
         def __init__(self, trainer):
             self.trainer = trainer
@@ -296,7 +296,7 @@ def test_a_loop_of_theirs_whose_generation_fails_ends_the_run() -> None:
             try:
                 raise KeyError("no such row")
             except Exception:
-                sys.exit(1)  # as the example does it
+                sys.exit(1)  # as in the example
 
     class Exp(BasePPOExp):
         def get_trainer(self, **parts):

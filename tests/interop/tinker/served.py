@@ -41,7 +41,9 @@ def config(model: str) -> Config:
 
 @asynccontextmanager
 async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterator[SimpleNamespace]:
-    """``server``, with its ``dispatch``, ``client``, ``turns`` and ``snapshots``; another one goes on in the folder."""
+    """``server``, with its ``dispatch``, ``client``, ``turns`` and ``snapshots``; another one can resume in the
+    folder.
+    """
     cfg = config(model)
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     worker = replace(ROLES[POLICY], worker="skyasync.interop.tinker.worker:MultiAdapterWorker")
@@ -66,7 +68,7 @@ async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterat
 
 
 async def with_sdk(server: Any, program: Callable[[Any], T], key: str = KEY) -> T:
-    """What a program of the SDK returns, in a thread: it gets a ``ServiceClient``."""
+    """The result of a program of the SDK, run in a thread: it gets a ``ServiceClient``."""
 
     def run() -> T:
         service = tinker.ServiceClient(base_url=server.base_url, api_key=key)

@@ -1,4 +1,4 @@
-"""The losses against their formulas, and what of a request is rejected."""
+"""The losses against their formulas, and rejected requests."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_rows_that_begin_alike_share_what_is_computed() -> None:
 
 
 def test_where_tokens_come_from_changes_no_loss() -> None:
-    """The cookbook's recipes always say it; of the losses only one that is rejected reads it."""
+    """The cookbook's recipes always send it; the only loss that reads it is rejected."""
     plain = datum([1, 2, 3], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])
     read, wrote = (
         types.PromptProvenanceSpan(sequence_id="s", offset=0, length=1),

@@ -1,4 +1,4 @@
-"""Every public method of the SDK's clients is called against the server: it answers, or says why it does not."""
+"""Every public method of the SDK's clients is called against the server: it works, or explains why it does not."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ REJECTED = {
     "RestClient.assign_session_project", "RestClient.export_session_trace", "RestClient.get_audit_log",
     "RestClient.get_billing_usage", "RestClient.get_current_checkpoint_storage_usage",
 }  # fmt: skip
-BY_THE_CLIENT = {"RestClient.whoami": "JWT"}  # which rejects keys that are no JWT, and asks no server
+BY_THE_CLIENT = {"RestClient.whoami": "JWT"}  # which rejects keys that are no JWT, without a request
 
 
 def public_methods() -> set[str]:
-    """The deprecated twins of methods, ``_async``, call these."""
+    """The deprecated variants of methods, ``_async``, call these."""
     return {
         f"{client.__name__}.{name}"
         for client in CLIENTS
@@ -139,7 +139,7 @@ def test_every_public_method_is_called_here() -> None:
 
 
 class Clients:
-    """What the calls need."""
+    """The clients for the calls."""
 
     def __init__(self, service: Any, model: str, base_url: str) -> None:
         self.service, self.other = service, tinker.ServiceClient(base_url=base_url, api_key=KEY)
@@ -156,7 +156,7 @@ class Clients:
 async def test_every_public_method_answers_or_says_why_it_does_not(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TINKER_PROJECT_ID", "project")  # else the SDK itself refuses to copy weights
+    monkeypatch.setenv("TINKER_PROJECT_ID", "project")  # otherwise the SDK itself refuses to copy weights
     model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True)
     async with tinker_server(model, tmp_path) as up:
 

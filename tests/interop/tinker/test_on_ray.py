@@ -1,5 +1,6 @@
-"""The command itself: a program of the SDK that knows its address and its model learns, and loses none of its answers
-while processes are killed."""
+"""The command itself: a program of the SDK that knows the address and the model learns, and loses no answer while
+processes are killed.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def test_a_program_that_knows_a_base_url_and_a_model_learns_sums(
 
 
 def process_of(server: psutil.Process, title: str) -> psutil.Process | None:
-    """Of the server, if there is one at this time."""
+    """A process of the server, if there is one at this time."""
     for child in server.children(recursive=True):
         try:
             if " ".join(child.cmdline()).startswith(title):

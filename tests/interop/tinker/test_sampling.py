@@ -1,4 +1,4 @@
-"""Sampling through the SDK's client: which weights answer, with which log-probabilities, and what engines lose."""
+"""Sampling through the SDK's client: which weights answer, with which log-probabilities, and failures of engines."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_sampler_stays_with_its_weights_while_others_are_sampled(model: 
             named = client.save_weights_for_sampler("named").result().path
             samplers.append(client.create_sampling_client(named).result())
             expected.append(expected[-1])
-            losses_of(client, [FIRST], 2)  # the model goes on, and the samplers stay
+            losses_of(client, [FIRST], 2)  # the model is trained further, and the samplers keep their weights
             futures = [s.compute_logprobs(types.ModelInput.from_ints([*PROMPT, 9, 9, 9])) for s in samplers * 3]
             for own, future in zip(expected * 3, futures, strict=True):
                 first, *others = future.result()
@@ -199,7 +199,7 @@ async def test_ranks_that_are_lost_while_engines_answer_publish_their_weights_ag
 async def test_ranks_that_are_lost_while_no_request_needs_them_are_replaced(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that starts would wait for them, and its requests for the engine."""
+    """A starting engine would wait for the ranks, and its requests for the engine."""
     monkeypatch.setattr(turns, "WATCH_S", 0.01)
     async with tinker_server(model, tmp_path) as up:
         replaced, load_again = asyncio.Event(), up.snapshots.load_again

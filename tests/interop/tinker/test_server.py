@@ -1,4 +1,4 @@
-"""Who may use the server, and its errors, without the SDK's client."""
+"""Access to the server, and its errors, without the SDK's client."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_f
         status, body = await ask(
             up.server, "POST", "telemetry", headers={**mine, "Content-Encoding": "gzip"}, data=b"\x1f\x8b" * 100
         )
-        assert status == 415, "nothing is inflated"
+        assert status == 415, "nothing is decompressed"
         status, body = await ask(up.server, "GET", "sessions", headers={**mine, "Host": "evil.com"})
         assert status == 403
         status, body = await ask(up.server, "POST", "retrieve_future", headers=mine, json={"request_id": "nothing"})

@@ -1,4 +1,4 @@
-"""Training through the SDK's client: steps, order, several tenants, what outlives the server and the ranks."""
+"""Training through the SDK's client: steps, order, several tenants, and the state after lost servers and ranks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ async def test_gradients_add_up_until_the_step_and_its_settings_are_those_of_tor
         await with_sdk(up.server, program)
         after = [p.detach().clone() for p in parameters]
         worker.activate("alone")
-        assert all(torch.equal(p, before) for p, before in zip(parameters, begun, strict=True)), "another model's stay"
+        assert all(torch.equal(p, before) for p, before in zip(parameters, begun, strict=True)), (
+            "another model's files stay"
+        )
         options = {"lr": settings["learning_rate"], "betas": (0.8, 0.7), "eps": 1e-6, "weight_decay": 0.1}
         optimizer = torch.optim.AdamW(parameters, **options)
         for _ in range(2):
@@ -122,7 +124,7 @@ async def test_eight_tenants_at_once_train_bitwise_as_each_alone(model: str, tmp
         def program(service: Any) -> dict[int, list[float]]:
             clients = {s: service.create_lora_training_client(model, rank=4, seed=s).result() for s in rows}
             futures: dict[int, list[Any]] = {seed: [] for seed in rows}
-            for _ in range(3):  # nothing is waited for: gradients and steps of all alternate
+            for _ in range(3):  # without waiting: gradients and steps of all alternate
                 for seed, client in clients.items():
                     futures[seed].append(client.forward_backward(rows[seed], "cross_entropy"))
                 for client in clients.values():
@@ -137,7 +139,7 @@ async def test_eight_tenants_at_once_train_bitwise_as_each_alone(model: str, tmp
 
 
 async def test_lost_ranks_and_a_new_server_change_nothing(model: str, tmp_path: Path) -> None:
-    """A rank is lost with a gradient that waits for its step; then the server ends, and another one goes on."""
+    """A rank fails with a gradient that waits for its step; then the server ends, and another one resumes."""
     async with tinker_server(model, tmp_path / "whole") as up:
         whole = await with_sdk(up.server, trained(model, 1, [FIRST], 5))
     loop, progress = asyncio.get_running_loop(), list[float]()
@@ -167,7 +169,7 @@ async def test_lost_ranks_and_a_new_server_change_nothing(model: str, tmp_path: 
             assert len(up.dispatches) == 2
         async with tinker_server(model, tmp_path / "cut") as up:
             before = up.server._store.request(f"{name}:1")
-            assert (await up.server._training.result(before.id, 0.1)).result == before.result, "a future outlives it"
+            assert (await up.server._training.result(before.id, 0.1)).result == before.result, "a future survives it"
 
             def go_on(service: Any) -> list[float]:
                 assert service.create_rest_client().get_training_run(name).result().lora_rank == 4

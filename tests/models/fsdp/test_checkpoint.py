@@ -34,7 +34,7 @@ def test_saving_takes_much_less_memory_than_the_state_that_is_saved(
     worker.update_policy(make_batch())
     size = 3 * sum(p.nbytes for p in worker.backend.model.parameters())  # the weights and two moments
     assert size > 100 << 20
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
     before = _memory("VmHWM")
     worker.save(str(tmp_path / "saved"))
     assert len(list((tmp_path / "saved").iterdir())) > 5

@@ -1,4 +1,4 @@
-"""Compiled layers have the gradient of the others; what cannot be compiled is refused."""
+"""Compiled layers have the same gradient; what cannot be compiled is rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compiled(path: str, backend: str, checkpointing: bool = False) -> torch.Tens
 
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.recipe)])
 def test_traced_layers_have_the_gradient_of_the_others(untied_model: str, checkpointing: bool) -> None:
-    """All but the making of machine code, which takes long."""
+    """Everything but the generation of machine code, which takes long."""
     expected = compiled(untied_model, "")
     assert distance(compiled(untied_model, "aot_eager", checkpointing), expected) < 1e-6
 
@@ -60,7 +60,7 @@ def test_packed_rows_of_any_shape_share_compiled_code(untied_model: str) -> None
 
 @pytest.mark.recipe
 def test_compiled_layers_have_the_gradient_of_the_others(untied_model: str) -> None:
-    """Minutes on a busy machine. What is fused rounds otherwise: 1.3e-6 was seen."""
+    """Minutes on a busy machine. Fused operations round differently: 1.3e-6 was seen."""
     assert distance(compiled(untied_model, "inductor"), compiled(untied_model, "")) < 5e-6
 
 

@@ -1,7 +1,7 @@
-"""A model that is trained from host memory is trained to the same bits as one on its device.
+"""Training a model from host memory is bitwise identical to training it on its device.
 
-There is one device here: the worker is told that its own is ``cpu:0``, which is not the host's ``cpu``, and each tensor
-that is moved remembers where to.
+The machine has one device, so the worker's device is called ``cpu:0``, which is another than the host's ``cpu``, and
+each moved tensor remembers its device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DEVICE = torch.device("cpu", 0)
 
 
 class Watched(PolicyWorker):
-    """``during``: where moments lay when the optimizer began its steps."""
+    """``during``: the device of the optimizer state at the beginning of the optimizer's steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -69,7 +69,7 @@ def noted(buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: 
 
 
 def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
-    """Metrics and bits of two updates, a checkpoint that is gone back to, and another update."""
+    """Metrics and digests of two updates, a restored checkpoint, and another update."""
     metrics = []
     for seed in (0, 1):
         metrics.append(worker.update_policy(make_batch(seed=seed)))
@@ -77,8 +77,8 @@ def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
     worker.update_policy(make_batch(seed=3))
     worker.load(str(folder))
     if worker.settings.cpu_offload == "optimizer":
-        assert worker.places() == {"cpu"}, "behind a checkpoint too"
-    worker.offload()  # as engines ask for the device
+        assert worker.places() == {"cpu"}, "after a restore too"
+    worker.offload()  # as engines look up the device
     worker.onload()
     metrics.append(worker.update_policy(make_batch(seed=2)))
     metrics.append(worker.score([[3, 4, 5, 6]]))
@@ -86,7 +86,7 @@ def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
 
 
 def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
-    """On each rank: every kind against none."""
+    """On each rank: every kind of offloading against none."""
     before = OffloadBuffers.moved
     OffloadBuffers.moved = noted  # type: ignore[method-assign]
     try:
@@ -115,14 +115,14 @@ def check_places(worker: Watched, kind: str) -> None:
     policies = {type(module._get_fsdp_state()._fsdp_param_group.offload_policy) for module in shards}
     assert (policies == {CPUOffloadPolicy}) == (kind == "parameters")
     if kind == "optimizer":
-        assert worker.places() == {"cpu"}, "between updates they are the host's"
+        assert worker.places() == {"cpu"}, "between updates they are in host memory"
         assert all(places == {str(DEVICE)} for places in worker.during), (
             f"a step finds them on the device: {worker.during}"
         )
     if kind == "parameters":
-        assert worker.places() <= {"", "cpu"}, "they never leave the host"
+        assert worker.places() <= {"", "cpu"}, "they stay in host memory"
     buffers = {getattr(buffer, "place", "") for buffer in worker.backend.model.buffers()}
-    assert kind != "parameters" or buffers == {str(DEVICE)}, "what FSDP does not bring is there"
+    assert kind != "parameters" or buffers == {str(DEVICE)}, "parameters that FSDP does not move are on the device"
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -172,7 +172,7 @@ def test_a_reference_stays_on_the_host(untied_model: str) -> None:
 
 
 def test_weights_of_the_host_are_sent_by_the_device() -> None:
-    """NCCL takes tensors of GPUs alone."""
+    """NCCL sends tensors on GPUs only."""
     sent: list[torch.Tensor] = []
     group = SimpleNamespace(join=lambda: None, rendezvous={"chunk_bytes": 2**20}, broadcast=sent.append)
     layer = torch.nn.Linear(2, 3)
@@ -184,7 +184,7 @@ def test_weights_of_the_host_are_sent_by_the_device() -> None:
 
 
 def test_ranks_with_weights_on_the_host_have_a_group_for_these_too() -> None:
-    """Norms, checkpoints and hand-overs gather what lies on the host; NCCL takes tensors of GPUs alone."""
+    """Norms, checkpoints and weight syncs gather tensors in host memory; NCCL takes tensors on GPUs only."""
     assert process_group_backend("cuda", "parameters") == "cpu:gloo,cuda:nccl"
     assert process_group_backend("cuda", "none", colocated=True) == "cpu:gloo,cuda:nccl"
     assert [process_group_backend("cuda", kind) for kind in ("none", "optimizer")] == ["nccl"] * 2

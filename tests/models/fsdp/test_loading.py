@@ -1,4 +1,4 @@
-"""Sharded models are loaded as ``from_pretrained`` loads them, bit for bit."""
+"""Sharded models are loaded bitwise as ``from_pretrained`` loads them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MODELS: dict[str, tuple[PreTrainedConfig, Callable[[Path], None] | None]] = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, warm_processes: Path) -> Iterator[dict[str, Any]]:
-    """What four processes found, by name: on 4 ranks, then on 2 of them, then on 1."""
+    """Results of four processes by name: on 4 ranks, then on 2 of them, then on 1."""
     folder = tmp_path_factory.mktemp("models")
     for name, (config, change) in MODELS.items():
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, warm_processes: Path) -> Ite
 
 
 def examine(process: Rank, folder: Path) -> None:
-    """On each of the ranks; writes what it found beside the models."""
+    """Runs on each rank; writes its results next to the models."""
     rank, found = process.rank, dict[str, Any]()
     for world in (RANKS, 2, 1):
         if rank >= world:
@@ -111,7 +111,7 @@ def examine(process: Rank, folder: Path) -> None:
 
 
 def load(role: type[ModelWorker], path: Path, rank: int, world: int) -> ModelWorker:
-    """A policy with float32 masters, or a bfloat16 reference."""
+    """A policy with float32 master weights, or a bfloat16 reference."""
     cfg = config_for(str(path))
     cfg.trainer.policy.model.dtype = "bfloat16"
     worker = role(cfg, rank, world)
@@ -120,7 +120,7 @@ def load(role: type[ModelWorker], path: Path, rank: int, world: int) -> ModelWor
 
 
 def differences(worker: ModelWorker) -> list[str]:
-    """Names of parameters and buffers that ``from_pretrained`` gives otherwise."""
+    """Names of parameters and buffers that differ from ``from_pretrained``."""
     loaded, expected = worker.backend.model.model, as_published(worker.backend.spec.path, worker.backend.master_dtype())
     wrong = []
     if type(loaded) is not type(expected) or loaded.config.to_dict() != expected.config.to_dict():
@@ -159,7 +159,7 @@ def test_a_mixture_of_30b_is_read_in_slices_by_any_number_of_ranks(ranks: int) -
     converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
     assert converters
     assert loading.can_be_sliced(model, converters, shard_placement(ranks))
-    assert not loading.can_be_sliced(model, converters, lambda parameter: Shard(1)), "halves that are joined"
+    assert not loading.can_be_sliced(model, converters, lambda parameter: Shard(1)), "fused halves"
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""Four ranks hold a model about once in all while they load it, whatever its files must be joined to.
+"""Four ranks together need the memory of about one model to load it, whatever its files must be merged into.
 
-What a process holds is its own memory, not what it maps of files; each case has processes of its own, whose memory
-nobody has used before. What a load costs of any size (libraries, threads, groups; modules and parameters as objects, of
-which adapters make 0.3 MB a layer and rank) is not the model's: one as deep and of a few kilobytes is loaded first.
+Memory is a process's own, without mapped files; each case has new processes. A small part of the memory is independent
+of the model's size (libraries, threads, groups; module and parameter objects, of which adapters take 0.3 MB per layer
+and rank), so a model of the same depth and a few kilobytes is loaded first.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Shape = Callable[..., PreTrainedConfig]
 
 @dataclass(frozen=True)
 class Case:
-    """A model, who loads it, the settings of that, and the dtype that its weights are kept in."""
+    """A model, the role that loads it, its settings, and the dtype of its weights."""
 
     shape: Shape
     role: type[ModelWorker] = PolicyWorker
@@ -94,7 +94,7 @@ QUICK = ["llama", "eight experts"]
 
 
 def load(process: Rank, folder: str, case: Case) -> int:
-    """On each of the ranks: what it added to its memory at most."""
+    """On each rank: the most memory that loading added."""
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=process.rank, world_size=RANKS)
 
@@ -146,7 +146,7 @@ def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(warm_proce
     if case.endswith("nf4"):
         pytest.importorskip("bitsandbytes")
     saved = AutoModelForSequenceClassification if CASES[case].role is RewardWorker else AutoModelForCausalLM
-    with TemporaryDirectory() as folder:  # on the disk: what is read from memory would count as held
+    with TemporaryDirectory() as folder:  # on the disk: files in memory would count as the process's own
         for name, made in (("narrow", shape(**NARROW)), ("large", shape())):
             made.num_labels = 1
             with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""AdamW with a short state: steps are AdamW's, small ones are not lost, and ranks neither change nor forget them."""
+"""AdamW with a low-precision state: steps are AdamW's, small ones are not lost, and ranks do not change them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_eight_bits_are_near_what_they_stand_for(signed: bool, most: float) -> N
     assert codes.dtype == torch.uint8 and scales.shape == (8, 2)
     found = decode(codes, scales, signed=signed)
     assert float((found - values).norm() / values.norm()) < most
-    assert signed or bool((found > 0).all()), "a step would be divided by nothing"
+    assert signed or bool((found > 0).all()), "a step would divide by 0"
     assert not decode(*encode(torch.zeros(2, 32), 32, signed=signed), signed=signed).any()
     book = codebook(signed, values.device)
     assert len(book) == 256 and bool((book.diff() > 0).all())
@@ -91,7 +91,7 @@ def test_blocks_divide_rows(shape: tuple[int, ...], block: int) -> None:
 def walked(
     optimizer: type[torch.optim.AdamW], start: Tensor, lr: float, gradients: list[Tensor], **options: Any
 ) -> Tensor:
-    """How far a parameter has come, in float64."""
+    """The change of a parameter, in float64."""
     parameter = nn.Parameter(start.clone())
     made = optimizer([{"params": [parameter]}], lr=lr, weight_decay=0.0, **options)
     for gradient in gradients:
@@ -111,7 +111,9 @@ def test_steps_that_bfloat16_loses_are_learnt_on_average(eight_bits: bool) -> No
 
 @pytest.mark.parametrize(("kind", "most"), [("8bit", 0.03), ("bfloat16", 0.1), ("both", 0.1)])
 def test_steps_are_near_those_of_adamw(kind: str, most: float) -> None:
-    """Gradients whose size differs by a decade within a block. Of bfloat16 the distance is the weights' own spacing."""
+    """Gradients that differ by a factor of ten within a block. For bfloat16 the distance is the spacing of the
+    weights.
+    """
     generator = torch.Generator().manual_seed(0)
     scale = 10 ** -torch.rand(16, 512, generator=generator)
     gradients = [scale * (torch.randn(16, 512, generator=generator) + 0.5) for _ in range(60)]
@@ -127,7 +129,7 @@ def test_steps_are_near_those_of_adamw(kind: str, most: float) -> None:
 
 
 def of_one_gradient(rank: Rank, seeds: list[int]) -> list[Any]:
-    """Every parameter after steps by given gradients, whole."""
+    """Every parameter after steps with given gradients, whole."""
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         for parameter in rank.worker.backend.model.parameters():
@@ -194,7 +196,7 @@ def test_gradients_of_micro_batches_are_added_up_in_float32(untied_model: str) -
     assert worker.optimizer_step()["grad_norm"] > 0
 
 
-# ------------------------------------------------------------ refusals
+# ------------------------------------------------------------ errors
 
 
 def of(**settings: Any) -> Config:

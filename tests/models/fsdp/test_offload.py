@@ -1,7 +1,7 @@
-"""A policy that was in host memory meanwhile is the same policy, bit for bit, and goes on as if it had never left.
+"""A policy that was in host memory meanwhile is bitwise the same policy, and continues as if it had never been moved.
 
-There is one device here, so moving to it and back would move nothing: back is a copy at another place in memory
-instead, which is what the optimizer, FSDP2 and tied weights have to follow on a GPU.
+The machine has one device, where moving to it and back would do nothing. Here moving back is a copy to other memory,
+which the optimizer, FSDP2 and tied weights have to follow as on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.workers.conftest import config_for, make_batch
 
 
 class Elsewhere(PolicyWorker):
-    """Every move is to a new place; ``places`` is where the parameters and moments lie."""
+    """Every move is to new memory; ``places`` are the addresses of parameters and optimizer state."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +59,7 @@ class Elsewhere(PolicyWorker):
         return {name: tensor.clone() for name, tensor in self.tensors().items()}
 
     def round_trip(self) -> int:
-        """How many tensors lay elsewhere meanwhile, gradients dropped."""
+        """The number of tensors that were moved, gradients dropped."""
         before = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
         self.offload()
         on_host = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
@@ -78,8 +78,8 @@ def _local(tensor: Tensor) -> Tensor:
 @pytest.fixture(params=["float32", "bfloat16"])
 def cfg(request: pytest.FixtureRequest, model_path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
     cfg = config_for(model_path)
-    cfg.trainer.policy.model.dtype = request.param  # bfloat16 is sharded by FSDP2, on one rank too
-    monkeypatch.setattr(OffloadBuffers, "moved", OffloadBuffers.moved)  # put back afterwards
+    cfg.trainer.policy.model.dtype = request.param  # FSDP2 shards bfloat16, on one rank too
+    monkeypatch.setattr(OffloadBuffers, "moved", OffloadBuffers.moved)  # restored afterwards
     return cfg
 
 
@@ -95,14 +95,14 @@ def batches() -> list[UpdateBatch]:
 
 def test_bits_are_kept_and_updates_go_on_as_without(cfg: Config) -> None:
     stays, travels = started(cfg), started(cfg)
-    travels.round_trip()  # before the first update there are no moments
+    travels.round_trip()  # before the first update there is no optimizer state
     for batch, other in zip(batches(), batches(), strict=True):
         assert travels.update_policy(other) == stays.update_policy(batch)
         before = travels.bits()
         assert travels.round_trip() > len(before) / 2
         assert all(torch.equal(tensor, before[name]) for name, tensor in travels.tensors().items())
         assert travels.score([[3, 4, 5]]) == stays.score([[3, 4, 5]])
-        assert travels.round_trip() > len(before) / 2, "after a score too, which leaves FSDP2's root gathered"
+        assert travels.round_trip() > len(before) / 2, "also after log-probabilities, which leave FSDP2's root gathered"
     for name, tensor in stays.tensors().items():
         assert torch.equal(travels.tensors()[name], tensor), name
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(cfg: Conf
 
 
 def test_from_a_gpu_every_offload_copies_into_pinned_memory_that_the_first_has_allocated() -> None:
-    """By fake tensors, which may be on a GPU that is not here."""
+    """With fake tensors, which may be on a GPU that the machine does not have."""
     allocated: list[tuple[bool, torch.Size]] = []
 
     class Allocations(TorchDispatchMode):
@@ -186,7 +186,7 @@ def test_a_gpus_segments_grow_unless_engines_read_them(
     cfg = config_for(model_path)
     cfg.trainer.placement.colocate_all = colocated
     monkeypatch.setattr(FSDPBackend, "_build", lambda backend: None)
-    with pytest.raises(AttributeError):  # of what takes the model's place
+    with pytest.raises(AttributeError):  # of the data that replaces the model
         PolicyWorker(cfg, device=device).setup()
     assert {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")} == after
 

@@ -1,4 +1,4 @@
-"""Muon turns whole matrices, as torch's does, whatever the ranks; all else is AdamW's."""
+"""Muon orthogonalizes whole matrices, as torch's does, on any ranks; AdamW trains all other parameters."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_two_ranks_turn_whole_matrices_and_one_goes_on_from_their_checkpoint(
 
 
 def matrix(rank: Rank, update: Any) -> Any:
-    """Of a step by a given gradient: a matrix that rows of two ranks make up."""
+    """Of a step with a given gradient: a matrix whose rows two ranks hold."""
     parameter = rank.worker.backend.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
     whole = torch.from_numpy(update)
     parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

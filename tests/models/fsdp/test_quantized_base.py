@@ -1,4 +1,4 @@
-"""A frozen base in few bits: what is computed, learnt, sent and exported is that of the numbers the codes stand for."""
+"""A quantized frozen base: outputs, training, syncs and exports use the numbers that the codes represent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def started(cfg: Config) -> PolicyWorker:
 
 
 def rounded(path: str, kind: str, folder: Path) -> str:
-    """A folder of the model whose weights are what the codes stand for."""
+    """A folder of the model whose weights are the numbers that the codes represent."""
     model = load_causal_lm(path, torch.float32)
     model.requires_grad_(False)
     round_to_quantized(model, kind)
@@ -47,7 +47,7 @@ def rounded(path: str, kind: str, folder: Path) -> str:
 
 
 def learnt(worker: PolicyWorker) -> tuple[Tensor, dict[str, float], Tensor]:
-    """Two steps: what came of the second."""
+    """Two steps: the result of the second."""
     for _ in range(2):
         worker.forward_backward(make_batch())
         gradient = torch.cat([_whole(p.grad) for p in worker.backend.model.parameters() if p.grad is not None])
@@ -76,7 +76,7 @@ def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path:
         p.to_local() for p in found.backend.model.model.parameters() if isinstance(p, DTensor) and not p.requires_grad
     ]
     codes = [p for p in held if isinstance(p, QuantizedRows)]
-    assert len(codes) == 2 * 7, "of each layer's linear maps, and neither of embeddings nor of the head"
+    assert len(codes) == 2 * 7, "each layer's linear maps, without embeddings and head"
     path = rounded(untied_model, kind, tmp_path / "rounded")
     expected = started(adapted(path, ""))
     batch = make_batch()

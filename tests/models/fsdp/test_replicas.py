@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def said(rank: Rank) -> tuple[bool, Any]:
-    """Whether its weights are sharded in groups, and what it says of each token."""
+    """Whether its weights are sharded in groups, and its log-probabilities."""
     parameters = list(rank.worker.backend.model.parameters())
     right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
     asked = rank.worker.values if isinstance(rank.worker, CriticWorker) else rank.worker.logprobs
@@ -62,7 +62,7 @@ def layout(rank: Rank) -> tuple[bool, str]:
 def test_replicas_have_the_gradient_of_one_rank_and_other_counts_go_on_from_their_files(
     name: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """One model's files are read in slices, the other's are handed out by the first rank."""
+    """One model's files are read in slices; the first rank sends the other model's weights."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(SHAPES[name]).save_pretrained(tmp_path / "model")
     cfg = settings(str(tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Experts that ranks with different rows divide: tokens travel, and the gradient is one rank's."""
+"""Experts that ranks with different rows divide: tokens are exchanged, and the gradient is one rank's."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_checkpoints_and_weights_of_divided_experts_are_the_whole_models(
         ranks(count).set_up(PolicyWorker, settings(models["qwen3_moe"], **sizes))
         found = ranks(count).call(go_on, str(tmp_path / str(number - 1)) if number else "", str(tmp_path / str(number)))
         loaded, after = (joined([each[i] for each in found]) for i in (0, 1))
-        assert all((loaded[name] == value).all() for name, value in before.items()), f"{sizes} loads otherwise"
+        assert all((loaded[name] == value).all() for name, value in before.items()), f"{sizes} loads other weights"
         before = after
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
         weights = dict(exported.named_parameters())

@@ -1,4 +1,4 @@
-"""Axes beside the data axis: split matrices and split sequences change neither what a model says nor its gradient."""
+"""Mesh dimensions: tensor and context parallelism change neither a model's outputs nor its gradient."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def valued(rank: Rank) -> Any:
 def test_a_critic_beside_the_policy_is_divided_like_it(
     shapes: dict[str, str], axis: str, name: str, ranks: Callable[[int], Ranks]
 ) -> None:
-    """Gemma's plan has its embeddings split, as they are its head; a critic has another one."""
+    """Gemma's plan splits its embeddings, as they are its head; a critic has another head."""
     cfg = parallel(shapes[name], **{axis: 2})
     cfg.trainer.algorithm.advantage_estimator = "gae"
     alone = CriticWorker(parallel(shapes[name]), threads=1)
@@ -173,11 +173,15 @@ def test_in_bfloat16_ranks_differ_no_more_than_one_does_from_itself_in_another_o
     for name, count, sizes in IN_BFLOAT16:
         ranks(count).set_up(PolicyWorker, in_bfloat16(shapes[name], **sizes))
         found = torch.from_numpy(ranks(count).call(step)[0][2])
-        assert distance(found, alone[name]) < 1.25 * noise[name], (name, count, sizes)  # noise of two other orders
+        assert distance(found, alone[name]) < 1.25 * noise[name], (
+            name,
+            count,
+            sizes,
+        )  # noise of two other orders of sums
 
 
 def test_parts_are_multiplied_to_float32_on_any_device() -> None:
-    """By torch's own account of a GPU's product, without numbers."""
+    """By torch's fake tensors for the product on a GPU, without numbers."""
     with FakeTensorMode():
         for device in ("cpu", "cuda"):
             left, right = (torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in ((3, 8), (8, 5)))
@@ -186,7 +190,7 @@ def test_parts_are_multiplied_to_float32_on_any_device() -> None:
 
 
 def begun(rank: Rank) -> None:
-    """B of each adapter is no longer 0, so that A has a gradient; the same on any ranks."""
+    """B of each adapter is not 0, so that A has a gradient; the same on any ranks."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in rank.worker.backend.model.named_parameters():
         if ".lora_B." in name:
@@ -232,7 +236,7 @@ def test_adapters_train_beside_what_is_split(
 
 
 def compared(rank: Rank) -> Any:
-    """What a teacher says of whole distributions, and the gradient of following it."""
+    """A teacher's distributions, and the gradient of distillation to them."""
     worker, batch = rank.worker, ragged()
     rows = split_for_ranks(batch, worker.backend.spec.mesh_shape.data)[
         worker.backend.spec.mesh_shape.data_rank(rank.rank)
@@ -249,7 +253,7 @@ def compared(rank: Rank) -> Any:
 def test_a_teachers_likeliest_tokens_are_one_ranks(
     shapes: dict[str, str], sizes: dict[str, int], ranks: Callable[[int], Ranks]
 ) -> None:
-    """Of a vocabulary in parts as well; in pieces, as long rows are."""
+    """Also with a vocabulary that is split, and in chunks, as for long rows."""
     cfg = parallel(shapes["qwen3_tied"], **sizes)
     cfg.trainer.teacher.model.path, cfg.trainer.teacher.top_k = shapes["qwen3_tied"], 4
     alone = PolicyWorker(cfg, threads=1)
@@ -271,7 +275,7 @@ def parallel_of(cfg: Config, sizes: dict[str, int]) -> Config:
 
 
 def forgetful(rank: Rank) -> str:
-    """An update by a plan that does not know of the norms of heads."""
+    """An update by a plan that leaves out the norms of heads."""
     with patch.object(NormOfOwnHeads, "context_around_forward", lambda *_: nullcontext()):
         rank.worker.forward_backward(ragged())
     with pytest.raises(UserError) as found:
@@ -288,7 +292,7 @@ def test_a_plan_that_forgets_a_parameter_is_found_out_before_a_weight_changes(
 
 
 def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
-    """Digests of the whole state as loaded and after another step, which is saved; what the engines would get."""
+    """Digests of the whole state as loaded and after another step, which is saved; the published weights."""
     worker = rank.worker
     if loaded:
         worker.load(loaded)
@@ -312,7 +316,9 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
 def test_any_axes_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """Ways to divide a mixture with tied embeddings, one after the other; then the last once more, bit for bit."""
+    """A mixture of experts with tied embeddings, divided in several ways in turn; then the last way again, bitwise
+    identical.
+    """
     torch.manual_seed(0)
     experts = {**EXPERTS, "head_dim": 8, "moe_intermediate_size": 16, "tie_word_embeddings": True}
     path = str(tmp_path / "model")
@@ -323,7 +329,7 @@ def test_any_axes_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
         ranks(count).set_up(PolicyWorker, parallel(path, **sizes))
         loaded = str(tmp_path / str(number - 1)) if number else ""
         found = ranks(count).call(go_on, loaded, str(tmp_path / str(number)))
-        assert not state or {before for before, _, _ in found} == {state}, f"{sizes} has loaded something else"
+        assert not state or {before for before, _, _ in found} == {state}, f"{sizes} has loaded other weights"
         state, published = found[0][1:]
         assert {after for _, after, _ in found} == {state}, "the ranks differ"
         model = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
@@ -335,7 +341,7 @@ def test_any_axes_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
 
 
 def first(rank: Rank) -> Any:
-    """What the model is as loaded, and log-probabilities of the distribution that was sampled from."""
+    """The model as loaded, and log-probabilities of the distribution that was sampled from."""
     worker = rank.worker
     weights = calls.whole_weights(worker)
     return {n: w.numpy() for n, w in weights.items()}, worker.logprobs(ragged()).numpy()
@@ -344,7 +350,7 @@ def first(rank: Rank) -> Any:
 def test_what_is_loaded_is_the_files_and_filters_see_all_logits(
     shapes: dict[str, str], ranks: Callable[[int], Ranks]
 ) -> None:
-    """Of experts whose files must be merged, and of a vocabulary that is gathered where a distribution has filters."""
+    """With experts whose files must be merged, and a vocabulary that is gathered if sampling has filters."""
     path = shapes["qwen3_moe"]
     cfg = parallel(path, tensor=2)
     cfg.generator.sampling_params.top_p, cfg.generator.sampling_params.temperature = 0.9, 0.7

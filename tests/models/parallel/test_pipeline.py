@@ -1,4 +1,4 @@
-"""Stages of layers change neither what a model says nor its gradient, whatever the widths of micro-batches."""
+"""Pipeline stages change neither a model's outputs nor its gradient, whatever the widths of micro-batches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def settings(path: str, *, pipeline: int = 1, expert: int = 0, recomputed: bool 
 
 
 def packing(seed: int) -> UpdateBatch:
-    """Groups of rows that share prompts, of lengths that differ: two to eight micro-batches of different widths."""
+    """Groups of rows that share prompts, of different lengths: two to eight micro-batches of different widths."""
     parts = [make_batch(2, 3 + seed, seed, 9 + 5 * seed), make_batch(1, 2, seed + 10, 40)]
     batch = UpdateBatch.concatenate(parts)
     batch.advantages = batch.advantages.abs()
@@ -87,7 +87,7 @@ def updates(rank: Rank) -> list[tuple[Any, Any, Any, dict[str, Any], Any]]:
 
 
 def _after_examination(worker: PolicyWorker, names: Mapping[str, Any]) -> dict[str, Any]:
-    """Embeddings that two stages have: their gradients are complete when they are examined."""
+    """Embeddings of two stages: their gradients are complete when they are checked."""
     stage = worker.backend.stage
     if stage is None or stage.embeddings() is None:
         return {}
@@ -108,7 +108,7 @@ def of_one(path: str) -> Any:
 
 
 def apart(found: Gradients, expected: Gradients) -> float:
-    """Of a stage's gradients from one rank's, relative."""
+    """Relative difference of a stage's gradients from one rank's."""
     first, second = (
         torch.cat([torch.from_numpy(each[name]).flatten() for name in found]) for each in (found, expected)
     )
@@ -171,7 +171,7 @@ def state(worker: PolicyWorker) -> dict[str, Any]:
 
 
 def go_on(rank: Rank, loaded: str, folder: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The state as loaded, the state that is saved after another step, and what the engines would get."""
+    """The state as loaded, the state that is saved after another step, and the published weights."""
     worker, batch = rank.worker, packing(0)
     if loaded:
         worker.load(loaded)
@@ -194,7 +194,7 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[dict[str, Any], dict[st
 
 
 def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all stages; what two ranks have is the same."""
+    """The state of all stages; ranks of the same stage agree."""
     found: dict[str, Any] = {}
     for each in states:
         for name, value in each.items():
@@ -207,7 +207,7 @@ def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
 def test_any_stages_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """A mixture with tied embeddings, whose files hold experts one by one."""
+    """A mixture of experts with tied embeddings, whose files have experts one by one."""
     path, before = str(tmp_path / "model"), dict[str, Any]()
     torch.manual_seed(0)
     experts = {**EXPERTS, "head_dim": 8, "moe_intermediate_size": 16, "tie_word_embeddings": True}
@@ -219,7 +219,9 @@ def test_any_stages_go_on_from_any_others_checkpoint_and_hand_over_whole_weights
         found = ranks(count).call(go_on, str(tmp_path / str(number - 1)) if number else "", str(tmp_path / str(number)))
         loaded, after = (joined([each[i] for each in found]) for i in (0, 1))
         assert not before or loaded.keys() == before.keys()
-        assert all((loaded[name] == value).all() for name, value in before.items()), f"stages={stages} loads otherwise"
+        assert all((loaded[name] == value).all() for name, value in before.items()), (
+            f"stages={stages} loads other weights"
+        )
         before, weights = after, found[0][2]
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
         assert list(weights) == [name for name, _ in exported.named_parameters()]

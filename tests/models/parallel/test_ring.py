@@ -1,4 +1,4 @@
-"""Keys that travel from rank to rank: one rank's gradient, columns from both ends, and what CUDA's kernel is given."""
+"""Ring attention: one rank's gradient, columns from both ends, and the arguments of CUDA's kernel."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_ranks_have_columns_from_both_ends_and_attend_to_as_much(width: int) -> 
 
 
 def test_cudas_flash_kernel_takes_what_the_rounds_give_it_and_its_shapes_fit() -> None:
-    """By torch's own account of the kernel, without numbers or a GPU."""
+    """By torch's fake tensors for the kernel, without numbers or a GPU."""
     with FakeTensorMode():
         query, key = (
             torch.empty(2, heads, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=False) for heads in (6, 2)

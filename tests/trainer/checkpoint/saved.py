@@ -1,4 +1,4 @@
-"""A checkpoint as the trainer writes it, without a trainer."""
+"""A checkpoint in the trainer's format, without a trainer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ async def saved(
     write: Callable[[Path], Awaitable[Any]],
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """``write(folder)`` adds the workers' files, and returns their sums if it knows them."""
+    """``write(folder)`` adds the workers' files, and returns their checksums if it has them."""
     with checkpoints.unfinished(state.step) as unfinished:
         return unfinished.finish(state, await write(unfinished.path), config)

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent."""
+"""Checkpoints are complete or absent."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def test_saving_a_step_again_replaces_it_whole(tmp_path):
 
 
 def test_the_latest_is_the_one_written_last_whatever_its_number(tmp_path):
-    """A folder may hold the checkpoints of an earlier, longer run."""
+    """A folder may have checkpoints of an earlier, longer run."""
     checkpoints = Checkpoints(tmp_path, keep=2)
     for number, step in enumerate((90, 100, 1_000_000, 5)):
         folder = save(checkpoints, step)
@@ -110,7 +110,7 @@ def test_the_latest_is_the_one_written_last_whatever_its_number(tmp_path):
 
 @pytest.mark.parametrize("steps", [(3, 6, 9), (6, 9, 3, 4)])
 def test_a_copy_that_sets_new_times_has_the_same_order(tmp_path, steps):
-    """The second: a run that went back to step 3 and on from there."""
+    """The second case: a run that resumed from step 3."""
     checkpoints = Checkpoints(tmp_path)
     for step in steps:
         save(checkpoints, step)

@@ -1,4 +1,4 @@
-"""A damaged checkpoint is named and left out; what is on the disk is what was written."""
+"""A damaged checkpoint is named and skipped; files on the disk are those that were written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shorten(path: Path) -> None:
 
 
 def drop(folder: Path, name: str) -> None:
-    """An entry of the manifest, and the file."""
+    """Remove an entry from the manifest, and its file."""
     entries = json.loads((folder / "manifest.json").read_text())
     del entries[name]
     (folder / "manifest.json").write_text(json.dumps(entries))
@@ -138,7 +138,7 @@ def test_a_file_that_did_not_arrive_is_an_error_and_no_checkpoint(tmp_path: Path
 
 
 def test_all_is_on_the_disk_before_the_name_and_the_name_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int]] = []  # what was synced, in order, and how much of it there was
+    told: list[tuple[str, int]] = []  # the files that were synced, in order, and their sizes at that time
     really, moves = os.fsync, os.replace
 
     def fsync(handle: int) -> None:
@@ -216,7 +216,7 @@ def test_a_step_without_a_checkpoint_is_refused_naming_those_there_are(tmp_path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 96 KiB, where the machine lets one be made."""
+    """A file system of 96 KiB, if this machine can mount one."""
     folder = tmp_path / "small"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=96k,nr_inodes=64", "tmpfs", str(folder)]

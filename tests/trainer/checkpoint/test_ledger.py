@@ -1,4 +1,4 @@
-"""A prompt is open from its start to its close, and a resumed run gets back exactly what was open."""
+"""A prompt is open from its start to its close, and a resumed run gets back exactly the open prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(target=ready, name=consumes(running))
     def finish(self, name: str) -> str:
-        self.ledger.start(name, 99)  # again, behind an interruption: it keeps its age
+        self.ledger.start(name, 99)  # again, after an interruption: it keeps its staleness
         self.ledger.finish(name, f"group of {name}")
         return name
 
@@ -52,7 +52,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 5))
     def roll_back(self, back: int) -> None:
-        """The weights are those behind an earlier step again."""
+        """Restore the weights of an earlier step."""
         self.end_step()
         step = max(0, len(self.lines) - back)
         undone = sorted(name for name, when in self.trained_in.items() if when > step)

@@ -1,4 +1,4 @@
-"""Files from elsewhere run no code: nothing unpickles them."""
+"""Files of other users run no code: nothing unpickles them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import skyasync
 
 ROOT = Path(skyasync.__file__).parent
-#: What the processes of one run say to each other.
+#: Modules whose pickles are messages between processes of one run.
 AMONG_PROCESSES = {
     "utils/rpc.py",
     "utils/subprocess_worker.py",
@@ -24,7 +24,7 @@ LOADERS = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 
 
 def reaches(tree: ast.AST) -> set[str]:
-    """Names in a module by which something could be unpickled."""
+    """Names in a module that could unpickle."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -55,7 +55,7 @@ class Hostile:
 
 
 def test_a_strangers_checkpoint_runs_nothing(tmp_path: Path) -> None:
-    """With every name under which torch's checkpoints would look for a pickle."""
+    """The checkpoint has a pickle under every name at which torch's reader would look for one."""
     import torch
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
@@ -75,4 +75,4 @@ def test_a_strangers_checkpoint_runs_nothing(tmp_path: Path) -> None:
     assert not mark.exists()
     with pytest.raises(BaseException):  # noqa: B017
         dcp.load({"a": torch.zeros(1)}, storage_reader=FileSystemReader(str(policy)), no_dist=True)
-    assert mark.exists(), "torch's own reader would have"
+    assert mark.exists(), "torch's own reader would have run it"

@@ -1,4 +1,4 @@
-"""What a trainer saves, what it does if the disk does not take it, and what it goes on from; on virtual time."""
+"""Checkpoints of a trainer: what it saves, what it does if the disk fails, and what it resumes from (in simulation)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flip(folder: Path) -> None:
     (folder / "weights").write_text("9")  # as long as before
 
 
-# ---------------------------------------------------------------- a disk that takes no more
+# ---------------------------------------------------------------- failing disks
 
 
 @every_plan
@@ -94,7 +94,7 @@ def test_an_error_of_another_kind_is_no_matter_of_patience(behind: bool, tmp_pat
     assert steps(tmp_path) == [1]
 
 
-# ---------------------------------------------------------------- written behind training
+# ---------------------------------------------------------------- writing while training continues
 
 
 @every_plan
@@ -148,7 +148,7 @@ def test_a_checkpoint_that_is_never_written_has_the_limit_of_a_step(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-# ---------------------------------------------------------------- what a run goes on from
+# ---------------------------------------------------------------- resuming
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(

@@ -1,4 +1,4 @@
-"""Extensions and callbacks of a run: when they are called, what they keep, how they end it. On virtual time."""
+"""Extensions and callbacks of a run: when they are called, what they keep, how they end it (in simulation)."""
 
 from __future__ import annotations
 

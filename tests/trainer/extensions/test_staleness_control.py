@@ -1,4 +1,4 @@
-"""The step size by staleness: the rule alone, and in real runs of one process."""
+"""The step size by staleness: the rule alone, and in real runs in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUNDS = st.integers(0, 9)
 
 
 def policy_of(rule: StepSize, speed: float, noise: float, steps: int) -> list[float]:
-    """The factors where the policy moves as the rule assumes and samples are as stale as they may be."""
+    """The factors if the policy moves as the rule assumes and samples have the maximal staleness."""
     moved, factors = [0.0], []
     for step in range(steps):
         staleness = min(step, rule.bound)
@@ -94,7 +94,7 @@ def test_the_state_goes_through_a_checkpoint(bound: int, batches: list[dict[int,
 
 
 def batch(staleness: list[list[int]], drift: float) -> SimpleNamespace:
-    """Of version 5; -1 is no loss token."""
+    """A batch of version 5; -1 is no loss token."""
     ages = torch.tensor(staleness)
     return SimpleNamespace(
         loss_mask=ages >= 0,
@@ -166,7 +166,7 @@ async def test_a_synchronous_run_with_control_is_the_plain_run_bitwise(model: st
 
 
 class Broken(Exception):
-    """Ends a run."""
+    """Ends a run with an error."""
 
 
 class Stop(TrainerCallback):
@@ -178,9 +178,9 @@ class Stop(TrainerCallback):
 
 
 def stale_run(model: str, folder: Path, lr: float, **settings: Any) -> LocalRun:
-    """One version stale, in batches that do not depend on the clock."""
+    """A run with staleness 1, in batches that do not depend on the clock."""
     cfg = config(model, steps=6, ckpt_path=str(folder), ckpt_interval=1, staleness_control="auto", **settings)
-    cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
+    cfg.generator.sampling_params.seed = 5  # a request is sampled by its name, in any run
     cfg.trainer.policy.optimizer_config.lr = lr
     return LocalRun(AsyncRayPPOTrainer, cfg)
 

@@ -35,7 +35,7 @@ class OddBytes(BaseTextEnv):
 
 
 class RecordingDispatch(LocalDispatch):
-    """Remembers what it was trained on, and lets one look at the weights."""
+    """Keeps its training batches, and gives access to the weights."""
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg, roles=[role.name for role in roles_with_ranks(cfg)])
@@ -73,7 +73,7 @@ class RecordingDispatch(LocalDispatch):
 
 
 class Rows:
-    """A tracker that keeps what it is told."""
+    """A tracker that keeps its rows."""
 
     def __init__(self) -> None:
         self.rows: dict[int, dict[str, float]] = {}
@@ -85,7 +85,7 @@ class Rows:
 
 
 class Memory(RayPPOTrainer):
-    """Keeps what was trained, and the weights of every version; goes with any plan."""
+    """Keeps trained groups, and the weights of every version; works with any plan."""
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
@@ -103,7 +103,7 @@ class Memory(RayPPOTrainer):
 
 
 class RecordingClient(InferenceClient):
-    """Writes down every piece that an engine answers."""
+    """Records every part of a response that an engine returns."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -116,7 +116,9 @@ class RecordingClient(InferenceClient):
 
 
 def check_tokens(run: LocalRun) -> int:
-    """What is trained is what the engine computed, token by token; returns how many trajectories have two versions."""
+    """Training uses exactly the engine's tokens and log-probabilities; returns the number of trajectories with two
+    versions.
+    """
     mixed = 0
     for group in (group for groups in run.trainer.trained for group in groups):
         for trajectory in group.trajectories:
@@ -137,7 +139,9 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
     """``steps``: 0 runs all epochs; ``train_length``: most tokens of a response in training."""
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.trainer.policy.threads = model, 1
-    cfg.generator.backend = "transformers"  # which computes on the memory that the trainer writes: there are two of it
+    cfg.generator.backend = (
+        "transformers"  # the engine computes on the memory that the trainer writes: there are two buffers
+    )
     cfg.trainer.policy.optimizer_config.lr = 1e-2
     cfg.trainer.train_batch_size, cfg.trainer.max_training_steps = 4, steps
     cfg.trainer.eval_before_train, cfg.trainer.eval_interval = False, 2
@@ -152,7 +156,7 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
 
 
 def without_times(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """What does not depend on the clock, nor is known to one plan alone."""
+    """The metrics that do not depend on the clock and that all plans have."""
     foreign = ("time/", "idle/", "throughput/", "rollout/")
     return {step: {k: v for k, v in row.items() if not k.startswith(foreign)} for step, row in rows.items()}
 
@@ -168,14 +172,14 @@ def engine_config(model: str) -> EngineConfig:
 
 
 class LocalRun:
-    """``train()`` runs the plan to its end; what happened is in ``tracker.rows`` and ``dispatch``."""
+    """``train()`` runs the plan to its end; the results are in ``tracker.rows`` and ``dispatch``."""
 
     def __init__(
         self,
         plan: type[RayPPOTrainer],
         cfg: Config,
         client: type[InferenceClient] = InferenceClient,
-        engine: Any = None,  # one that is up already, and stays up
+        engine: Any = None,  # one that has started already, and is not shut down
         dispatch: Any = None,  # other workers than one in this process
         env: str = f"{__name__}:OddBytes",
     ) -> None:

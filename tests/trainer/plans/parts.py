@@ -1,7 +1,7 @@
-"""A run whose parts are scripted and whose trainer is the real one: durations and faults are given.
+"""A run with scripted parts and the real trainer: durations and faults are given.
 
-Engines stamp tokens with the version they really hold while a batch is generated, and complain if it changes under
-a request; the dispatch writes down which prompts each update trained, read back from the tensors it was given.
+Engines record their real weight version for each token, and complain if it changes under a request. The dispatch
+records which prompts each update trained, read from its tensors.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PLANS = [
     ColocatedAsyncRayPPOTrainer,
     HybridAsyncRayPPOTrainer,
 ]
-BOUNDED = PLANS[2], *PLANS[4:]  # the plans of ``admission``: what is finished may overtake
-EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, moved by these
+BOUNDED = PLANS[2], *PLANS[4:]  # the plans of ``admission``: groups are trained in the order in which they finish
+EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, plus these
 
 
 class Faults:
@@ -61,7 +61,7 @@ class Faults:
 
 @dataclass
 class Engines:
-    """The inference client's side of a trainer."""
+    """The trainer's interface to the inference client."""
 
     faults: Faults
     version: int = -1
@@ -127,18 +127,18 @@ class ScriptedGenerator:
 
 @dataclass
 class Dispatch:
-    """Remembers each update's prompts (in order, one entry per group) and its batch."""
+    """Keeps each update's prompts (in order, one entry per group) and its batch."""
 
     faults: Faults
     seconds: Callable[[], float]
     trained: list[list[PromptId]] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
-    parts: list[Any] = field(default_factory=list)  # of the update under way
-    scheduled: list[int] = field(default_factory=list)  # optimizer steps by which the learning rate goes
+    parts: list[Any] = field(default_factory=list)  # of the current update
+    scheduled: list[int] = field(default_factory=list)  # optimizer steps by which the learning rate changes
     exported: list[Path] = field(default_factory=list)
-    weights: int = 0  # stands for the model: how many updates it has had
+    weights: int = 0  # in place of the model: its number of updates
     cancelled: int = 0
-    writing_s: float = 0.0  # that a checkpoint takes behind training
+    writing_s: float = 0.0  # that a checkpoint takes while training continues
     behind: tuple[Path, int, float] = (Path(), 0, 0.0)  # folder, weights, end
 
     async def forward_backward(self, batch: Any) -> None:
@@ -203,7 +203,7 @@ class Sync:
     async def sync(self, version: int, paused: Any = nullcontext) -> None:
         async with paused():
             idle = self.engines.generating == 0
-            assert idle or self.engines.swap_in_flight, "a training batch is generated while weights are swapped"
+            assert idle or self.engines.swap_in_flight, "a training batch is generated during a weight update"
             await asyncio.sleep(self.seconds())
             self.engines.faults.pass_or_raise("sync")
             self.engines.version = version
@@ -229,12 +229,12 @@ class RecordingTracker:
         self.faults.pass_or_raise("close")
 
     def of(self, name: str) -> dict[int, float]:
-        """The metric by step, where it was logged."""
+        """The metric by step, for steps that logged it."""
         return {step: metrics[name] for step, metrics in self.rows if name in metrics}
 
 
 class RecordingTimeline:
-    """What the trainer needs of a timeline, and whether it was closed."""
+    """The trainer's interface to the timeline, and whether it was closed."""
 
     def __init__(self) -> None:
         from skyasync.observability.timeline import Timeline
@@ -263,7 +263,7 @@ class Run:
 
     @property
     def trained(self) -> list[PromptId]:
-        """Every prompt trained, in order."""
+        """Every trained prompt, in order."""
         return [identity for update in self.dispatch.trained for identity in update]
 
 

@@ -1,7 +1,7 @@
-"""Losses, gradient norms and rewards of short real runs, of every plan with ten objectives.
+"""Losses, gradient norms and rewards of short real runs, for every plan and ten objectives.
 
-A change that means to leave the numbers alone is held to them by ``test_recorded.py``. After a change that means to
-move them: ``python -m tests.trainer.plans.recorded``, and say in the commit why they moved.
+``test_recorded.py`` fails if a change moves these figures. If it should move them, run ``python -m
+tests.trainer.plans.recorded``, and give the reason in the commit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def settings(model: str, plan: str, objective: str) -> Config:
     loss, estimator, correction = OBJECTIVES[objective]
     cfg = config(model, steps=STEPS)
     cfg.trainer.eval_interval, cfg.trainer.allow_uncorrected = 0, True
-    cfg.trainer.max_staleness = 0  # of fully_async: which of two samples is older is a matter of time
+    cfg.trainer.max_staleness = 0  # of fully_async: which of two samples is older depends on the clock
     cfg.trainer.stream_groups = 2  # of streamed: sums in the prompts' order
     algorithm = cfg.trainer.algorithm
     algorithm.policy_loss_type, algorithm.advantage_estimator = loss, estimator
@@ -55,9 +55,9 @@ async def figures(model: str, plan: str, objective: str) -> dict[str, list[float
 
 
 async def checkpointed(model: str, folder: Path, steps: int = 4, **trainer: object) -> LocalRun:
-    """A run of ``one_step_off`` whose checkpoints hold weights, optimizer, ledger and rollouts not yet trained."""
+    """A run of ``one_step_off`` whose checkpoints have weights, optimizer, ledger and untrained rollouts."""
     cfg = config(model, steps=steps, ckpt_interval=1, ckpt_path=str(folder), **trainer)
-    cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
+    cfg.generator.sampling_params.seed = 5  # a request is sampled by its name, in any run
     return await LocalRun(PLANS["one_step_off"], cfg).train()
 
 

@@ -1,6 +1,6 @@
-"""A run in one process, and its replay by the schedule that it has left.
+"""A run in one process, and its replay by the schedule that it recorded.
 
-``python -m tests.trainer.plans.replayed 20``: so many runs on a loaded machine, in half of which an engine fails.
+``python -m tests.trainer.plans.replayed 20``: 20 runs on a loaded machine; in half of them an engine fails.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class EngineFails(InferenceClient):
-    """Two engines, the first of which fails after ``after_s`` while it has requests; the other continues them."""
+    """Two engines; the first one fails after ``after_s`` while it has requests, which the other continues."""
 
     after_s = 0.3
 
@@ -105,7 +105,7 @@ class EngineFails(InferenceClient):
 
 
 def settings(model: str, steps: int = 5, **trainer: Any) -> Config:
-    """Of a run whose requests are in flight while weights change."""
+    """Settings of a run whose requests are in flight while weights change."""
     cfg = config(model, steps=steps, eval_interval=0, allow_uncorrected=True, **{"max_staleness": 3} | trainer)
     cfg.generator.sampling_params.max_generate_length = 40
     return cfg
@@ -119,7 +119,7 @@ async def both(plan: str, cfg: Config, folder: Path, **parts: Any) -> tuple[Loca
 
 
 def main(runs: int) -> None:
-    """Runs of ``fully_async`` on a loaded machine, in half of which an engine fails."""
+    """Runs of ``fully_async`` on a loaded machine; in half of them an engine fails."""
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     identical = 0
     try:

@@ -1,4 +1,4 @@
-"""The promises of admission, on generated schedules: nothing older than the bound, nothing lost, no jam."""
+"""The guarantees of admission, on generated schedules: the staleness bound, no lost prompts, no deadlock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from skyasync.trainer.plans.admission import Admission, AdmissionLimits
 
 pytestmark = pytest.mark.slow
 
-#: Of these, two tests; a third has as many as both: ten thousand schedules.
+#: Schedules of two tests each; a third test has as many as both: ten thousand in all.
 MANY = settings(max_examples=1500)
 
 
@@ -39,7 +39,7 @@ def limits(draw: st.DrawFn) -> AdmissionLimits:
 
 @dataclass
 class Run:
-    """Drives the machine as a trainer would; ``choose(n)`` says which of n possible events comes next."""
+    """Drives the admission as a trainer does; ``choose(n)`` selects one of n possible events."""
 
     limits: AdmissionLimits
     version: int = 0
@@ -87,19 +87,19 @@ class Run:
         return self.position == self.limits.total and not self.taken
 
     def step(self, choose) -> None:  # type: ignore[no-untyped-def]
-        """One event, of those that can happen now; fails if none can (a jam)."""
+        """One possible event; fails if there is none (a deadlock)."""
         self.admit()
         events = [lambda which=which: self.finish(which) for which in range(len(self.running))]
         if self.taken:
             events.append(self.sync)
         elif self.take():
             return
-        assert events, "jam: nothing runs, nothing can be taken, and the run is not over"
+        assert events, "deadlock: nothing runs, nothing can be taken, and the run is not over"
         events[choose(len(events))]()
 
 
 def drive(run: Run, data: st.DataObject, most_events: int = 10**9) -> None:
-    """Events in an order that Hypothesis chooses, cheaply: one drawn seed decides a long schedule."""
+    """Events in an order that Hypothesis chooses, quickly: one drawn seed determines a long schedule."""
     rng = random.Random(data.draw(st.integers(0, 2**32 - 1)))
     skew = data.draw(st.sampled_from(["any", "newest", "oldest"]))
     for _ in range(most_events):
@@ -113,7 +113,7 @@ def drive(run: Run, data: st.DataObject, most_events: int = 10**9) -> None:
 def test_every_prompt_is_trained_exactly_once_in_its_time_and_within_the_slots(
     limits: AdmissionLimits, data: st.DataObject
 ) -> None:
-    """Whatever the order of events."""
+    """For any order of events."""
     run = Run(limits)
     drive(run, data)
     assert sorted(run.trained) == list(range(limits.total))
@@ -130,7 +130,9 @@ def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
     run, trained = Run(limits), []
     for events in (first, second, 10**9):
         drive(run, data, events)
-        trained += run.trained[: len(run.trained) - len(run.taken)]  # a batch in the trainer's hand dies with it
+        trained += run.trained[
+            : len(run.trained) - len(run.taken)
+        ]  # a batch that was taken and not trained is lost with its run
         if run.over:
             break
         done = set(trained)
@@ -171,7 +173,7 @@ def test_staleness_zero_gives_the_synchronous_batches_in_order(limits: Admission
 
 
 def test_all_slots_in_use_leave_no_choice_after_the_start() -> None:
-    """Timing decides nothing then: a batch is what was admitted together."""
+    """Then timing has no influence: a batch consists of the prompts that were admitted together."""
     rng = np.random.default_rng(0)
     run = Run(AdmissionLimits(batch_size=4, total=80, max_staleness=2))
     while not run.over:
@@ -191,7 +193,7 @@ def test_spare_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline
         machine.sync(version + 1)
     machine.finish(machine.admit()[0])
     assert trained == [1, 2, 3]
-    assert machine.take() is None, "prompt 0 is due now"
+    assert machine.take() is None, "prompt 0 has to be trained now"
     machine.finish(0)
     assert machine.take().positions == [0]  # type: ignore[union-attr]
 
@@ -251,20 +253,22 @@ def heavy_tails() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("tail", ["lognormal", "bimodal"])
 def test_slow_prompts_are_trained_as_often_as_fast_ones(tail: str) -> None:
-    """In every stretch of the run, not only at its end: the share of slow prompts is that of the stream."""
+    """In every part of the run, not only at its end: the share of slow prompts is that of the stream."""
     durations = heavy_tails()[tail]
     slow = durations >= np.quantile(durations, 0.92)
     limits = AdmissionLimits(batch_size=64, total=4096, max_staleness=3)
     trained = ages_of_slow_and_fast(durations, limits, engine_slots=64)
     per_step = Counter(version for p, (version, _) in trained.items() if slow[p])
-    for first in range(4, 56, 8):  # behind the start, in stretches of 8 steps
+    for first in range(4, 56, 8):  # after the start, in parts of 8 steps
         positions = range(first * 64, (first + 8) * 64)
         expected = int(slow[positions.start : positions.stop].sum())
         assert sum(per_step[v] for v in range(first, first + 8)) == expected
 
 
 def test_the_mean_bound_trains_fast_prompts_first_and_the_hard_bound_does_not() -> None:
-    """Why hard is the default: mid-run the mean bound has a backlog of slow prompts, the hard bound none."""
+    """The reason for the default "hard": during the run the mean bound accumulates slow prompts, the hard bound
+    does not.
+    """
     durations = heavy_tails()["lognormal"]
     backlog = {}
     for bound in ("hard", "mean"):
@@ -295,7 +299,7 @@ class Rejecting(Run):
         if not super().take():
             return False
         self.batches.append(len(self.taken))
-        if not self.taken:  # a step that has nothing to train ends all the same
+        if not self.taken:  # a step without groups to train still ends
             self.sync()
         return True
 
@@ -322,7 +326,7 @@ def test_with_rejections_every_prompt_is_trained_or_rejected_once_and_no_bound_i
 ) -> None:
     drive(run, data)
     assert len(set(run.trained + run.rejected)) == len(run.trained) + len(run.rejected)
-    assert sorted(run.trained + run.rejected) == sorted(run.admitted_at), "nothing is generated in vain"
+    assert sorted(run.trained + run.rejected) == sorted(run.admitted_at), "no group is generated without being used"
     assert set(run.trained).isdisjoint(run.dull) and run.dull.issuperset(run.rejected)
     assert run.most_charged <= run.limits.slots and len(run.batches) <= run.limits.steps
     if run.limits.bound == "hard":
@@ -330,4 +334,4 @@ def test_with_rejections_every_prompt_is_trained_or_rejected_once_and_no_bound_i
     if run.limits.steps == float("inf"):
         assert len(run.admitted_at) == run.limits.total
     if run.limits.most_rejected == float("inf"):
-        assert all(size == run.limits.batch_size for size in run.batches[:-1]), "full, but for the last"
+        assert all(size == run.limits.batch_size for size in run.batches[:-1]), "all but the last are full"

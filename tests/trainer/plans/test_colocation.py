@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Watched(LocalRun):
-    """Looks at the engine's cache whenever the policy is updated."""
+    """Checks the engine's cache whenever the policy is updated."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__(RayPPOTrainer, cfg)
@@ -66,7 +66,7 @@ async def test_the_cache_is_freed_for_training_and_the_run_is_the_same_bit_for_b
 
 
 class Turns:
-    """Stands where ``Colocation`` does: says when the trainer gives the devices to the policy."""
+    """In place of ``Colocation``: records when the trainer gives the devices to the policy."""
 
     def __init__(self, run: Any) -> None:
         self.made: list[str] = []

@@ -1,4 +1,4 @@
-"""PPO with a critic through every plan, in one process: real models, the embedded engine, real updates."""
+"""PPO with a critic in every plan, in one process: real models, the embedded engine, real updates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def ppo(model: str, steps: int = 3, **trainer: Any) -> Config:
-    """GAE whose whitening is left out, so that every plan can have it."""
+    """GAE without whitening, so that every plan can use it."""
     cfg = config(model, steps=steps, **trainer)
     algorithm = cfg.trainer.algorithm
     algorithm.advantage_estimator, algorithm.gae_whiten, algorithm.gamma, algorithm.lambd = "gae", False, 0.95, 0.9
@@ -40,7 +40,7 @@ def ppo(model: str, steps: int = 3, **trainer: Any) -> Config:
 
 
 class Watched(RecordingDispatch):
-    """Notes what the critic says of each batch it is then trained on, as it is trained."""
+    """Keeps the critic's values of each batch, before it is trained on it."""
 
     async def forward_backward(self, batch: Any, role: str = "policy") -> None:
         if role == "critic":
@@ -157,7 +157,7 @@ async def test_the_final_critic_is_exported(model: str, tmp_path: Path) -> None:
 
 
 class OwnAdvantages(RayPPOTrainer):
-    """Sets advantages, and forgets what the critic is to learn."""
+    """Sets advantages, and no returns for the critic."""
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
         batch.advantages = batch.rewards  # type: ignore[attr-defined]

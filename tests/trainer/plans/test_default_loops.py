@@ -1,4 +1,4 @@
-"""The tutorial's printed ``train()``, which brings neither loop: what it calls is there."""
+"""The tutorial's printed ``train()``, which defines neither of the loops that it calls: defaults exist."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ class AsyncRayPPOTrainer(Base):
 
 
 class EpochsTrainer(Base):
-    """As the complete example does it: once per epoch, with events of its own."""
+    """As in the complete example: once per epoch, with events of its own."""
 
     async def train(self):
         for _ in range(self.cfg.trainer.epochs):
@@ -44,7 +44,7 @@ class EpochsTrainer(Base):
 
 
 class EarlyTrainer(AsyncRayPPOTrainer):
-    """Whose author knows that its samples are stale."""
+    """The author knows that its samples are stale."""
 
     asynchronous = True
 

@@ -1,4 +1,4 @@
-"""However a run ends: parts that never answer, and what it leaves to go on from. Every plan, on virtual time."""
+"""Ends of a run: parts that never answer, and the checkpoint that every end leaves; every plan, in simulation."""
 
 import asyncio
 from contextlib import suppress
@@ -29,7 +29,7 @@ async def never(*args, **kwargs):
 
 
 async def ends_with(kind, run, *, within):
-    """The error that ends the run, no later than ``within`` seconds, with everything cancelled and closed."""
+    """The error that ends the run within ``within`` seconds, with all tasks cancelled and all parts closed."""
     with pytest.raises(kind) as caught:
         await run.trainer.train()
     assert asyncio.get_running_loop().time() <= within
@@ -137,9 +137,9 @@ def test_ctrl_c_at_any_moment_leaves_whole_steps_and_the_resumed_run_trains_exac
     first = make_run(plan, **settings_, generating=[1.0, 3.0], updating=[2.0])
     cancelled_after(first, after)
     second = make_run(plan, **settings_, trainer__resume_mode="latest").train()
-    # A step is two mini-batches, the last prompts of the run included: whatever was begun is finished, and saved.
+    # A step is two mini-batches, and these are the run's last prompts: all partial rollouts finish, and are saved.
     trained = first.trained + second.trained
-    if plan in BOUNDED:  # what is finished may overtake
+    if plan in BOUNDED:  # groups are trained in the order in which they finish
         assert sorted(trained) == sorted(stream(10, epochs=2))
     else:
         assert trained == stream(10, epochs=2)

@@ -1,4 +1,4 @@
-"""What holds whatever the plan: order, metrics, resuming, errors, endings, and algorithms by inheritance."""
+"""Rules for all plans: order, metrics, resuming, errors, endings, and algorithms by inheritance."""
 
 import asyncio
 import traceback
@@ -34,7 +34,7 @@ async def within(coroutine, *, seconds):
 
 
 class Recorder(TrainerCallback):
-    """Events with the step at which they came; raises where told."""
+    """Events with their steps; raises an error at one of them on request."""
 
     def __init__(self, event="", step=0, error=None):
         self.events, self._fault = [], (event, step, error)
@@ -212,7 +212,7 @@ def test_a_resumed_run_goes_on_with_the_right_prompts_in_the_middle_of_an_epoch_
     assert [step for step, _ in second.tracker.rows] == list(range(saved + 1, 9))
     assert second.sync.versions == list(range(saved, 9))
     assert second.dispatch.weights == 8
-    stale = plan in (AsyncRayPPOTrainer, *BOUNDED)  # what the checkpoint had of generated groups
+    stale = plan in (AsyncRayPPOTrainer, *BOUNDED)  # the checkpoint's generated groups
     assert second.tracker.of("staleness/max").get(saved + 1, stale) == stale
 
 
@@ -449,7 +449,7 @@ def test_the_policy_is_exported_after_the_last_step(plan, tmp_path):
     assert run.trainer.context.phases.name == "finished"
 
 
-# ---------------------------------------------------------------- generators of one's own
+# ---------------------------------------------------------------- generators of users
 
 
 @every_plan

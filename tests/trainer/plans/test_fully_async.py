@@ -86,11 +86,11 @@ async def test_waiting_rollouts_leave_no_trajectory_of_two_versions(model: str) 
 async def test_what_is_trained_is_what_the_engine_computed_token_by_token(model: str, partial_rollout: str) -> None:
     cfg = config(model, steps=8, max_staleness=2, partial_rollout=partial_rollout, train_length=40)
     run = await LocalRun(Remembering, cfg, client=RecordingClient).train()
-    assert check_tokens(run) > 5, "no trajectory was in flight at a swap: the test shows nothing"
+    assert check_tokens(run) > 5, "no trajectory was in flight during a weight update, so the test checks nothing"
 
 
 async def test_after_a_cut_every_token_has_the_logprob_of_its_version(model: str) -> None:
-    """Recomputation leaves no trace of older weights: the stamped version alone explains the log-probability."""
+    """Recomputation leaves no trace of older weights: the token's policy version alone explains its log-probability."""
     cfg = config(model, steps=8, max_staleness=2, partial_rollout="recompute", train_length=40)
     run = await LocalRun(Remembering, cfg).train()
     mixed = 0
@@ -108,7 +108,7 @@ async def test_after_a_cut_every_token_has_the_logprob_of_its_version(model: str
 
 
 class WatchingClient(InferenceClient):
-    """Which requests for evaluation were answered while others were in flight, and by which versions."""
+    """The requests for evaluation that were answered while others were in flight, and their versions."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -186,4 +186,4 @@ async def test_a_rollout_that_fails_ends_the_run_with_its_own_error(model: str) 
     run.trainer.generator.generate = failing
     with pytest.raises(OSError, match="the sandbox is gone"):
         await run.train()
-    assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is left running"
+    assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"

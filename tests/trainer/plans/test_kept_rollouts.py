@@ -1,4 +1,4 @@
-"""What has been generated and not yet trained is in the checkpoint: a resumed run does not do it again."""
+"""A checkpoint has the groups that are generated and not yet trained: a resumed run does not generate them again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Broken(Exception):
 
 
 def interrupted(plan: type, tmp_path: Path, step: int, **settings: Any) -> tuple[Any, Any]:
-    """A run that fails in the update behind ``step``, and the one that goes on from its checkpoint."""
+    """A run that fails in the update after ``step``, and the run that resumes from its checkpoint."""
     shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
     first = make_run(plan, **shared, **settings)
     first.faults["update", step + 1] = Broken()
@@ -55,7 +55,7 @@ def test_what_was_finished_is_trained_and_not_asked_for_again(
     whole = make_run(plan, prompts=10, trainer__epochs=3, generating=[1.0], **ages).train()
     first, second = interrupted(plan, tmp_path, step, generating=[1.0], **ages)
     held = set(first.generator.asked) - set(first.trained)
-    assert held, "there is something to keep"
+    assert held, "there are groups to keep"
     trained = [*first.trained[: 4 * step], *second.trained]
     assert trained == whole.trained
     assert Counter(trained).most_common(1)[0][1] == 1
@@ -164,9 +164,9 @@ STEPS = 6  # of four prompts, with ten in an epoch
 
 
 def definite(plan: type[RayPPOTrainer], model: str, folder: Path, **settings: Any) -> LocalRun:
-    """Of a plan whose batches do not depend on the clock."""
+    """Settings of a plan whose batches do not depend on the clock."""
     cfg = config(model, steps=STEPS, ckpt_interval=1, ckpt_path=str(folder), stream_groups=2, **settings)
-    cfg.generator.sampling_params.seed = 5  # a request draws by its name, in whichever run it is made
+    cfg.generator.sampling_params.seed = 5  # a request is sampled by its name, in any run
     return LocalRun(type("Remembering", (Memory, plan), {}), cfg)
 
 
@@ -184,7 +184,7 @@ def whole_runs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[typ
 async def test_plans_whose_batches_are_definite_resume_bit_for_bit(
     plan: type[RayPPOTrainer], whole_runs: dict[type, LocalRun], model: str, tmp_path: Path, stop: int
 ) -> None:
-    """The step is broken off at its end, before its checkpoint: it is made again."""
+    """The step is interrupted at its end, before its checkpoint, and repeated."""
     whole = whole_runs[plan]
     first = definite(plan, model, tmp_path / "cut")
     first.trainer.callbacks.append(Stop(after=stop))
@@ -213,7 +213,7 @@ class Watched(Memory, FullyAsyncRayPPOTrainer):
 
 
 class Asked(InferenceClient):
-    """Writes down what engines are asked for: the ids, and the prompts' lengths."""
+    """Records the requests to engines: their ids, and the prompts' lengths."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -1,4 +1,4 @@
-"""Long runs on virtual time: what a run holds does not grow with its length.
+"""Long runs in simulation: the memory of a run does not grow with its length.
 
 The plans and the trainer's parts are the real ones, with a run folder, a tracker, the timeline's file, the ledger and a
 terminal that polls; tensors, engines and environments are left out.
@@ -32,7 +32,7 @@ BLOCKS_PER_STEP = 1.0  # of Python's allocator; one list or dictionary kept per 
 
 
 class Counting(TrainerCallback):
-    """Memory blocks held after some of the steps; a terminal polls meanwhile."""
+    """Allocated memory blocks after some of the steps; a terminal polls meanwhile."""
 
     def __init__(self, steps: int) -> None:
         self.recorder, self.blocks, self.at = ProgressRecorder(steps), list[int](), (SETTLED, steps - LAST)

@@ -1,4 +1,4 @@
-"""Adapters through the plans, in one process: real models, the embedded engine, syncs that are verified."""
+"""Adapters in all plans, in one process: real models, the embedded engine, verified syncs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan one step (or d steps) off policy, with scripted parts on virtual time."""
+"""The plan one step (or d steps) off policy, with scripted parts in simulation."""
 
 import inspect
 
@@ -62,7 +62,7 @@ def test_the_queue_never_holds_more_than_its_size(depth, generating, updating):
 
     waiting: list[int] = []
     make_run(Counting, prompts=40, trainer__async_queue_size=depth, generating=generating, updating=updating).train()
-    assert max(most) <= depth + 1  # the queue, and one batch that is finished and waits for its place
+    assert max(most) <= depth + 1  # the queue, and one finished batch that waits for a place in it
     assert not waiting
 
 

@@ -1,4 +1,4 @@
-"""Every plan with ten objectives gives the losses that were recorded: a change of structure does not move a number."""
+"""Every plan with ten objectives gives the recorded losses: refactoring does not change a figure."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ async def test_the_figures_are_those_that_were_recorded(model, plan, objective):
 
 
 async def test_a_checkpoint_of_an_earlier_version_is_continued_with_the_same_figures(model, tmp_path):
-    """``recorded_checkpoint`` holds weights, optimizer state, prompt positions and rollouts that were not trained."""
+    """``recorded_checkpoint`` has weights, optimizer state, prompt positions and untrained rollouts."""
     shutil.copytree(FILE.with_name("recorded_checkpoint"), tmp_path, dirs_exist_ok=True)
     resumed = await checkpointed(model, tmp_path, resume_mode="latest")
     assert list(resumed.tracker.rows) == [4]

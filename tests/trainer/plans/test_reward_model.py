@@ -1,4 +1,4 @@
-"""A reward model beside the environments' rewards, with real models in one process."""
+"""A reward model in addition to the environments' rewards, with real models in one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def judged(model: str, judge: str, **reward: Any) -> Config:
 
 
 class Keeping(RayPPOTrainer):
-    """Keeps the groups that it hands to training; goes with any plan."""
+    """Keeps the groups that it trains; works with any plan."""
 
     async def prepare(self, groups: list[Group]) -> Any:
         self.kept = [*getattr(self, "kept", []), *groups]
@@ -68,7 +68,7 @@ async def test_each_episode_is_scored_once_and_its_score_is_part_of_its_reward(
         assert trajectory.metrics["reward_model"] == pytest.approx(score, abs=1e-4)
         text = bytes(t for t in trajectory.actions[0].tokens.tolist() if t < 256).decode(errors="replace")
         own = trajectory.reward - 0.5 * min(max((score - 0.1) / 2.0, -0.4), 0.4)
-        assert own * 10 == pytest.approx(round(own * 10), abs=1e-3), f"what the environment gave is tenths: {text!r}"
+        assert own * 10 == pytest.approx(round(own * 10), abs=1e-3), f"environment rewards are tenths: {text!r}"
     for step in (1, 2):
         assert run.tracker.rows[step]["env/reward_model"] == pytest.approx(run.tracker.rows[step]["env/reward_model"])
     assert "eval/env_reward_model" in run.tracker.rows[2]
@@ -85,7 +85,7 @@ def test_scores_are_scaled_clipped_and_weighed() -> None:
 
 
 async def test_several_models_are_added_up_and_each_is_a_metric(model: str, judge: str, tmp_path: Path) -> None:
-    """The one model, and the same with its head turned around beside it."""
+    """The same model twice, once with a negated head."""
     other = AutoModelForSequenceClassification.from_pretrained(judge)
     other.score.weight.data.mul_(-2.0)
     other.save_pretrained(tmp_path / "other")
@@ -96,5 +96,5 @@ async def test_several_models_are_added_up_and_each_is_a_metric(model: str, judg
         first, turned, same = (trajectory.metrics[f"reward_model{name}"] for name in ("", "/turned", "/same"))
         assert same == first and turned == pytest.approx(-2 * first, abs=1e-4)
         own = trajectory.reward - (0.5 * first + 0.25 * turned + 2.0 * same)
-        assert own * 10 == pytest.approx(round(own * 10), abs=1e-3), "what the environment gave is tenths"
+        assert own * 10 == pytest.approx(round(own * 10), abs=1e-3), "environment rewards are tenths"
     assert "env/reward_model/turned" in run.tracker.rows[2]

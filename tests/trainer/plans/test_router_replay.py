@@ -1,4 +1,4 @@
-"""Experts that the engine chose are there for every token that is trained, in every plan, cut responses included."""
+"""Every trained token has the experts that the engine chose, in every plan, also in interrupted responses."""
 
 from __future__ import annotations
 

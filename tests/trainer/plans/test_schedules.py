@@ -1,9 +1,9 @@
-"""The streaming plan under schedules that nobody would write: durations, failures and interruptions at random.
+"""The streaming plan under random schedules: durations, failures and interruptions.
 
-The plan is the real one, on virtual time, where a deadlock is an error; only the tensors are left out. What a run has
-saved is what its successor goes on with, as from a checkpoint.
+The plan is the real one, in simulation, where a deadlock is an error; only the tensors are left out. A run resumes from
+the state that the former run saved, as from a checkpoint.
 
-    SCHEDULES=10000 uv run --no-sync pytest tests/trainer/plans/test_schedules.py      # as many as that: about a minute
+    SCHEDULES=10000 uv run --no-sync pytest tests/trainer/plans/test_schedules.py      # about a minute
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Broken(Exception):
 
 
 class Unlucky(FullyAsyncRayPPOTrainer):
-    """Every part takes as long as chance decides and fails when chance says so."""
+    """Every part has random durations and failures."""
 
     def prepare(self, seed: int, failures: float, history: History) -> None:
         self.chance, self.failures, self.history = random.Random(seed), failures, history
@@ -83,7 +83,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
 
 
 class History:
-    """Of a run and those that went on after it."""
+    """Of a run and the runs that resumed it."""
 
     def __init__(self) -> None:
         self.saved: tuple[int, int, frozenset[int]] = (0, 0, frozenset())
@@ -115,7 +115,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def play(settings_: dict[str, Any], seed: int, failures: float) -> None:
-    """Run, and run again from what was saved, until a run ends well."""
+    """Run, and resume from the saved state, until a run finishes."""
     history, chance = History(), random.Random(seed)
     for attempt in range(1000):
         run = make_run(Unlucky, **settings_)

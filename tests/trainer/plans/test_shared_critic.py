@@ -1,4 +1,4 @@
-"""PPO with a critic on the policy's layers through every plan, in one process: real models, engine and updates."""
+"""PPO with a critic on the policy's layers in every plan, in one process: real models, engine and updates."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ppo(model: str, steps: int = 2, **trainer: Any) -> Config:
 
 
 class Counting(RecordingDispatch):
-    """What the policy's ranks are asked before an update."""
+    """Counts the calls of the policy's ranks before an update."""
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Watching(Memory):
-    """Looks, whenever the policy has the devices, at what the engines do."""
+    """Checks the engines whenever the policy has the devices."""
 
     def __init__(self, *args: Any, **parts: Any) -> None:
         super().__init__(*args, **parts)
@@ -40,7 +40,7 @@ class Watching(Memory):
         self.in_flight.append(len(client._inflight))
         self.asleep.append(set(client.pool.asleep))
         for engine in client.pool.asleep:
-            assert not client._inflight.at(engine), "a request is at an engine that sleeps"
+            assert not client._inflight.at(engine), "a sleeping engine has a request"
             assert (await client.engines[engine].stats()).running == 0
         await super().learn_from(groups)
 
@@ -77,7 +77,7 @@ def settings(model: str, plan: str, **trainer: Any) -> Config:
 
 
 def check_trained(run: Any, rows: int = 4 * STEPS) -> None:
-    """Every prompt once, none too old; what was trained is what the engines computed."""
+    """Every prompt is trained once, within the staleness bound, with the engines' tokens and log-probabilities."""
     assert len(run.trainer.trained_ids) == len(set(run.trainer.trained_ids)) == rows
     assert max(row["staleness/max"] for row in run.tracker.rows.values()) <= STALENESS
     check_tokens(run)
@@ -88,7 +88,7 @@ async def test_colocated_async_trains_while_requests_wait_and_keeps_its_bound(mo
     check_trained(run)
     assert run.trainer.asleep == [{0}] * STEPS
     assert max(run.trainer.in_flight) > 0, "rollouts are interrupted by training"
-    assert any(len(pieces) > 1 for pieces in run.client.pieces.values()), "and continue with what they had"
+    assert any(len(pieces) > 1 for pieces in run.client.pieces.values()), "and continue from their tokens"
     assert max(row["staleness/max"] for row in run.tracker.rows.values()) > 0
 
 

@@ -32,7 +32,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def save_double(folder: Path) -> str:
-    """A model that computes in its weights' dtype throughout: Llama's norms are float32 whatever the rest is."""
+    """A model that computes in its weights' dtype throughout: Llama's norms are always float32."""
     save_tiny_llama(folder, tied=True)  # for its tokenizer
     torch.manual_seed(0)
     settings = GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=2, n_head=4, eos_token_id=EOS,
@@ -42,7 +42,7 @@ def save_double(folder: Path) -> str:
     return str(folder)
 
 
-# ---------------------------------------------------------------- what may be trained when
+# ---------------------------------------------------------------- order of training
 
 
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)), st.booleans(), st.data())
@@ -114,7 +114,7 @@ def test_with_mini_batches_an_update_follows_as_soon_as_its_prompts_are_complete
 
 
 class Gradients(LocalRun):
-    """Keeps the gradient of every update, as it was when the weights were changed by it."""
+    """Keeps the gradient of every update, as it changed the weights."""
 
     def __init__(self, plan: type[RayPPOTrainer], cfg: Any, dtype: torch.dtype) -> None:
         super().__init__(plan, cfg)
@@ -163,5 +163,5 @@ async def test_the_first_mini_batchs_gradient_is_that_of_the_synchronous_plan_to
     found = await gradients(model, StreamedRayPPOTrainer, torch.float32, {}, policy_mini_batch_size=4)
     assert len(found) == len(expected) == 2
     assert float((found[0] - expected[0]).norm() / expected[0].norm()) < 1e-6
-    # Then engines' log-probabilities stand for the policy's own: equal but for rounding.
+    # Then the engines' log-probabilities replace the policy's own: equal up to rounding.
     assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-3

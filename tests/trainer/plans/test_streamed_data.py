@@ -1,4 +1,4 @@
-"""Every plan on data that is not held: a run that is interrupted trains what one without interruption does."""
+"""Every plan on streamed data: an interrupted run trains the same prompts as an uninterrupted one."""
 
 from __future__ import annotations
 

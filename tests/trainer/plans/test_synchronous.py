@@ -1,4 +1,4 @@
-"""The synchronous plan, with scripted parts on virtual time."""
+"""The synchronous plan, with scripted parts in simulation."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""On-policy distillation through every plan, in one process: real models, the embedded engine, real updates."""
+"""On-policy distillation in every plan, in one process: real models, the embedded engine, real updates."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_whole_distributions_are_compared_where_that_is_asked_for(
 
 
 def plainly(model: str, teacher: str, batch: Any, *, k: int, weight: float) -> tuple[float, float]:
-    """The mean KL over the loss tokens, and the norm of the gradient of what is made of it."""
+    """The mean KL over the loss tokens, and the norm of its gradient."""
     student, taught = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, teacher))
 
     def said(found: Any) -> torch.Tensor:
@@ -129,7 +129,7 @@ async def test_a_model_is_taught_nothing_by_itself_and_a_run_repeats(model: str)
 
 
 class OwnAdvantages(RayPPOTrainer):
-    """Makes advantages of its own, and knows nothing of a teacher."""
+    """Computes its own advantages, without a teacher."""
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
         batch.advantages = batch.loss_mask.float()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The plans with vLLM, whose batches depend on timing: in this process, real policy, one engine for all runs.
 
-What vLLM samples is not repeatable, so plans are compared on what it has sampled once: a run's rollouts are recorded
-and played again to both.
+vLLM's sampling is not repeatable, so plans are compared on the same samples: a run's rollouts are recorded and replayed
+to both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ async def engine_of_all(engines_session: None, model: str) -> AsyncIterator[Any]
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(engine_of_all: Any) -> Any:
-    """As after a start: no prompt finds blocks that an earlier run computed under a version of the same number."""
+    """As after a start: no prompt finds cached blocks of an earlier run with the same version number."""
     await engine_of_all.llm.reset_prefix_cache()
     return engine_of_all
 
@@ -68,7 +68,7 @@ async def test_adapters_arrive_added_to_the_weights(model: str, engine: Any) -> 
     assert run.tracker.rows[2]["policy/grad_norm"] > 0
 
 
-# ---------------------------------------------------------------- weights swapped in flight
+# ---------------------------------------------------------------- weight updates in flight
 
 
 def off_by(run: LocalRun, tokens: list[int], logprobs: list[float], version: int) -> list[float]:
@@ -85,7 +85,7 @@ async def test_versions_are_right_to_the_token_and_nothing_is_lost(
     cfg.generator.backend = "vllm"
     run = await LocalRun(Remembering, cfg, client=RecordingClient, engine=engine).train()
     assert sorted(run.trainer.trained_ids) == [PromptId(epoch, row) for epoch in range(3) for row in range(10)]
-    assert check_tokens(run) > 5, "no trajectory was in flight at a swap: the test shows nothing"
+    assert check_tokens(run) > 5, "no trajectory was in flight during a weight update, so the test checks nothing"
     jumps = []
     for trajectory in (t for groups in run.trainer.trained for group in groups for t in group.trajectories):
         tokens, (action,) = trajectory.tokens, trajectory.actions
@@ -97,7 +97,7 @@ async def test_versions_are_right_to_the_token_and_nothing_is_lost(
         if len(set(action.versions)) > 1:
             after = sum(v == action.versions[0] for v in action.versions)
             jumps.append(off_by(run, tokens, action.logprobs, action.versions[0])[after])
-    assert median(jumps) > 1e-3, "the first token of a new version looks like one of the old"
+    assert median(jumps) > 1e-3, "the first token of a new version has the log-probability of the old one"
 
 
 # ---------------------------------------------------------------- both plans on the same rollouts
@@ -119,7 +119,7 @@ class Recorder:
 
 
 class Player:
-    """The generator that gives what was recorded."""
+    """A generator of the recorded outputs."""
 
     def __init__(self, tape: dict[TrajectoryId, dict[str, Any]]) -> None:
         self._tape = tape
@@ -130,7 +130,7 @@ class Player:
 
 
 class NoEngine(InferenceEngine):
-    """Takes weights and does nothing with them."""
+    """Accepts weights and ignores them."""
 
     async def stats(self) -> EngineStats:
         return EngineStats()

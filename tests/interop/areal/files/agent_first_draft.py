@@ -1,4 +1,4 @@
-"""A class with nothing but run(data) and two independent calls, of which it rewards one."""
+"""A class with only run(data) and two independent calls, one of which it rewards."""
 
 import os  # noqa: F401  (as such files have it)
 

@@ -1,4 +1,4 @@
-"""A single call through OpenAI's client, judged by a wrapped function."""
+"""A single call through OpenAI's client, rewarded by a wrapped function."""
 
 import os
 

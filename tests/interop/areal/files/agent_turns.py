@@ -1,4 +1,4 @@
-"""Several calls, each with a reward of its own by the id of its answer."""
+"""Several calls, each with a reward by the id of its answer."""
 
 from openai import AsyncOpenAI
 

@@ -1,4 +1,4 @@
-"""The same by keyword alone, with the data set's own columns."""
+"""The same with keyword arguments, which are the data set's own columns."""
 
 
 def length_reward(completions: str, answer: str, source: str = "", **kwargs) -> float:

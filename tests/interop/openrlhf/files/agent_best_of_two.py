@@ -1,4 +1,4 @@
-"""A loop of its own in tokens: two drafts, of which the longer one counts, the other is not trained."""
+"""A user's loop on tokens: two drafts; the longer one is trained, the other is not."""
 
 from copy import deepcopy
 

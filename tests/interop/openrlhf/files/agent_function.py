@@ -1,4 +1,4 @@
-"""The first form: a function whose state is in the file's globals, and a tuple for an answer."""
+"""The first interface: a function whose state is in the file's globals, and a tuple as its answer."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The current form: an instance per episode, and an executor that plays it turn by turn."""
+"""The current interface: an instance per episode, and an executor that plays it turn by turn."""
 
 from typing import Any
 

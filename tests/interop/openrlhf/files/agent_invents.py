@@ -1,4 +1,4 @@
-"""An executor that claims tokens which the engine did not write."""
+"""An executor that returns tokens which the engine did not generate."""
 
 from openrlhf.utils.agent import SingleTurnAgentExecutor
 

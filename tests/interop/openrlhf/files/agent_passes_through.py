@@ -1,4 +1,4 @@
-"""The form of 2025: the executor is handed its parts, and its ``execute`` only passes on."""
+"""The interface of 2025: the executor gets its parts, and its ``execute`` only forwards."""
 
 import torch
 from openrlhf.utils.agent import AgentExecutorBase, AgentInstanceBase

@@ -1,4 +1,4 @@
-"""An agent that shows pictures."""
+"""An agent with images."""
 
 import torch
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor

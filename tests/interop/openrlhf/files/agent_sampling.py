@@ -1,4 +1,4 @@
-"""An instance under a name of its own, without ``reset``, that shortens the second answer by editing its parameters."""
+"""An instance with another name, without ``reset``, that shortens the second answer by its sampling parameters."""
 
 import torch
 from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor

@@ -1,4 +1,4 @@
-"""One answer, judged by a reward file, with a bonus of the executor's own."""
+"""One answer, rewarded by a reward file, with a bonus of the executor's own."""
 
 from pathlib import Path
 

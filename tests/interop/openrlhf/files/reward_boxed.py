@@ -1,4 +1,4 @@
-"""A reward file that reads answers with OpenRLHF's own helpers."""
+"""A reward file that parses answers with OpenRLHF's own helpers."""
 
 import torch
 from openrlhf.utils import extract_boxed_answer, grade_answer

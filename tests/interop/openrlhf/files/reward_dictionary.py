@@ -1,4 +1,4 @@
-"""A reward file: tensors in a dictionary, one number for the advantages, one for filtering, one to look at."""
+"""A reward file: tensors in a dictionary, for advantages, for filtering, and for logging."""
 
 import torch
 

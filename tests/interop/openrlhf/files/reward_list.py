@@ -1,4 +1,4 @@
-"""A reward file that returns a plain list, and takes nothing else."""
+"""A reward file that returns a plain list, with no further parameters."""
 
 
 def reward_func(queries, prompts, labels):

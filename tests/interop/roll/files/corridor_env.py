@@ -1,4 +1,4 @@
-"""A gymnasium environment with discrete actions, which nobody has registered."""
+"""A gymnasium environment with discrete actions, which is not registered."""
 
 import gymnasium
 

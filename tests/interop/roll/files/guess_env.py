@@ -1,4 +1,4 @@
-"""An environment in gem's form, as ROLL's are: an instruction in info, metrics with a way to fold them."""
+"""An environment with gem's interface, like ROLL's: an instruction in info, metrics with their aggregation."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Callbacks with three arguments, one of them async, that ask for a checkpoint and an evaluation."""
+"""Callbacks with three arguments, one of them async, that request a checkpoint and an evaluation."""
 
 import asyncio
 

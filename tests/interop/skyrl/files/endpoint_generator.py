@@ -1,4 +1,4 @@
-"""A generator that asks the model over HTTP, as an agent harness would, and tokenises what came of it."""
+"""A generator that calls the model over HTTP, as an agent harness does, and tokenizes the result."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A program as SkyRL's are: it registers a loss, starts Ray, and runs the experiment in a task."""
+"""A program in SkyRL's style: it registers a loss, starts Ray, and runs the experiment in a task."""
 
 import sys
 

@@ -7,7 +7,7 @@ from skyasync.interop.skyrl import BaseTextEnv, BaseTextEnvStepOutput, ToolGroup
 
 
 class Counter(ToolGroup):
-    """Counts what it is asked, for all its tools together."""
+    """Counts the calls of all its tools together."""
 
     def __init__(self, start: int):
         self.calls = start

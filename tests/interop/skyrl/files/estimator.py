@@ -1,4 +1,4 @@
-"""Advantage estimators: a mean over the batch, and a baseline per prompt that tells prompts apart by their index."""
+"""Advantage estimators: a mean over the batch, and a baseline per prompt by the prompts' index."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""An entry point: a configuration with keys of its own, and an experiment that swaps a part."""
+"""An entry point: a configuration with its own keys, and an experiment that replaces a part."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""A generator of its own: two samples of a batch in one call of the client, scored without an environment."""
+"""A user's generator: two samples of a batch in one call of the client, rewarded without an environment."""
 
 from skyasync.interop.skyrl import BasePPOExp, GeneratorInput, GeneratorInterface, GeneratorOutput
 

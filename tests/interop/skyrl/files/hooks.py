@@ -30,7 +30,7 @@ class LengthHooks(SkyRLNames):
 
 
 class LengthTrainer(LengthHooks, RayPPOTrainer):
-    """On SkyRL's own loop."""
+    """With SkyRL's own loop."""
 
 
 class LengthExp(BasePPOExp):

@@ -1,6 +1,6 @@
 """A loop like that of the tutorial on asynchronous training: generation runs one batch ahead of training.
 
-What it calls, and in which order, is the tutorial's; the words are ours.
+Its calls and their order are the tutorial's; the text is ours.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from skyasync.interop.skyrl import (
 
 class AheadTrainer(RayPPOTrainer):
     async def train(self):
-        assert not self.colocate_all, "generation and training run side by side"
+        assert not self.colocate_all, "generation and training run at the same time"
         self.global_step = 0
         if self.resume_mode != ResumeMode.NONE:
             self.global_step, _ = self.load_checkpoints()

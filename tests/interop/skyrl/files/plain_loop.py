@@ -1,4 +1,4 @@
-"""A synchronous loop in which every step is called without ``await`` on the event loop's own thread."""
+"""A synchronous loop that calls every step without ``await`` in the event loop's own thread."""
 
 from skyasync.interop.skyrl import BasePPOExp, RayPPOTrainer, prepare_generator_input
 

@@ -1,4 +1,4 @@
-"""The classes of the tutorial on asynchronous training as they are printed, and nothing else."""
+"""The unchanged classes of the tutorial on asynchronous training."""
 
 import asyncio
 
