@@ -56,7 +56,9 @@ Numbers = NDArray[Any]
 class Generator(Protocol):
     """Anything that turns prompts into trajectories; override ``BasePPOExp.get_generator`` to use your own."""
 
-    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput: ...
+    async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
+        """One row per trajectory of the input, in that order, or several rows with their ``trajectory_ids``."""
+        ...
 
 
 class TrajectoryGenerator:
