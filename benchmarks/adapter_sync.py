@@ -1,13 +1,14 @@
-"""Adapters sent alone beside weights with the adapters added (trainer.policy.lora.sync): bytes and time.
+"""Syncs of adapters alone, compared with syncs of merged weights (trainer.policy.lora.sync): bytes and time.
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.adapter_sync [--model FOLDER] [--rank 16] [--backends transformers vllm]
 
 Adapters on all linear layers, policy and engine in one process with a thread each; the adapters are changed at random
 before each sync. Medians, milliseconds and MB:
 
-- publish: the trainer gathers (merged: adds), digests and writes; update: the engine reads, loads or adds, and what it
-  holds is proven, by itself or, where it computes on what the trainer wrote, by the trainer meanwhile;
-- gap: the mean difference of the probe's log-probabilities, trainer to engine, after the last sync; floor: at first.
+- publish: the trainer gathers (merged: adds), digests and writes; update: the engine reads, loads or adds, and the
+  weights are verified by the engine or, if it computes on the trainer's buffer, by the trainer meanwhile;
+- gap: the mean difference of the verification prompts' log-probabilities, trainer to engine, after the last sync;
+  floor: at first.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
 Every line is the same model, batch and library, on 1, 2 or 4 ranks: processes of one thread each, over gloo.
 
-- CPU s: processor's seconds of an update, the mean over ranks (of medians): less than one rank's where work is divided;
-  waiting for others is not counted, so it says what ranks would take that have a core each and wait for nobody.
-- s: of the clock, which are those of this machine's cores and of what else it does.
-- MiB: peak of resident memory of the fullest rank in an update, less what a toy model leaves in its process.
+- CPU s: CPU seconds of an update, the mean over ranks (of medians): less than one rank's if work is divided. Waiting
+  for other ranks is not counted, so it estimates ranks with a core each that never wait.
+- s: wall-clock seconds, which depend on this machine's cores and its other load.
+- MiB: peak of resident memory of the fullest rank in an update, minus that of a toy model.
 - norm: of the gradient, which is the same however it is divided.
 """
 
@@ -41,7 +41,7 @@ TOY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size":
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is divided; the data axis is what is left of the ranks."""
+    """How a model is divided; the data dimension has the remaining ranks."""
 
     name: str
     model: dict[str, Any]
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def axes(self) -> str:
-        """In words; experts are divided among the ranks of the tensor axis."""
+        """In words; experts are divided among the ranks of the tensor dimension."""
         sizes = {"data": self.ranks // self.context // self.tensor, "context": self.context, "tensor": self.tensor}
         if "num_experts" in self.model:
             sizes["expert"] = self.tensor
@@ -93,7 +93,7 @@ def measured(case: Case, folder: str) -> Found:
             pipes.append(mine)
             ranks.append(forks.Process(target=_tell, args=(theirs, case, folder, meeting, rank), daemon=True))
             ranks[-1].start()
-            theirs.close()  # so that a rank that dies is the end of its pipe
+            theirs.close()  # so that a failed rank closes its pipe
         found = [pipe.recv() for pipe in pipes]
         for process in ranks:
             process.join()
@@ -108,7 +108,7 @@ def _tell(pipe: Connection, case: Case, folder: str, meeting: str, rank: int) ->
 
 
 def of_rank(case: Case, folder: str, meeting: str, rank: int) -> Found:
-    """What one rank took, in a process of its own."""
+    """The figures of one rank, in a process of its own."""
     import torch
 
     from skyasync.workers.policy import PolicyWorker
@@ -147,7 +147,7 @@ def _set_up(worker: Any, port: Path) -> None:
 
 
 def rows_of(case: Case, worker: Any) -> Any:
-    """This rank's rows of a batch, the longest of which is twice the mean."""
+    """This rank's rows of a batch; the longest row has twice the mean length."""
     from benchmarks.update_speed import ragged_batch
     from skyasync.workers.ranks import split_for_ranks
 
@@ -171,7 +171,9 @@ def config(case: Case, path: str) -> Any:
 
 
 def make(case: Case, folder: str) -> None:
-    """The models, with random weights, in a process of its own: forks want a parent that has computed nothing."""
+    """Create the models, with random weights, in another process: the parent of forks must not have computed
+    anything.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

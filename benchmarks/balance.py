@@ -1,15 +1,15 @@
-"""Whether engines of two kinds behind one client have equally much to do for their speeds.
+"""Whether engines of two speeds with one client get work in proportion to their speeds.
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.balance [--kinds transformers transformers vllm vllm] [--requests 1000]
 
-Real engines of one tiny model behind the library's client, as ``generator.backend`` starts them, a thread each.
-Responses are of exponential length, which the router is not told: every request asks for the longest. A given number
-is in flight; half as many come first and are not counted, while nothing is known of the engines yet.
+Real engines of one tiny model with the library's client, as ``generator.backend`` starts them, a thread each. Response
+lengths are exponential and unknown to the router: every request allows the longest. A given number is in flight; half
+as many come first and are not counted, while the engines' speeds are unknown.
 
 - tokens: of all responses; requests: how many;
-- speed: tokens per second at the load that the engine mostly has, by the router's own measure (``router``), of
-  these requests alone; on a machine with fewer cores than engines it is what an engine gives beside the others;
-- share: tokens over speed, beside the mean of all engines. The busiest over the idlest is below the table.
+- speed: tokens per second at the engine's usual load, by the router's own measure (``router``), of these requests
+  alone; on a machine with fewer cores than engines, the speed while the other engines run;
+- share: tokens over speed, relative to the mean of all engines. The busiest over the idlest is below the table.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput
 from skyasync.inference.router import Throughput
 
 LONGEST = 240
-UNCOUNTED = 2  # to so many that are counted, one that is not
+UNCOUNTED = 2  # one uncounted request per so many counted ones
 
 
 class Skewed:
-    """An engine whose responses end where their lengths say; what it gave since ``count_anew``."""
+    """An engine whose responses have given lengths; its output since ``count_anew``."""
 
     def __init__(self, engine: Any, lengths: dict[str, int]) -> None:
         self.engine, self.lengths = engine, lengths

@@ -1,9 +1,9 @@
-"""What a code reward costs beside the code itself: medians of ``code_tests`` on programs that do nothing.
+"""Overhead of a code reward: medians of ``code_tests`` on programs that do nothing.
 
     python -m benchmarks.code_rewards            # every sandbox that works here
 
-One test per response. ``program`` prints what it reads; ``assert`` equals a literal, which is compared at once;
-``check`` needs a second process for the rest of its statement.
+One test per response. ``program`` prints its input; ``assert`` equals a literal, which is compared at once; ``check``
+needs a second process for the rest of its statement.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Trained samples per second beside TRL's ``GRPOTrainer``: same model, prompts, reward, batch and learning rate.
+"""Trained samples per second, compared with TRL's ``GRPOTrainer``: same model, prompts, reward, batch, learning rate.
 
     uv run --with trl==1.16.0 -m benchmarks.compare_trl [--steps 14] [--rounds 2] [--model smollm2] [--without-trl]
 
 Every contender trains the tiny model on sorting with 64 prompts x 16 samples, learning rate 3e-4 (or SmolLM2-135M on
-one-digit addition by ``examples/smollm2``: 4 x 8, 5e-6), in a process tree of its own that may use the whole machine.
-A step's time is the distance between the ends of two steps, so nothing is left out; the first steps (compilation, warm
-caches) are. Rounds alternate the contenders, because shared machines drift; the figures are medians over all rounds.
-TRL generates with its own generation (``generate`` of transformers): its colocated vLLM does not survive its own weight
-update on a CPU, where vLLM 0.32 packs weights after loading them. ``--without-trl`` leaves it out, where it cannot be
-installed. "Controller" is what remains of a step: tokenising, environments, batches, messages.
+one-digit addition by ``examples/smollm2``: 4 x 8, 5e-6), in a process tree of its own that may use the whole machine. A
+step's time is the distance between the ends of two steps, so nothing is left out, except for the first steps
+(compilation, cold caches). Rounds alternate the contenders, because the load of shared machines drifts; the figures are
+medians over all rounds. TRL generates with its own generation (``generate`` of transformers): its colocated vLLM fails
+at its own weight update on a CPU, where vLLM 0.32 packs weights after loading them. ``--without-trl`` leaves it out, if
+it cannot be installed. "Controller" is the rest of a step: tokenizing, environments, batches, messages.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ PHASES = ("generate", "logprobs", "update", "sync", "wait_data", "wait_generatio
 
 @dataclass(frozen=True)
 class Work:
-    """What all of them do: ``examples.<example>``, its model and its prompts."""
+    """The task of all contenders: ``examples.<example>``, its model and its prompts."""
 
     example: str
     prompts: int
     samples: int
     learning_rate: float
     response_tokens: int
-    right: Callable[[str, str], bool]  # whether a response is, given the answer
+    right: Callable[[str, str], bool]  # whether a response is right, given the answer
 
     def model(self) -> str:
         return str(import_module(f"examples.{self.example}.model").build())
@@ -178,7 +178,7 @@ def report(work: Work, seconds: dict[str, list[float]], phases: dict[str, list[d
 
 
 def controller_s(step: dict[str, float]) -> float:
-    """What a step took beside its phases; generation counts where the trainer waits for it."""
+    """A step's duration without its phases; generation counts if the trainer waits for it."""
     phases = ("logprobs", "update", "sync", "wait_data" if "time/wait_data_s" in step else "generate")
     return step["time/step_s"] - sum(step.get(f"time/{phase}_s", 0.0) for phase in phases)
 

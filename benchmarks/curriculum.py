@@ -1,14 +1,14 @@
-"""Samples to the same score with and without a curriculum, on a task of mixed difficulty.
+"""Samples to the same reward with and without a curriculum, on a task of mixed difficulty.
 
     uv run -m benchmarks.curriculum [--seeds 3] [--steps 24] [--processes 2] [--markdown out.md] [key=value ...]
 
-The tiny model sorts digits. Of the prompts a quarter are short (4 digits), which it soon gets always right, half are
+The tiny model sorts digits. A quarter of the prompts are short (4 digits), which it soon always gets right, half are
 too long (11 to 14), which it never gets right, and a quarter are in between (6 to 8); so are the held-out ones.
 ``uniform`` trains each prompt once a pass; ``pass_rate`` is ``data.sampler=pass_rate`` with the number of digits as the
 pool. Real engine, real updates, one process per run, 32 prompts x 8 samples per step.
 
-The target is what ``uniform`` has gained by its last evaluations: the mean of the last two. Printed are the samples
-that each sampler took to reach it (linear between evaluations), their ratio by seed, and its median.
+The target is the reward of ``uniform`` at its end: the mean of its last two evaluations. The output has the samples
+that each sampler needed to reach it (linear between evaluations), their ratio by seed, and its median.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def val_prompts() -> list[dict[str, Any]]:
 
 
 class Scores:
-    """A tracker that remembers the evaluations."""
+    """A tracker that keeps the evaluations."""
 
     def __init__(self) -> None:
         self.by_samples: dict[int, float] = {}
@@ -65,7 +65,7 @@ class Scores:
 
 
 def run(job: tuple[str, int, int, tuple[str, ...]]) -> dict[int, float]:
-    """Score by samples, of one training run in this process."""
+    """Reward by samples, of one training run in this process."""
     import torch
 
     torch.set_num_threads(1)

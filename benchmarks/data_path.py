@@ -1,16 +1,16 @@
-"""From the engines' answers to the training batch: what does a token cost the controller?
+"""From the engines' answers to the training batch: the cost of a token in the controller.
 
-The engines' processes are played by one that computes nothing: its answers lie ready, pickled as they would travel. All
-behind it is real: the client, the episodes, the checks, the groups, the metrics and the batch. An environment judges at
-once, and reads no text unless ``--text`` (then that of SmolLM2's tokenizer, whose own time this is).
+One object that computes nothing replaces the engines: its answers exist already, pickled as in messages. The rest is
+real: the client, the episodes, the checks, the groups, the metrics and the batch. An environment rewards at once, and
+reads no text unless ``--text`` (then that of SmolLM2's tokenizer, whose own time it is).
 
 - time: from the first answer to the batch, per token of prompts and responses, in seconds of this process's CPU, which
-  other work on the machine does not change much;
-- memory: the process's peak above what it had before the first answer, per token, the answers themselves included;
-- turn: the longest for which the event loop did not come to a timer that was due, in seconds of its thread's CPU, and
-  by the clock, which others slow down.
+  other work on the machine changes little;
+- memory: the process's peak minus its memory before the first answer, per token, the answers themselves included;
+- turn: the longest delay of a due timer in the event loop, in seconds of its thread's CPU, and in wall-clock seconds,
+  which other work increases.
 
-``lists``: the same by a generator whose ``generate`` is overridden, that is, through SkyRL's parallel lists.
+``lists``: the same by a generator with an overridden ``generate``, that is, through SkyRL's parallel lists.
 
 Run: ``python -m benchmarks.data_path [--prompts 64] [--samples 16] [--tokens 10000] [--text] [--ways arrays lists]``
 """
@@ -51,7 +51,7 @@ STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class Shape:
-    """How many responses, and how long: uniformly from ``shortest`` to ``longest``."""
+    """Number of responses, and their lengths: uniformly from ``shortest`` to ``longest``."""
 
     prompts: int
     samples: int
@@ -60,7 +60,7 @@ class Shape:
 
 
 class ReadyEngine(InferenceEngine):
-    """Has its answers ready; the clock starts when it gives the first."""
+    """Has its answers ready; the clock starts with the first one."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -170,7 +170,7 @@ async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> F
 
 @asynccontextmanager
 async def turns(engine: ReadyEngine) -> AsyncIterator[list[tuple[float, float]]]:
-    """What passed between two ticks of a timer, from the engine's first answer on: CPU seconds, seconds too late."""
+    """Between two ticks of a timer, from the engine's first answer on: CPU seconds, and seconds of delay."""
     late = [(0.0, 0.0)]
 
     async def tick() -> None:
@@ -194,14 +194,14 @@ def memory(line: str) -> int:
 
 
 def forget_peak() -> int:
-    """What it has now, from which the peak counts anew. What has been freed goes back to the system first."""
+    """Reset the peak to the current memory, which is returned. Freed memory goes back to the system first."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def touch(megabytes: int) -> None:
-    """Have the machine's memory at hand: a virtual one's host is slow to give what nobody has used yet."""
+    """Have the machine's memory ready: a virtual machine's host is slow to give memory that was never used."""
     np.ones(megabytes << 20, np.int8)
 
 
@@ -228,7 +228,7 @@ def main() -> None:
     shape = Shape(args.prompts, args.samples, int(args.shortest * args.tokens), args.tokens)
     table = Table("way", "tokens", "us/token", "groups", "metrics", "batch", "bytes/token", "turn, ms", "by the clock")
     for way in args.ways:
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:  # whose memory nobody has used before
+        with multiprocessing.get_context("spawn").Pool(1) as fresh:  # so that its memory was not used before
             found = fresh.apply(measured, (shape, way, args.text))
         parts = (f"{seconds / found.tokens * 1e6:.3f}" for seconds in found.seconds.values())
         late = (f"{seconds * 1e3:.1f}" for seconds in (found.longest_turn_s, found.by_the_clock_s))

@@ -1,15 +1,15 @@
-"""What real steps change of bfloat16 weights, and what it costs to send that alone (generator.weight_sync_mode=delta).
+"""Changes of bfloat16 weights by real steps, and the cost of sending only these (generator.weight_sync_mode=delta).
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.delta_sync [--backends transformers vllm] [--lrs 1e-6 5e-6] [--steps 6]
 
-The example's GRPO on one-digit addition (SmolLM2, 4 prompts x 8 samples, plan ``sync``, masters in float32), published
-and computed with in bfloat16. After each step the engine is handed what has changed, then all weights; the
-log-probabilities of the probe must be the same after both, to the last bit, and both are proven by digests. Medians
-over the steps, one thread each, milliseconds and MB:
+The example's GRPO on one-digit addition (SmolLM2, 4 prompts x 8 samples, plan ``sync``, master weights in float32),
+published and computed with in bfloat16. After each step the engine gets the delta, then all weights. Log-probabilities
+of the verification prompts must be bitwise identical after both, and digests verify both. Medians over the steps, one
+thread each, milliseconds and MB:
 
 - changed: share of the weights that differ from those of the sync before; its range over the steps;
-- MB: what is sent; all weights beside it;
-- publish, update: the trainer compares, digests and writes; the engine reads, writes over and proves.
+- MB: what is sent; in comparison with all weights;
+- publish, update: the trainer compares, digests and writes; the engine reads, overwrites and verifies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = ("changed", "MB", "publish", "update", "MB, all", "publish, all", "upd
 
 @dataclass
 class BothWays(WeightSync):
-    """Hands over what has changed, then all of it, and compares."""
+    """Syncs the delta, then all weights, and compares."""
 
     rows: list[dict[str, float]] = field(default_factory=list)
 

@@ -1,14 +1,14 @@
-"""Tokens per second of a policy's update on one GPU, and its peak memory beside the plan's.
+"""Tokens per second of a policy's update on one GPU, and its peak memory compared with the plan's.
 
     python -m benchmarks.gpu               # Qwen3 of 0.6B and 1.7B parameters with random weights, bfloat16
     python -m benchmarks.gpu --only 0.6B
     python -m benchmarks.gpu --toy         # a model of 60,000 parameters, also on a CPU
 
-Needs torch and transformers, and neither Ray nor vLLM: the worker is called as it is. Rows have log-normal lengths, the
-longest eight times the mean. "packed" is the library's own way, rows end to end; "padded" is micro-batches whose rows
+Needs torch and transformers, and neither Ray nor vLLM: the worker is called directly. Rows have log-normal lengths, the
+longest eight times the mean. "packed" is the library's default, packed sequences; "padded" is micro-batches whose rows
 are all as long as the longest. Every line is a worker in a process of its own: a warm-up update, then the median of the
-rest. The share of the card's peak counts 6 floating-point operations per parameter and token, and attention's; what
-checkpointing computes again is not counted.
+rest. The share of the card's peak counts 6 floating-point operations per parameter and token, and attention's;
+recomputation by checkpointing is not counted.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def cases(only: str, *, toy: bool) -> list[Case]:
 
 
 def measure(case: Case, folder: str) -> Found:
-    """In a fresh process."""
+    """In a new process."""
     import torch
 
     from benchmarks.update_speed import ragged_batch
@@ -145,7 +145,7 @@ def planned(cfg: Any, device: str) -> int:
     from skyasync.planning.measure import measure as measure_rank
     from skyasync.workers.roles import POLICY, ROLES
 
-    if dist.is_initialized():  # the worker's, which has done its work
+    if dist.is_initialized():  # the worker's, which has finished
         dist.destroy_process_group()
     return sum(measure_rank(cfg, ROLES[POLICY], 1, gpus=device == "cuda").updating.values())
 

@@ -1,9 +1,9 @@
-"""Memory of log-probabilities over a large vocabulary: the library's pass beside the plain one, on a CPU.
+"""Memory of log-probabilities over a large vocabulary: the library's pass compared with the plain one, on a CPU.
 
     python -m benchmarks.lean_logprobs     # 4,096 tokens, 150,000 words: the plain pass takes about 10 GB
 
-Every figure is of a fresh process: its peak of resident memory (VmHWM), less what it held before the pass. The head
-reads states that are there already, so nothing but the head's work is counted.
+Every figure is of a new process: its peak of resident memory (VmHWM), minus its memory before the pass. The states that
+the head reads exist already, so only the head's work is counted.
 """
 
 from __future__ import annotations

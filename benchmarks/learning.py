@@ -1,10 +1,10 @@
-"""Does it learn, on every seed and in every plan? Held-out score before and after the laptop-sized run.
+"""Learning on every seed and in every plan: held-out reward before and after the laptop-sized run.
 
     uv run -m benchmarks.learning [key=value ...] [--seeds 0 1 2] [--plans sync one_step_off] [--backends transformers]
 
-Each run is the README's first command with another seed or plan: a fresh process tree, start-up included in its
-seconds. The model is made before the clock starts. If held-out sets have names (data.val_sets), the first one counts,
-and the scores of the others after training follow.
+Each run is the README's first command with another seed or plan: a new process tree, start-up included in its seconds.
+The model is made before the clock starts. If held-out sets have names (data.val_sets), the first one counts, and the
+rewards of the others after training follow.
 """
 
 from __future__ import annotations

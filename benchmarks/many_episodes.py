@@ -1,15 +1,15 @@
-"""Thousands of episodes in flight against environments that wait: is the engine kept busy, and the event loop free?
+"""Thousands of episodes in flight with environments that wait: engine utilization, and delays of the event loop.
 
 2,000 episodes (``--in-flight``) are in flight, each of several turns; a step of their environment waits 200 ms, in a
 thread (``sync``) or on an event loop (``async``), in one process of its own. Measured in the middle half of the run, in
 which that many are in flight throughout:
 
-- throughput: actions per second, as a share of what the engine gives the same requests without environments;
-- lag: how much later than asked a timer of the controller's event loop rings, every 10 ms.
+- throughput: actions per second, relative to the engine's with the same requests without environments;
+- lag: the delay of a timer of the controller's event loop, every 10 ms.
 
 ``virtual``: an engine that decodes at a fixed speed (1,024 sequences, 32 to 96 tokens each, 20 ms per token), without
-computing anything. ``embedded``: the real engine in its own process, on the tiny chat model.
-``--quick``: how long 1,024 episodes of one trivial step take through the pool, median and best of 30.
+computing anything. ``embedded``: the real engine in its own process, on the tiny chat model. ``--quick``: how long
+1,024 episodes of one trivial step take through the pool, median and best of 30.
 
 Run: ``python -m benchmarks.many_episodes [--engine virtual embedded] [--env sync async none] [--quick]``
 """
@@ -51,7 +51,7 @@ SAYS = "The answer is wrong, try again."
 
 
 class Sync(BaseTextEnv):
-    """A step waits as code that is not asynchronous does."""
+    """A step waits as synchronous code does."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         time.sleep(self.env_config["step_s"])
@@ -75,7 +75,7 @@ class Trivial(BaseTextEnv):
 
 
 class TimedEngine(InferenceEngine):
-    """Answers with the same token after as long as decoding would take."""
+    """Answers with the same token after the time that decoding would take."""
 
     def __init__(self) -> None:
         self._decoder: Decoder | None = None
@@ -114,7 +114,7 @@ def _length(request: GenerationRequest) -> int:
 
 
 class Lag:
-    """How late timers ring; and when actions were answered."""
+    """Delays of timers, and the times at which actions were answered."""
 
     def __init__(self) -> None:
         self.late: list[tuple[float, float]] = []
@@ -201,7 +201,7 @@ async def measure(engine: str, env: str, options: argparse.Namespace, tokenizer:
 
 
 async def quick(tokenizer: Any) -> list[float]:
-    """Seconds of 30 times 1,024 episodes of one trivial step, engine and all but the environment left out."""
+    """Seconds of 30 times 1,024 episodes of one trivial step, without the engine and everything but the environment."""
     from skyasync.envs.pool import ray_pool
 
     pool, seconds = ray_pool(EnvSettings({}), 1), []

@@ -1,12 +1,12 @@
-"""What the memory plan measures without memory, and what a policy's ranks really take, on CPUs.
+"""The memory plan, which allocates nothing, against the memory of a policy's ranks on CPUs.
 
     python -m benchmarks.memory                  # all shapes, one rank each, and two ranks
     python -m benchmarks.memory --only llama
-    python -m benchmarks.memory --exact          # without what allocators keep for later, which the plan does not know
+    python -m benchmarks.memory --exact          # without the allocators' caches, which the plan does not model
 
 Every line is a process of its own per rank that runs the library's own worker: load, log-probabilities, publish, two
-optimizer steps of two micro-batches. A phase's peak is the kernel's (VmHWM, set back before each phase) less the base
-line: what the same calls on a toy model have left in the same process (interpreter, torch, transformers, its caches).
+optimizer steps of two micro-batches. A phase's peak is the kernel's (VmHWM, reset before each phase) minus the base
+line: the memory of the same process after the same calls with a toy model (interpreter, torch, transformers, caches).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 RESPONSE = 192
 PROMPT = 64
-MMAP_THRESHOLD = -3  # of malloc.h: what is larger is mapped from the kernel, and unmapped when it is freed
+MMAP_THRESHOLD = -3  # of malloc.h: larger blocks are mapped from the kernel, and unmapped when they are freed
 ROWS = 8
 """Rows of a rank's batch: every one is its own group, so that no prompt is shared and the widths are known."""
 
@@ -97,8 +97,8 @@ def measured(case: Case, *, exact: bool = False, python: str = sys.executable) -
     """Peak bytes above the base line per phase, of the rank with the most.
 
     Args:
-        exact: every tensor's memory goes back to the kernel with it. C's allocator keeps holes otherwise, by which the
-            same run differs from itself by 10%.
+        exact: every tensor's memory goes back to the kernel with it. C's allocator keeps holes otherwise, which change
+            the result of the same run by 10%.
     """
     with tempfile.TemporaryDirectory() as folder:
         told = json.dumps(asdict(case))
@@ -111,7 +111,7 @@ def measured(case: Case, *, exact: bool = False, python: str = sys.executable) -
 
 
 def run_rank(case: Case, folder: str, rank: int, *, exact: bool) -> dict[str, int]:
-    """In a fresh process: this rank's peaks."""
+    """In a new process: this rank's peaks."""
     from skyasync.models.fsdp import backend
     from skyasync.workers.policy import PolicyWorker
 
@@ -153,7 +153,7 @@ def _phases(worker: Any, case: Case, peaks: dict[str, int], folder: str, rank: i
     else:
         _wait_for(port)
         phase("load", lambda: worker.setup("127.0.0.1", int(port.read_text())))
-    # Weights are mapped, and a row of the embeddings that no token asks for would never be read.
+    # Weights are mapped, and a row of the embeddings that no token uses would never be read.
     phase("held", lambda: [weight.sum() for weight in worker.backend.model.parameters()])
     phase("log-probabilities", lambda: worker.logprobs(batch))
     if written := phase("publish", lambda: worker.transfer_weights("file", "write")):

@@ -3,7 +3,7 @@
     python benchmarks/objective_cost.py [--rows 64] [--length 4096] [--repeats 30] [--threads 1]
 
 Invariant: every objective is timed turn by turn with the yardstick, and the best time of each counts, so that a machine
-that is busy with other things slows neither. The yardstick is the five lines of ``plain_ppo`` below: no
+that is busy with other work slows neither. The yardstick is the five lines of ``plain_ppo`` below: no
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def objectives() -> Iterator[tuple[str, AlgorithmConfig]]:
 
 
 def seconds(loss: Callable[[Tensor], Tensor], current: Tensor) -> float:
-    """Processor time of one forward and backward (with one thread: what a machine to itself would take)."""
+    """CPU time of one forward and backward (with one thread: the time of an idle machine)."""
     leaf = current.clone().requires_grad_()
     start = time.process_time()
     loss(leaf).backward()

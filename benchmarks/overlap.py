@@ -1,13 +1,14 @@
-"""What overlapping generation with training gains: ``one_step_off`` and ``streamed`` against ``sync``.
+"""The gain of overlapping generation with training: ``one_step_off`` and ``streamed`` against ``sync``.
 
     uv run -m benchmarks.overlap [--rounds 3] [--steps 8] [--prompts 32] [--waves 4] [--lengths 24 40 64]
 
 Real vLLM behind Ray on one core (front end and model, one thread), the real policy worker on the other (one thread),
-real weight syncs, and the plans' own classes; all plans have the same two cores. They take turns, a few steps each, in
-an order that moves with every round, so that other work on the machine meets all of them; what counts is their ratio.
+real weight syncs, and the plans' own classes; all plans have the same two cores. They run a few steps each in turn, in
+an order that rotates with every round, so that other work on the machine affects all of them. The result is their
+ratio.
 
 Every response has the same length, and that length is chosen so that generating a batch takes as long as training on it
-(measured first, for the lengths given). The engine decodes the batch in ``--waves`` parts, one behind the other, so
+(measured first, for the lengths given). The engine decodes the batch in ``--waves`` parts, one after the other, so
 that groups end at different times: with one wave, ``streamed`` would have nothing to train while the engine works. With
 generation G, training T and the weight sync S, which overlaps with nothing, a step takes at best
 
@@ -15,8 +16,8 @@ generation G, training T and the weight sync S, which overlaps with nothing, a s
 - ``one_step_off``: max(G, T) + S;
 - ``streamed``: (G + T) / waves + max(G, T) (waves - 1) / waves + S.
 
-Behind the measurement the simulator (``skyasync.simulate``) is fed with the synchronous runs' metrics, as
-``simulate.from_run`` reads them, and predicts the seconds per step of each plan. Metrics and timelines (for
+After the measurement the simulator (``skyasync.simulate``) reads the synchronous runs' metrics by
+``simulate.from_run``, and predicts the seconds per step of each plan. Metrics and timelines (for
 ui.perfetto.dev) are left in the folder.
 
 Micro-batches are small because two cores share their memory's bandwidth: activations that leave the cache slow down
@@ -43,7 +44,7 @@ MODEL_LENGTH = 512
 
 @dataclass
 class Rows:
-    """A tracker that writes what a run's ``metrics.jsonl`` has."""
+    """A tracker that writes the rows of a run's ``metrics.jsonl``."""
 
     path: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +87,7 @@ class Bench:
         self.model = build(out=options.folder / f"model_{options.hidden}", steps=1, progress=False, **size)
 
     async def start(self) -> None:
-        """Everything that Ray starts inherits this process's core; the policy's thread begins on the other."""
+        """Everything that Ray starts inherits this process's core; the policy's thread starts on the other."""
         from skyasync.inference.client import InferenceClient
         from skyasync.inference.interface import EngineConfig
         from skyasync.inference.ray_engine import RayEngine
@@ -143,7 +144,7 @@ class Bench:
         return rows
 
     async def balanced_length(self) -> int:
-        """The length, of those given, at which generation and training of a batch are most alike."""
+        """The given length at which generation and training of a batch take most nearly the same time."""
         imbalance = {}
         for length in self.options.lengths:
             rows = await self.run("sync", length, FIRST + 4, f"length_{length}")
@@ -190,7 +191,7 @@ def report(runs: dict[str, Rows], rounds: dict[str, list[Rows]], options: argpar
                     for a, b in zip(rounds["sync"], rounds[plan], strict=True))  # fmt: skip
         lines += [
             f"{plan} is {times:.2f} times as fast as sync (round by round: {', '.join(f'{r:.2f}' for r in by_round)}); "
-            f"with nothing slowed by what runs beside it {(g + t + s) / step_s:.2f}"
+            f"if generation and training did not slow each other down {(g + t + s) / step_s:.2f}"
         ]
     return lines
 

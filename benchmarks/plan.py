@@ -1,11 +1,11 @@
-"""What the plan measures of large models, and what torch's own tracker counts in a hand-written FSDP2 loop.
+"""The plan's measurement of large models, against torch's own tracker in a hand-written FSDP2 loop.
 
     python -m benchmarks.plan                # 8B on 8, 32B on 16 and on 4,096, 235B-A22B on 64 ranks
     python -m benchmarks.plan --only 8B
     python -m benchmarks.plan --whole        # the loop with all layers, instead of the line through two depths
 
 Neither needs weights, a GPU or other processes. The loop is a minimal program: decoder layers sharded by FSDP2 and
-recomputed, log-probabilities in pieces, AdamW; it has no code of the library.
+recomputed, log-probabilities in chunks, AdamW; it has no code of the library.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from unittest import mock
 
 PROMPT, RESPONSE, ROWS = 1024, 4096, 3
 PIECE = 1 << 27
-"""Logits that are there at once: half a GiB of float32."""
+"""Logits in memory at the same time: half a GiB of float32."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's config.json on so many ranks."""
+    """A model's config.json on ``ranks`` ranks."""
 
     name: str
     model: dict[str, Any]
@@ -57,7 +57,7 @@ CASES = (
 
 
 def planned(case: Case) -> Any:
-    """The plan's use of one rank."""
+    """The plan's memory of one rank."""
     from transformers import AutoConfig
 
     from skyasync.planning.measure import measure
@@ -83,7 +83,7 @@ def _settings(case: Case, folder: str) -> Any:
 
 
 def tracked(case: Case, *, whole: bool) -> int:
-    """Peak bytes of a rank in the loop; of two depths the line, unless it is the ``whole``."""
+    """Peak bytes of a rank in the loop; extrapolated from two depths, unless it is the ``whole``."""
     layers = case.model["num_hidden_layers"]
     if whole:
         return loop_peak(case, layers)
@@ -92,7 +92,7 @@ def tracked(case: Case, *, whole: bool) -> int:
 
 
 def loop_peak(case: Case, layers: int) -> int:
-    """Peak bytes by torch's tracker: a micro-batch that finds gradients and the optimizer's state, and its step."""
+    """Peak bytes by torch's tracker: a micro-batch with gradients and optimizer state in memory, and its step."""
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -106,7 +106,7 @@ def loop_peak(case: Case, layers: int) -> int:
 
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def untracked(self: Any, schema: Any) -> Any:  # DTensor makes tensors of global shape, which are not there
+    def untracked(self: Any, schema: Any) -> Any:  # DTensor creates tensors of global shape, which are not really there
         with _disable_current_modes():
             return propagate(self, schema)
 
@@ -140,7 +140,7 @@ def loop_peak(case: Case, layers: int) -> int:
 
 
 def _placement(ranks: int) -> Any:
-    """Experts whose number the ranks do not divide are divided by a later dimension."""
+    """If the ranks do not divide the number of experts, a later dimension is divided."""
     from torch.distributed.tensor import Shard
 
     def place(parameter: Any) -> Shard | None:

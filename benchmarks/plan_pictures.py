@@ -1,11 +1,11 @@
-"""The documentation's pictures of the plans, drawn from what the plans' own classes did on virtual time.
+"""The documentation's pictures of the plans, drawn from what the plans' own classes did in simulation.
 
     uv run -m benchmarks.plan_pictures [--out docs/pictures] [PLAN ...]
 
-Writes plan-<name>.svg for each plan (by default the library's; module:Class draws one of your own). All of them see
-the same responses on the same scale: 4 prompts of 2 samples per step, one engine of 8 slots, training as expensive as
+Writes plan-<name>.svg for each plan (by default the library's; module:Class draws a plan of yours). All of them see the
+same responses on the same scale: 4 prompts of 2 samples per step, one engine of 8 slots, training as expensive as
 generation, 6 steps, max_staleness 2. A bar of the engine is a response, its colour the policy version that computed the
-tokens; a bar of the trainer is a training step; a vertical line is a hand-over of weights.
+tokens; a bar of the trainer is a training step; a vertical line is a weight sync.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OUT = Path(__file__).parents[1] / "docs" / "pictures"
 
 @dataclass
 class Drawn:
-    """What happened: responses as (slot, start, end), swaps as (time, version), trained steps as (start, end).
+    """What happened: responses as (slot, start, end), syncs as (time, version), trained steps as (start, end).
 
-    A response that is interrupted has several bars; ``slots`` of all engines, ``ended`` are the responses.
+    An interrupted response has several bars; ``slots`` are of all engines, ``ended`` are the responses.
     """
 
     slots: int = 0
@@ -46,7 +46,7 @@ class Drawn:
 
 
 class WatchedEngine(VirtualEngine):
-    """A virtual engine that writes down which slot had which response when."""
+    """A simulated engine that records which slot had which response when."""
 
     def __init__(self, engine: VirtualEngine, drawn: Drawn) -> None:
         super().__init__(engine.costs)
@@ -99,7 +99,7 @@ def configuration() -> SimulationConfig:
 
 
 def watch(plan: str) -> Drawn:
-    """Run the plan's class on virtual time."""
+    """Run the plan's class in simulation."""
     drawn = Drawn()
 
     async def run() -> None:
@@ -117,7 +117,7 @@ def watch(plan: str) -> Drawn:
 
 
 def picture(name: str, drawn: Drawn) -> str:
-    """The SVG of what happened."""
+    """The SVG of a run."""
     slots = drawn.slots
     height = (slots + 2) * ROW + 26
     end = max([end for *_, end in drawn.responses] + [end for _, end in drawn.trained])

@@ -1,23 +1,24 @@
-"""What the death of an engine costs, and of a worker: killed in the middle of a rollout, three times a run.
+"""The cost of a failed engine, and of a failed worker: killed in the middle of a rollout, three times a run.
 
     uv run -m benchmarks.recovery [key=value ...] [--plans sync fully_async] [--backends transformers]
 
-The first command's model and task, two engines. Per run of which engines are killed:
+The first command's model and task, two engines. Per run in which engines are killed:
 
 - step: median seconds of a step with both engines;
-- the step of a death: seconds of the slowest step that a death fell into, requests that went on elsewhere included;
-- alone: median seconds of the steps in which one engine worked alone, the other's process being started anew beside it
-  (it takes CPU time from both, the more the fewer cores there are);
-- recovery: seconds from the death's discovery until the newcomer takes requests: its process, the imports of its
-  libraries, its model, the weights and their proof;
-- lost: by how much all steps from the death to the recovery took longer than as many usual ones, per death.
+- step with a failure: seconds of the slowest step with a failure, including requests that continued at the other
+  engine;
+- one engine: median seconds of the steps in which one engine worked alone while the other one's process started
+  (which takes CPU time from both, the more the fewer cores there are);
+- recovery: seconds from the detection of the failure until the replacement engine takes requests: its process, imports,
+  model, and the verified weights;
+- lost: additional seconds of all steps from the failure to the recovery, compared with as many usual ones, per failure.
 
-Per run of whose workers one is killed, medians:
+Per run in which one worker is killed, medians:
 
-- goes on: seconds from the death's discovery until the next rollout can begin;
-- start, load: how much of it the new processes take until they have the model, and to load the checkpoint;
-- first start: what the command's first start of the workers took, beside the start of the engines;
-- again: steps that are made once more, those since the newest checkpoint (one is saved every five steps).
+- resumes: seconds from the detection of the failure until the next rollout can begin;
+- start, load: of these, seconds until the new processes have the model, and to load the checkpoint;
+- first start: seconds of the command's first start of the workers, during the start of the engines;
+- again: repeated steps, those since the newest checkpoint (one is saved every five steps).
 
 Every prompt must be in the run's ledger once, and every step in its metrics.
 """
@@ -45,16 +46,16 @@ from skyasync.trainer.checkpoint.ledger import audit
 if TYPE_CHECKING:
     from skyasync.workers.dispatch import RayWorkerDispatch
 
-KILLS = (6, 18, 30)  # behind these steps
+KILLS = (6, 18, 30)  # after these steps
 STEPS = 40
 CKPT_INTERVAL = 5
 DELAY_S = 0.1  # from the end of a step into the next one's rollout
 ENGINE, WORKER = "_EngineActor", "PolicyWorker"
-TIMES = "times.jsonl"  # in the run's folder, of a run of whose workers one is killed
+TIMES = "times.jsonl"  # in the run's folder, if one worker is killed
 
 
 class Kill(TrainerCallback):
-    """Each kill once, though its step may come again."""
+    """Each kill once, although its step may be repeated."""
 
     def __init__(self, actor_class: str) -> None:
         self._actor_class = actor_class
@@ -102,7 +103,7 @@ Call = Callable[..., Awaitable[None]]
 
 
 def _timed(call: Call, folder: Path, what: str, began: float | None = None) -> Call:
-    """Notes how long a call took, or how long it is since ``began`` when it returns."""
+    """Records the duration of a call, or the time since ``began`` when it returns."""
 
     async def timed(*args: Any) -> None:
         since = began or time.time()
@@ -114,7 +115,7 @@ def _timed(call: Call, folder: Path, what: str, began: float | None = None) -> C
 
 @contextmanager
 def _folder_of_a_run(plan: str, backend: str, actor_class: str, options: list[str]) -> Iterator[Path]:
-    """Of one whose prompts and steps are there once."""
+    """The folder of a run with every prompt and step once."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [f"trainer.plan={plan}", f"generator.backend={backend}", "generator.num_inference_engines=2"]
         arguments += [f"trainer.runs_dir={folder}", "trainer.run_name=run", f"trainer.max_training_steps={STEPS}"]
@@ -129,7 +130,7 @@ def _folder_of_a_run(plan: str, backend: str, actor_class: str, options: list[st
 
 
 def engines(plan: str, backend: str, options: list[str]) -> str:
-    """One run of which engines are killed; its row of the table."""
+    """One run in which engines are killed; its row of the table."""
     with _folder_of_a_run(plan, backend, ENGINE, options) as run:
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] > 0]
     took = {row["step"]: row["time/step_s"] for row in rows}
@@ -145,7 +146,7 @@ def engines(plan: str, backend: str, options: list[str]) -> str:
 
 
 def workers(plan: str, backend: str, options: list[str]) -> str:
-    """One run of whose workers one is killed; its row of the table."""
+    """One run in which one worker is killed; its row of the table."""
     settings = [f"trainer.ckpt_interval={CKPT_INTERVAL}", *options]
     with _folder_of_a_run(plan, backend, WORKER, settings) as run:
         noticed = [row["time"] for row in read_rows(run / "restarts.jsonl")]
@@ -166,10 +167,10 @@ def main() -> None:
     arguments, options = parser.parse_known_args()
     tables = {
         engines: [
-            "| plan | engine | step | the step of a death | alone | recovery | lost |",
+            "| plan | engine | step | step with a failure | one engine | recovery | lost |",
             "|---|---|---|---|---|---|---|",
         ],
-        workers: ["| plan | engine | goes on | start | load | first start | again |", "|---|---|---|---|---|---|---|"],
+        workers: ["| plan | engine | resumes | start | load | first start | again |", "|---|---|---|---|---|---|---|"],
     }
     for row, lines in tables.items():
         for backend in arguments.backends:

@@ -19,16 +19,16 @@ SHOTS = (("", 1280, 1500, False), ("-dark", 1280, 1500, True), ("-phone", 500, 1
 
 
 def browser() -> str | None:
-    """The path of a browser; None where there is none."""
+    """The path of a browser; None if there is none."""
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
 def ask(page: Path | str, *flags: str, width: int = 1280, height: int = 900, dark: bool = False) -> str:
-    """Open a page, a file or an address, and what the browser prints.
+    """Open a page, a file or an address; returns what the browser prints.
 
     Raises:
         FileNotFoundError: if there is no browser.
-        RuntimeError: with what it says, if it fails.
+        RuntimeError: with its output, if it fails.
     """
     program = browser()
     if program is None:
@@ -52,7 +52,7 @@ def shoot(page: Path, picture: Path, width: int, height: int, *, dark: bool = Fa
 
 
 def _shrink(picture: Path) -> None:
-    """256 colours: a third of the bytes, and nothing that one would see."""
+    """256 colours: a third of the bytes, without a visible difference."""
     from PIL import Image
 
     with Image.open(picture) as image:

@@ -1,11 +1,11 @@
-"""A long run, and whether what it holds grows with it: memory of each kind of process, shared memory, disk, step time.
+"""Growth over a long run: memory of each kind of process, shared memory, disk, step time.
 
     uv run -m benchmarks.soak [--minutes 30] [--plan fully_async] [key=value ...]
 
 The first command's model and task, with checkpoints every 20 steps, two of which are kept. It ends after ``--minutes``.
-Per metric the table has the value behind the first fifth of the run (what is loaded and filled by then is no growth),
-at the end, and the slope between, by Theil and Sen's estimator (the median of all pairs' slopes, which single readings
-do not move), per hour. Fails if the memory of any kind of process would grow by more than ``--limit`` GiB in an hour.
+Per metric the table has the value after the first fifth of the run (earlier growth does not count), at the end, and the
+slope between, by Theil and Sen's estimator (the median of all pairs' slopes, which single readings do not move), per
+hour. Fails if the memory of any kind of process would grow by more than ``--limit`` GiB in an hour.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from skyasync.trainer.checkpoint.ledger import audit
 
 HELD = ("controller", "workers", "engines", "environments", "object_store", "shared")
 SETTLED = 0.2  # of the run
-MOST_POINTS = 400  # that slopes are taken of
+MOST_POINTS = 400  # points that slopes are computed from
 Row = dict[str, Any]
 
 
@@ -41,7 +41,7 @@ def soak(arguments: Sequence[str], minutes: float) -> None:
         process.wait(60 * minutes)
         raise RuntimeError(f"the run ended by itself, with status {process.returncode}")
     except subprocess.TimeoutExpired:
-        process.terminate()  # a shell's background jobs do not hear Ctrl-C
+        process.terminate()  # background jobs of a shell ignore Ctrl-C
     finally:
         process.wait(120)
 
@@ -53,7 +53,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 def table(rows: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
-    """By metric: behind the first fifth, at the end, growth per hour."""
+    """By metric: after the first fifth, at the end, growth per hour."""
     begun, found = rows[0]["time"], {}
     settled = begun + SETTLED * (rows[-1]["time"] - begun)
     names = [*(f"memory/{name}_gib" for name in HELD), "disk/run_gib", "time/step_s"]

@@ -1,14 +1,14 @@
-"""What spare samples save, and what they do to the lengths that are trained.
+"""Time saved by oversampling, and its effect on the lengths of trained responses.
 
     uv run -m benchmarks.spares [--samples 8] [--prompts 32] [--batches 2000]
 
-Response lengths are drawn (log-normal, sigma 1; or one in ten nine times as long; cut at 16 means), all samples
-of a batch run at the same time, one token per step: the bound where engines have slots for all. A group is complete
-with its first ``samples`` samples (``skyasync/rollout/group_sampling.py``), a batch with its last group. Columns:
+Response lengths are drawn (log-normal, sigma 1; or one in ten nine times as long; cut at 16 means), all samples of a
+batch run at the same time, one token per step: the bound for engines with slots for all. A group is complete with its
+first ``samples`` samples (``skyasync/rollout/group_sampling.py``), a batch with its last group. Columns:
 
-- steps: decode steps until the batch is complete, over those without spares;
-- trained: mean length of what is trained, over the mean of all responses;
-- dropped: mean length that what is dropped would have had, over the same;
+- steps: decode steps until the batch is complete, relative to those without oversampling;
+- trained: mean length of trained responses, relative to the mean of all responses;
+- dropped: mean full length of dropped responses, relative to the same;
 - wasted: tokens of dropped samples, over all tokens computed.
 """
 

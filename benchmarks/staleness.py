@@ -1,13 +1,13 @@
-"""Final score by objective and staleness, uncorrected beside corrected: does a correction hold where none falls?
+"""Final reward by objective and staleness, with and without correction: does it fall, and does a correction help?
 
     uv run -m benchmarks.staleness [--seeds 3] [--steps 40] [--plan one_step_off] [--processes 2] [--markdown out.md]
     uv run -m benchmarks.staleness --objectives "ppo + token_tis" --control none divided auto
 
 The tiny model learns to sort (32 prompts x 8 samples). With ``one_step_off`` staleness is exactly the queue's depth
-(``trainer.async_queue_size``; 0 is the synchronous plan), by the tokens' own stamps; with ``fully_async`` it is at
-most ``trainer.max_staleness``, and what it was is printed with each run. Real engine, real updates, real weight
-syncs, all in one process per run. The score is the mean held-out score (256 prompts, temperature 1) of
-the last two evaluations, ten steps apart; the table shows mean and range over seeds.
+(``trainer.async_queue_size``; 0 is the synchronous plan), by the tokens' policy versions; with ``fully_async`` it is at
+most ``trainer.max_staleness``, and its measured value is printed with each run. Real engine, real updates, real weight
+syncs, all in one process per run. The result is the mean held-out reward (256 prompts, temperature 1) of the last two
+evaluations, ten steps apart; the table shows mean and range over seeds.
 
 ``--control`` repeats the table with other step sizes: ``divided`` is the learning rate over 1 + staleness, and ``auto``
 is ``trainer.staleness_control=auto``. Further ``key=value`` arguments are settings of all runs; with
@@ -50,7 +50,7 @@ class Job:
 
 
 class Memory:
-    """A tracker that remembers the evaluations."""
+    """A tracker that keeps the evaluations."""
 
     def __init__(self) -> None:
         self.scores: list[float] = []

@@ -1,19 +1,19 @@
-"""How long engines stand still while weights are swapped under requests in flight, and whether any is lost.
+"""Pause of engines by in-flight weight updates, and a check that no request is lost.
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.swap_stall [--backends transformers vllm] [--hidden 256] [--swaps 5]
 
-A Llama of 6 layers, 64 requests of 200 tokens in flight, a swap every 30 tokens, one thread. Weights go as in a run:
-they are published into memory that the engine has mapped, while it computes; then it is paused. What lies there is
-proven before the pause where the engine computes on it, and else while it loads. Per engine:
+A Llama of 6 layers, 64 requests of 200 tokens in flight, a weight update every 30 tokens, one thread. Weights are sent
+as in a run: published into memory that the engine has mapped, while it computes; then it is paused. The buffer is
+verified before the pause if the engine computes on it, otherwise while it loads. Per engine:
 
-- load: ``update_weights`` on the idle engine, the least that a swap can take;
-- stall: for swaps that keep the cache, how much longer than usual the engine reports no new token across the swap;
-- keep: from ``pause`` to the return of ``resume`` of these swaps, the rest of the decode step under way included;
-- recompute: from ``cut`` to the return of ``resume``; the requests are then continued from their tokens;
-- load and stall, CPU: of this process, in which the embedded engine is as a whole; what else the machine does changes
-  it little. With vLLM it is the way of the messages alone.
+- load: ``update_weights`` on the idle engine, the minimum of an update;
+- stall: for updates that keep the cache, by how much the gap between two tokens is longer than usual;
+- keep: from ``pause`` to the return of ``resume`` of these updates, including the rest of the current decode step;
+- recompute: from ``cut`` to the return of ``resume``; the requests then continue from their tokens;
+- load and stall, CPU: of this process, which has the whole embedded engine; other load changes it little. With vLLM it
+  is the cost of messages alone.
 
-Every request must come back whole: all its tokens, each with a version, the versions rising.
+Every request must come back whole: all its tokens, each with a version, in rising order.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOKENS_PER_SWAP = 30  # of every request
 
 
 class Moment(NamedTuple):
-    """Seconds of the clock, and of the processor."""
+    """Wall-clock seconds, and CPU seconds."""
 
     clock: float
     used: float
@@ -91,7 +91,7 @@ class Bench:
         return Moment.now().since(start)
 
     async def stalls(self, stop: Callable[[], Awaitable[None]]) -> list[tuple[float, float]]:
-        """When each swap began and ended; ``stop`` is what comes before the weights."""
+        """When each update began and ended; ``stop`` is the call before the weights."""
         before = (await self.client.stats())[0].generated_tokens
         sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         first = self.version
@@ -111,7 +111,7 @@ class Bench:
         return found
 
     async def silences(self) -> tuple[list[float], list[Moment]]:
-        """For swaps that keep the cache: seconds of each, and how long the engine reported no token."""
+        """For updates that keep the cache: seconds of each, and how long the engine reported no token."""
         at: list[Moment] = []
 
         async def listen() -> None:
@@ -133,7 +133,7 @@ class Bench:
 
 
 def _across(at: list[Moment], gaps: list[Moment], swap: tuple[float, float]) -> Moment | None:
-    """The longest gap between two tokens that a swap falls into; None behind the last token."""
+    """The longest gap between two tokens around an update; None after the last token."""
     met = [gap for (a, b), gap in zip(pairwise(at), gaps, strict=True) if a.clock < swap[1] and b.clock > swap[0]]
     return max(met, default=None)
 
@@ -141,7 +141,7 @@ def _across(at: list[Moment], gaps: list[Moment], swap: tuple[float, float]) -> 
 def assert_whole(answer: GenerationOutput) -> None:
     assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == TOKENS, "tokens are lost"
     assert (answer.versions[1:] >= answer.versions[:-1]).all()
-    assert len(set(answer.versions)) > 1, "no swap fell into this request"
+    assert len(set(answer.versions)) > 1, "no update fell into this request"
 
 
 async def measure(backend: str, folder: str, weights: dict[str, Tensor], swaps: int) -> str:

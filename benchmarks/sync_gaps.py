@@ -1,17 +1,17 @@
-"""Trainer against engine after 20 random updates: every shape, dtype, way of sending and KV policy, in one table.
+"""Trainer against engine after 20 random updates: every shape, dtype, transfer and KV policy, in one table.
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.sync_gaps [--backend vllm] [--shapes llama gpt2]
         [--dtypes float32] [--ties tied] [--modes full delta adapter] [--kv keep recompute] [--rope] [--looks 20]
 
 Random models of two layers with random weights. Before each update requests are in flight; they keep their cache
-(``keep``) or are cut and continued anew (``recompute``). Then every weight is changed at random (of an adapter's,
-with ``adapter``), handed over and proven. Mean absolute differences of log-probabilities, in nats:
+(``keep``) or are interrupted and continued with a new one (``recompute``). Then every weight is changed at random (of
+an adapter's, with ``adapter``), synced and verified. Mean absolute differences of log-probabilities, in nats:
 
-- floor: of the probe at start-up, when both have the weights of one file; limit: what follows from it;
-- probe: after an update, the largest of the 20 (or of the ``looks`` that are taken, the last among them);
+- floor: of the verification prompts at start-up, when both have the weights of one file; limit: computed from it;
+- probe: of the same after an update, the largest of the 20 (or of ``looks`` updates, including the last);
 - sampled: of tokens sampled after the updates, as the engine reported them;
-- in flight: of tokens that requests got after an update through which they lived. What ``keep`` keeps was
-  computed by older weights, so there it is no error but what that policy costs.
+- in flight: of tokens after an update that requests of before the update got. With ``keep`` older weights computed
+  their cache, so the difference is the cost of that policy and not an error.
 
 ``rope``: the same with ``trainer.policy.model.config_kwargs``, another base and scaling of rotary embeddings.
 """
@@ -96,7 +96,7 @@ def save(shape: Shape, folder: str, head_dim: int) -> str:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(configuration(shape, head_dim)).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({str(token): token for token in range(VOCABULARY)}, unk_token="0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(folder)  # vLLM's adapters want one
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="0").save_pretrained(folder)  # vLLM's adapters need one
     return folder
 
 
@@ -112,7 +112,7 @@ def settings(shape: Shape, path: str, backend: str, *, adapter: bool) -> Config:
 
 
 class Both:
-    """A trainer and an engine of one model, and what is between them."""
+    """A trainer and an engine of one model, and the sync between them."""
 
     def __init__(self, shape: Shape, path: str, backend: str, *, adapter: bool) -> None:
         cfg = settings(shape, path, backend, adapter=adapter)
@@ -147,7 +147,7 @@ class Both:
         return prompt, await self.client.generate(GenerationRequest(f"r{self._asked}", prompt, sampling))
 
     async def gaps(self, samples: Sequence[tuple[list[int], GenerationOutput]]) -> list[float]:
-        """Of each token of the newest version: what the engine reported against what the trainer computes."""
+        """Of each token of the newest version: the engine's log-probability against the trainer's."""
         whole = [[*prompt, *output.token_ids.tolist()] for prompt, output in samples]
         expected = await self.dispatch.score(whole)
         return [
@@ -163,13 +163,13 @@ class Both:
 async def measure(
     shape: Shape, modes: Sequence[str], kvs: Sequence[str], backend: str, updates: int = UPDATES, looks: int = UPDATES
 ) -> AsyncIterator[tuple[str, str, dict[str, float]]]:
-    """A row for each way of sending and KV policy, by one trainer and one engine; adapters need their own.
+    """A row for each transfer and KV policy, by one trainer and one engine; adapters need their own.
 
     Args:
-        looks: updates after which trainer and engine are compared; the last is among them.
+        looks: updates after which trainer and engine are compared, including the last.
 
     Raises:
-        WeightSyncError: where a hand-over is not proven.
+        WeightSyncError: if a sync is not verified.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = await asyncio.to_thread(save, shape, folder, 32 if backend == "vllm" else 8)
@@ -177,7 +177,7 @@ async def measure(
         await both.client.start()
         try:
             await both.sync.measure_floor()
-            await both.hand_over("keep")  # so that all that is sampled has the adapter, where there is one
+            await both.hand_over("keep")  # so that all samples have the adapter, if there is one
             for mode, kv in product(modes, kvs):
                 both.dispatch._cfg.generator.weight_sync_mode = "delta" if mode == "delta" else "full"
                 both.dispatch.transfer = memory_transfer(both.dispatch._cfg, both.dispatch._groups)

@@ -1,8 +1,9 @@
-"""The Tinker server on the tiny model: its time per step beside ``sync`` on the same work, and a client beside kills.
+"""The Tinker server on the tiny model: its time per step compared with ``sync`` on the same work, and a client under
+kills.
 
-python -m benchmarks.tinker ratio --turns 3                            # both train one adapter on the same prompts
-python -m benchmarks.tinker ratio --turns 3 --hidden 512 --layers 8    # of a larger model
-python -m benchmarks.tinker kills --times 20     # kills an engine, the ranks and the server in turn
+    python -m benchmarks.tinker ratio --turns 3                            # both train one adapter on the same prompts
+    python -m benchmarks.tinker ratio --turns 3 --hidden 512 --layers 8    # of a larger model
+    python -m benchmarks.tinker kills --times 20     # kills an engine, the ranks and the server in turn
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def train(base_url: str, base_model: str, steps: int) -> list[dict[str, float]]:
 
 
 def train_sync(base_model: str, steps: int, folder: Path) -> list[dict[str, float]]:
-    """Of each step of ``sync``, as its metrics have it."""
+    """Of each step of ``sync``, from its metrics."""
     words = [
         "trainer.plan=sync", f"trainer.policy.model.path={base_model}", f"trainer.train_batch_size={PROMPTS}",
         f"generator.n_samples_per_prompt={SAMPLES}",
@@ -121,7 +122,7 @@ def train_sync(base_model: str, steps: int, folder: Path) -> list[dict[str, floa
 
 
 def medians(name: str, steps: list[dict[str, float]]) -> float:
-    """Print those of the steps but the first; returns the one of the whole step."""
+    """Print the medians of all steps but the first; returns that of the whole step."""
     found = {what: statistics.median(step[what] for step in steps[WARM:]) for what in steps[0]}
     print(f"{name:6}", ", ".join(f"{value:.3f} {what}" for what, value in found.items()))
     return found["s/step"]
@@ -141,7 +142,7 @@ def ratio(steps: int, turns: int, model: str, folder: Path) -> None:
 
 
 def kill(process: psutil.Process, title: str) -> None:
-    """One process of the server whose title begins so, as soon as there is one."""
+    """Kill a process of the server whose title begins with ``title``, as soon as there is one."""
     while True:
         for child in process.children(recursive=True):
             try:
@@ -154,7 +155,7 @@ def kill(process: psutil.Process, title: str) -> None:
 
 
 def kills(times: int, model: str, folder: Path) -> None:
-    """The losses of a model beside which processes are killed must be those of the same model without kills."""
+    """The losses of a model during kills of processes must be those of the same model without kills."""
     tokens = list(range(40, 60))
     target: Any = {"target_tokens": tokens[1:]}
     rows = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), target)]
@@ -170,7 +171,7 @@ def kills(times: int, model: str, folder: Path) -> None:
     wanted, found, killed = list[float](), list[float](), 0
     titles = ("ray::_EngineActor", "ray::MultiAdapterWorker")
     client: Any = None
-    begun: Any = None  # a request that the server did not live to answer
+    begun: Any = None  # a request that the server has lost
     while killed < times:
         with server(folder, model) as (base_url, process):
             if client is None:
@@ -192,8 +193,8 @@ def kills(times: int, model: str, folder: Path) -> None:
                 killed += 1
                 print(f"{killed:2} the server", flush=True)
     same = found == wanted[: len(found)]
-    verdict = "bitwise those" if same else "NOT those"
-    print(f"{killed} kills, {len(found)} steps without an error; losses {verdict} without kills")
+    result = "bitwise those" if same else "NOT those"
+    print(f"{killed} kills, {len(found)} steps without an error; losses {result} without kills")
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
-"""Seconds per policy update of a tiny model on one core, and what each saving is worth.
+"""Seconds per policy update of a tiny model on one core, and the effect of each optimization.
 
     python -m benchmarks.update_speed            # 1,024 sequences of about 40 + 15 tokens, 0.45 M parameters
     python -m benchmarks.update_speed --ragged   # log-normal lengths, the longest 8 times the mean
     python -m benchmarks.update_speed --trees    # agents' episodes of 8 turns x 4 branches
     python -m benchmarks.update_speed --profile  # where the time goes
 
-All variants run in turn, several rounds, in one process; the table shows the median of each one's seconds (of its one
-core), and of the ratios to the library's own setting in the same round, token by token, which survive a noisy machine.
+All variants run in turn, several rounds, in one process. The table shows the medians of their CPU seconds (of one core)
+and of the ratios to the library's defaults in the same round, token by token, which are stable on a noisy machine.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def ragged_batch(rows: int = 128, mean: int = 128, longest: int = 8) -> UpdateBa
     """Rows of log-normal lengths, the longest ``longest`` times the mean; each has a prompt of its own."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(rows, generator=generator, dtype=torch.float64)
-    low, high = 0.0, 4.0  # of the logarithm's standard deviation, which decides how far the longest is from the mean
+    low, high = 0.0, 4.0  # of the logarithm's standard deviation, which determines how far the longest is from the mean
     for _ in range(50):
         middle = (low + high) / 2
         drawn = (middle * normal).exp()
@@ -152,7 +152,7 @@ def unshared(update: Callable[[], object]) -> None:
 
 
 def textbook(model: LlamaForCausalLM, batch: UpdateBatch, rows: int = 64) -> None:
-    """What most trainers do: fixed micro-batches, a padding mask, logits at every position."""
+    """The usual trainer: fixed micro-batches, a padding mask, logits at every position."""
     for piece in batch.split(rows):
         logits = model(piece.tokens, attention_mask=piece.attention_mask.long(), use_cache=False).logits[:, :-1]
         chosen = -F.cross_entropy(logits.flatten(0, 1), piece.tokens[:, 1:].flatten(), reduction="none")
@@ -162,10 +162,10 @@ def textbook(model: LlamaForCausalLM, batch: UpdateBatch, rows: int = 64) -> Non
 
 
 class Bare:
-    """The least that anyone would write, without any of the library: as many tokens in rows of equal length.
+    """A minimal loop without the library: as many tokens in rows of equal length.
 
     Per micro-batch of 4,096 tokens: forward, cross-entropy of every token, backward; then the gradient is clipped and
-    AdamW steps. No rows are laid out, there is neither ratio nor advantage, nothing is checked or reported.
+    AdamW steps. There is no packing, no ratio, no advantage, no check and no metric.
     """
 
     def __init__(self, path: str, tokens: int, width: int, at_once: int = 4096) -> None:
@@ -215,7 +215,7 @@ ROWS = "update, rows packed one by one, 4k"
 
 
 def tree_variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
-    """Each worker is first updated once: what that has computed, and how far the weights differ, is printed."""
+    """Each worker is first updated once, and the differences of their results and weights are printed."""
     trees, rows = worker(path, 4096), worker(path, 4096)
     weights = {"before": all_weights(worker(path, 4096))}
     for name, policy in ((OWN, trees), (ROWS, rows)):
@@ -268,14 +268,14 @@ def main() -> None:
 
 
 def rounds(functions: dict[str, Callable[[], object]], count: int) -> Iterator[dict[str, float]]:
-    """Seconds of each; the padded batches, which take most of them, are in every fifth round."""
+    """Seconds of each; the padded batches, which take most of the time, are in every fifth round."""
     for number in range(count):
         chosen = {name: function for name, function in functions.items() if number % 5 == 0 or name != PADDED}
         yield {name: cpu_seconds(function) for name, function in chosen.items()}
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
-    """Of one thread: what others do on the machine is not counted."""
+    """Of one thread: other work on the machine is not counted."""
     began = time.process_time()
     function()
     return time.process_time() - began

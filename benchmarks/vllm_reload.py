@@ -1,9 +1,9 @@
-"""What vLLM itself takes to load weights: ``benchmarks.weight_sync`` compares with it.
+"""The time of vLLM's own loading of weights, which ``benchmarks.weight_sync`` compares with.
 
-Twice: of tensors that its worker has in memory (``reload``), and within a weight sync, where what else the machine does
-strikes both alike (``watch``).
+Measured with tensors in its worker's memory (``reload``), and within a weight sync, so that other load on the machine
+affects both alike (``watch``).
 
-Wants ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``: these functions run in vLLM's workers.
+Needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``: these functions run in vLLM's workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def hold(worker: Any, path: str) -> None:
 
 
 def reload(worker: Any) -> None:
-    """Load what is held; nothing is read meanwhile, and nothing proven."""
+    """Load the copied weights; nothing is read meanwhile, and nothing verified."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -40,7 +40,7 @@ def reload(worker: Any) -> None:
 
 
 def watch(worker: Any) -> None:
-    """From now on count what an update takes: vLLM's own functions, digests of bytes, and questions to layers."""
+    """From now on measure updates: vLLM's own functions, digests of bytes, and comparisons of layers."""
     from skyasync.weight_sync.transfers import vllm_worker as ours
 
     engine = worker.weight_transfer_engine
@@ -54,14 +54,14 @@ def watch(worker: Any) -> None:
 
 
 def spent(worker: Any) -> dict[str, float]:
-    """Milliseconds of the processor by kind since it was asked last. Digests are made while vLLM's own load waits."""
+    """CPU milliseconds by kind since the last call. Digests are computed while vLLM's own load waits."""
     found = {kind: 1000 * worker.spent.pop(kind, 0.0) for kind in ("all", "own", "digests", "asking")}
     found["own"] -= found["digests"]
     return found
 
 
 def counted(into: Counter[str], kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same call; the processor's seconds that it takes are added up."""
+    """The same call, whose CPU seconds are added up."""
 
     def counting(*args: object) -> Any:
         used = time.process_time()
@@ -74,6 +74,6 @@ def counted(into: Counter[str], kind: str, call: Callable[..., Any]) -> Callable
 
 
 async def in_workers(engines: Sequence[Any], function: Callable[..., Any], *args: object) -> list[Any]:
-    """In those of all engines, at the same time; the answers of the first worker of each."""
+    """In the workers of all engines, at the same time; the answers of the first worker of each."""
     answers = await asyncio.gather(*(each.llm.collective_rpc(function, args=args) for each in engines))
     return [found[0] for found in answers]

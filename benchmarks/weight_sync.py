@@ -1,25 +1,25 @@
-"""What a weight sync costs on this machine, part by part, beside one plain copy of the weights.
+"""The cost of a weight sync on this machine, part by part, relative to one plain copy of the weights.
 
     OMP_NUM_THREADS=1 uv run -m benchmarks.weight_sync [--model FOLDER] [--dtype float32] [--backends transformers vllm]
         [--engines 1 2] [--ways memory file]
 
 Policy and engines with one thread each; medians of some syncs, in milliseconds:
 
-- memcpy: one copy of the weights from memory to memory, the measure of the rest;
+- memcpy: one copy of the weights from memory to memory, the unit of the rest;
 - reload: vLLM's own, of tensors in the memory of its worker, in all engines at the same time: nothing is read, and
-  nothing proven;
+  nothing verified;
 - publish: the trainer gathers, converts, digests and writes them;
-- update: the engines read them, load them and prove that they hold them (what the embedded one computes on where it
-  lies, the trainer reads again meanwhile, in sync);
-- sync: both, as a run does them: what a step waits for; and the CPU time of this process, and of those of the engines,
+- update: the engines read them, load them and verify them (if the embedded engine computes on the trainer's buffer, the
+  trainer reads it again meanwhile, in sync);
+- sync: both, as a run does them: the wait of a step; and the CPU time of this process, and of those of the engines,
   meanwhile, which other programs on the machine change less (as do the columns with ", CPU");
-- over, over CPU: what a sync takes beyond vLLM's own reload, in memcpys per engine; the same of the processor's time;
+- over, over CPU: the time of a sync beyond vLLM's own reload, in memcpys per engine; the same of CPU time;
 
-and of that sync, in the processor's time of all engines together:
+and of that sync, in CPU time of all engines together:
 
-- own: vLLM's own functions; asking: each of its layers for what it computes with; digests: of bytes that it read;
-- write, prove: the trainer's copy and its digests, and its second look at what lies there, both once for all engines;
-- parts: all but vLLM's own, in memcpys per engine: what is left is messages, and processes that wait;
+- own: vLLM's own functions; asking: comparing each layer's weights; digests: of bytes that it read;
+- write, prove: the trainer's copy and its digests, and its second digests of the buffer, both once for all engines;
+- parts: all but vLLM's own, in memcpys per engine: the rest is messages, and processes that wait;
 
 - digest: one of all weights;
 - probe: the comparison of log-probabilities, in the first two syncs and every ``generator.verify_interval``-th.
@@ -71,7 +71,7 @@ class Bench:
     """A policy and some engines of one model.
 
     Args:
-        folder: weights go by a file in it, as they do to engines elsewhere; empty is by memory that all have mapped.
+        folder: weights are sent by a file in it, as to remote engines; empty: by shared memory.
     """
 
     def __init__(self, backend: str, engines: int, path: str, dtype: str, folder: str) -> None:
@@ -83,7 +83,7 @@ class Bench:
         config = EngineConfig(path, dtype=dtype, threads=1, max_model_len=512, max_num_seqs=64, kv_cache_gb=0.5)
         self.client = InferenceClient([ENGINES[backend](config) for _ in range(engines)])
         self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16)
-        self.sync.expects_late_engines = True  # as in a run that replaces engines that die, which is the default
+        self.sync.expects_late_engines = True  # as in a run that replaces failed engines, which is the default
         model = self.dispatch._policy.backend.model.model
         self.weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
         self.copies = [torch.zeros_like(tensor) for tensor in self.weights.values()]
@@ -122,7 +122,7 @@ class Bench:
             await in_workers(self.client.engines, watch)
 
     async def parts(self) -> dict[str, float]:
-        """Milliseconds of the processor by kind since it was asked last, of all engines together."""
+        """CPU milliseconds by kind since the last call, of all engines together."""
         kinds = ("own", "asking", "digests", "write", "prove")
         engines = await in_workers(self.client.engines, spent) if self.reloads else []
         own = {kind: 1000 * self.spent.pop(kind, 0.0) for kind in kinds}
@@ -147,7 +147,7 @@ class Bench:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all that it has started."""
+    """Of this process and of all its descendants."""
     used = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--syncs", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ``reload`` is run in its workers
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # ``reload`` runs in its workers
     from examples.smollm2.model import build
 
     options.model = options.model or build()

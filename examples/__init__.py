@@ -1,1 +1,1 @@
-"""Recipes beside the library: each folder is one, runnable from the repository's root."""
+"""Recipes for the library: each folder is one, runnable from the repository's root."""

@@ -1,8 +1,8 @@
-"""An agent with OpenAI's own client: it asks the model, runs the calculator where it is called, and checks the answer.
+"""An agent with OpenAI's own client: it calls the model, runs the calculator if it is called, and checks the answer.
 
     uv run --extra openai -m skyasync --config examples/agents/config.yaml
 
-Nothing here knows of training: with another base URL and key this program runs against any server.
+The program does not know of training: with another base URL and key it runs against any server.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MOST_TURNS = 3
 
 @cache
 def connections() -> DefaultAsyncHttpxClient:
-    """Shared by all episodes of a process: making a client of its own for each takes longer than an episode."""
+    """Shared by all episodes of a process: making a client for each takes longer than an episode."""
     return DefaultAsyncHttpxClient()
 
 
 async def run_agent(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, Any]:
-    """Play one question; the score is 1 if the last reply is the answer."""
+    """Play one question; the reward is 1 if the last reply is the answer."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
     messages = list(data["prompt"])
     for turn in range(MOST_TURNS):

@@ -23,7 +23,7 @@ from openai import AsyncOpenAI
 from examples.agents.calculator import MOST_TURNS, connections
 from examples.agents.tasks import calculate
 
-set_tracing_disabled(True)  # it would send what happens to OpenAI's servers
+set_tracing_disabled(True)  # otherwise it would send traces to OpenAI's servers
 
 
 @function_tool
@@ -33,12 +33,12 @@ def calculator(expression: str) -> str:
 
 
 async def run_agent(data: dict[str, Any], base_url: str, api_key: str) -> float:
-    """Play one question; the score is 1 if the last reply is the answer."""
+    """Play one question; the reward is 1 if the last reply is the answer."""
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
     agent = Agent(name="calculator", tools=[calculator], model=model)
     try:
         result = await Runner.run(agent, data["prompt"], max_turns=MOST_TURNS, run_config=RunConfig())
-    except (MaxTurnsExceeded, ModelBehaviorError):  # it went on calling, or called a tool that is not there
+    except (MaxTurnsExceeded, ModelBehaviorError):  # too many calls, or a call of an unknown tool
         return 0.0
     return float(str(result.final_output).strip() == data["answer"])

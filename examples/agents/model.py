@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from examples.agents.tasks import CALCULATOR, calculate, questions, text
 from skyasync.examples.warm_start import IGNORED, Row, WarmStartRecipe, byte_level_bpe
 
-#: ChatML; of the tools only their names are shown, and calls have the Hermes form.
+#: ChatML; of the tools only their names are shown, and calls have the Hermes format.
 TEMPLATE = (
     "{% if tools %}"
     "{{ '<|im_start|>system\ntools:' }}{% for tool in tools %}{{ ' ' + tool.function.name }}{% endfor %}"
@@ -40,7 +40,7 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-#: Not special tokens: what a call says must survive decoding.
+#: Not special tokens: decoding must keep the text of a call.
 CALL_TAGS = [AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")]
 _ASSISTANT = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 

@@ -1,9 +1,9 @@
-"""Products of two-digit numbers, which a tiny model cannot do in its head but a calculator can.
+"""Products of two-digit numbers, which a tiny model cannot compute by itself but with a calculator.
 
-They have four digits, so that what must be copied from the calculator stands at the same distance every time: the model
-has two layers and a short warm start.
+They have four digits, so that the number to copy from the calculator is always at the same distance: the model has two
+layers and a short warm start.
 
-Invariant: training and held-out products are disjoint: a checksum of the question decides which side it is on.
+Invariant: training and held-out products are disjoint: a checksum of the question decides its side.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PRODUCT = re.compile(r"\s*(\d{1,6})\s*\*\s*(\d{1,6})\s*")
 
 
 def calculate(expression: Any) -> str:
-    """What the tool says."""
+    """The tool's answer."""
     found = _PRODUCT.fullmatch(expression) if isinstance(expression, str) else None
     return str(int(found[1]) * int(found[2])) if found else "error"
 

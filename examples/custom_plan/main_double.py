@@ -1,4 +1,4 @@
-"""A plan of one's own: two training steps per weight sync, the next two batches generated meanwhile.
+"""A user's plan: two training steps per weight sync, while the next two batches are generated.
 
 python -m examples.custom_plan.main_double [key=value ...]
 python -m skyasync trainer.plan=examples.custom_plan.main_double:TwoStepsPerSync [key=value ...]
@@ -8,8 +8,8 @@ python -m skyasync trainer.plan=examples.custom_plan.main_double:TwoStepsPerSync
 | generation loop | room for two batches in a queue | training loop, which takes one per step                |
 | training loop   | a batch in the queue            | generation loop, which never waits while it is empty   |
 
-A weight swap pauses the engines for a moment, whatever they are doing. Of the batches generated ahead two are
-queued and one is in the making, and weights change every other step: no sample is more than four versions old.
+A weight update pauses the engines for a moment. Two generated batches are in the queue and one is being generated, and
+weights change every other step: the staleness of a sample is at most 4.
 """
 
 import asyncio
@@ -20,7 +20,10 @@ from skyasync.utils.task_group import run_together
 
 class TwoStepsPerSync(RayPPOTrainer):
     asynchronous = True
-    reads = ("trainer.partial_rollout", "trainer.eval_mode")  # engines are busy at a swap and during evaluation
+    reads = (
+        "trainer.partial_rollout",
+        "trainer.eval_mode",
+    )  # engines are busy during a weight update and during evaluation
 
     async def train(self):
         batches = asyncio.Queue(maxsize=2)

@@ -1,1 +1,1 @@
-"""FrozenLake, an agent's game of several turns, on a tiny chat model: learnt on a laptop, nothing downloaded."""
+"""FrozenLake, an agent's game of several turns, on a tiny chat model: learned on a laptop, without downloads."""

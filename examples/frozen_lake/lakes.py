@@ -1,7 +1,7 @@
 """Random lakes, by default of 4x4 fields: rows for training and evaluation, and a teacher that knows the way.
 
 Invariant: a lake is a function of its seed and size alone, and no held-out lake has the same map as one that is trained
-on: a checksum of the map decides which side it is on.
+on: a checksum of the map decides its side.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lake(seed: int, size: int = SIZE) -> tuple[str, ...]:
 
 
 def most_steps(size: int = SIZE) -> int:
-    """Of a game; the shortest way has ``2 * (size - 1)``."""
+    """Steps of a game; the shortest way has ``2 * (size - 1)``."""
     return 2 * size
 
 
@@ -47,7 +47,7 @@ def seeds(split: Split, start: int = 0, size: int = SIZE) -> Iterator[int]:
 
 
 def row(seed: int, size: int = SIZE) -> dict[str, Any]:
-    """As a dataset's row: the environment draws the lake below the (empty) prompt."""
+    """A dataset's row: the environment draws the lake below the (empty) prompt."""
     return {
         "prompt": [{"role": "user", "content": ""}],
         "env_class": "gymnasium",
@@ -81,7 +81,7 @@ def best_actions(board: tuple[str, ...], at: Place) -> list[str]:
 
 @lru_cache(maxsize=65536)
 def _distances(board: tuple[str, ...]) -> dict[Place, int]:
-    """Steps to the goal of every field from which it can be reached."""
+    """Steps to the goal from every field that has a way to it."""
     size = len(board)
     goal = (size - 1, size - 1)
     found, queue = {goal: 0}, deque([goal])
@@ -96,9 +96,9 @@ def _distances(board: tuple[str, ...]) -> dict[Place, int]:
 
 
 def lesson(seed: int, rng: random.Random, careful: float, size: int = SIZE) -> list[dict[str, str]]:
-    """A game as its teacher plays it: a best move with probability ``careful``, else any; it may drown.
+    """A game played by its teacher: a best move with probability ``careful``, otherwise any; it may fall into a hole.
 
-    Every answer is a move that a good or a careless player makes, so who learns from it plays so as well.
+    Every answer is a move of a good or a careless player, so a model that learns from it plays like one.
     """
     board, at, messages = lake(seed, size), (0, 0), []
     for _ in range(most_steps(size)):

@@ -45,7 +45,7 @@ def prepare(output_dir: Path, source: Path | None = None) -> dict[str, Path]:
 
 
 def to_row(question: dict[str, str], split: str, index: int) -> dict[str, Any]:
-    """One question as the conversation to answer, the environment that judges, and what that needs to know."""
+    """One question as the conversation to answer, the environment that rewards it, and the answer that it needs."""
     truth = final_number(question["answer"])
     if truth is None:
         raise UserError(f"{split} row {index}: no number after '####' in the solution {question['answer']!r}")

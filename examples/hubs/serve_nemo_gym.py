@@ -1,7 +1,7 @@
-"""Serve one resources server of an installed nemo-gym, as it is: ``python serve_nemo_gym.py blackjack 8000``.
+"""Serve one resources server of an installed nemo-gym, unchanged: ``python serve_nemo_gym.py blackjack 8000``.
 
-Runs in the environment of nemo-gym, which this library does not share. Its own ``ng_run`` starts agents and models too,
-for which the trainer stands in.
+Runs in the Python environment of nemo-gym, which this library does not share. Its own ``ng_run`` starts agents and
+models too, which the trainer replaces.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""Train the tiny model for a few steps in environments of other programs, one after another; prints what came out.
+"""Train the tiny model for a few steps in environments of other programs, one after another; prints the results.
 
     python -m examples.hubs.try_all --openenv VENV --envs OPENENV_REPOSITORY/envs --nemo-gym VENV [NAME ...]
 
-See README.md for how the two environments of Python are made. Every server is started here and ended here.
+See README.md for how to make the two Python environments. This program starts and ends every server.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Trial(NamedTuple):
     settings: tuple[str, ...] = ()
 
 
-ONE_AT_A_TIME = ("generator.max_concurrent_episodes=1",)  # what most of OpenEnv's servers allow
+ONE_AT_A_TIME = ("generator.max_concurrent_episodes=1",)  # the limit of most of OpenEnv's servers
 TRIALS = {
     "echo_env": Trial("openenv", {}, ONE_AT_A_TIME),
     "grid_world_env": Trial("openenv", {"show": ["message"]}, ONE_AT_A_TIME),
@@ -75,7 +75,7 @@ def wait_for(path: str, server: subprocess.Popen[bytes]) -> None:
             with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=5):
                 return
         except urllib.error.HTTPError:
-            return  # it answers; what it serves is checked by the run
+            return  # it answers; the run checks what it serves
         except OSError:
             time.sleep(0.5)
     raise RuntimeError("the server did not start")

@@ -4,9 +4,8 @@
     python examples/hubs/verifiers_player.py runs/hub env.json                   # with the Python of verifiers
 
 ``env.json`` is the ``env`` of verifiers' own configuration: a taskset with its settings, and each player's runtime.
-Every session is one rollout. What verifiers rewards is the session's reward, its metrics are the session's by their
-names. A rollout that fails fails the session. Verifiers retries nothing by default: another try would be a second
-episode of the same session.
+Every session is one rollout, whose reward and metrics become those of the session. A rollout that fails fails the
+session. By default verifiers does not retry: a retry would be a second episode of the same session.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ async def play(env: Any, task: Any, http: httpx.AsyncClient, sessions_key: str) 
         "sessions", headers={"Authorization": f"Bearer {sessions_key}"}, json={"wait_s": 600, "task": task.data.name}
     )
     if opened.status_code == 503:
-        return  # the run wants none at present
+        return  # the run needs none at present
     session = opened.raise_for_status().json()
     variable = f"SESSION_KEY_{id(session)}"  # verifiers reads keys from the process's environment
     os.environ[variable] = session["api_key"]
@@ -56,7 +55,7 @@ async def play(env: Any, task: Any, http: httpx.AsyncClient, sessions_key: str) 
 
 async def play_all(folder: Path, config: dict[str, Any]) -> None:
     """Session after session, task after task, until the run's endpoint is gone."""
-    found = json.loads((folder / "endpoint.json").read_text())  # there once the run has started
+    found = json.loads((folder / "endpoint.json").read_text())  # it exists once the run has started
     env = vf.load_environment(resolve_env_config(config))
     tasks = list(itertools.islice(env.taskset.load(), 1000))
     samples = int(os.environ.get("SAMPLES", "4"))  # generator.n_samples_per_prompt: the sessions of one task

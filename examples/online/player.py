@@ -1,9 +1,9 @@
-"""A program of its own that trains the model it talks to: it opens a session, asks, and says how good the answer was.
+"""A separate program that trains the model it talks to: it opens a session, asks, and sends a reward for the answer.
 
     uv run -m skyasync --config examples/online/config.yaml trainer.run_name=online   # in one terminal
     python -m examples.online.player runs/online                                      # in another
 
-It needs nothing of this library, and no other one: sessions are three requests over HTTP. It ends when the run does.
+It needs neither this library nor another one: sessions are three requests over HTTP. It ends when the run does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def post(url: str, key: str, **body: Any) -> dict[str, Any]:
 
 
 def play(base_url: str, sessions_key: str) -> None:
-    """One session: a row of the run's data, one answer, one score."""
+    """One session: a row of the run's data, one answer, one reward."""
     session = post(f"{base_url}/sessions", sessions_key, wait_s=600)
     key, row = session["api_key"], session["data"]
     answer = post(f"{base_url}/chat/completions", key, messages=row["prompt"])
@@ -37,19 +37,19 @@ def play(base_url: str, sessions_key: str) -> None:
 
 
 def play_on(base_url: str, sessions_key: str) -> None:
-    """Session after session, until nobody listens any more."""
+    """Session after session, until the endpoint is closed."""
     while True:
         try:
             play(base_url, sessions_key)
         except urllib.error.HTTPError as error:
-            if error.code not in (401, 503):  # the session ran out of time; the trainer wants none at present
+            if error.code not in (401, 503):  # the session timed out; the trainer needs none at present
                 raise RuntimeError(error.read().decode()) from error
         except OSError:
             return
 
 
 def endpoint_of(folder: Path) -> dict[str, str]:
-    """What the run has written down for its programs, as soon as it is there."""
+    """The endpoint's address, which the run writes to its folder."""
     file = folder / "endpoint.json"
     while not (file.exists() and file.read_text()):
         time.sleep(0.2)

@@ -10,7 +10,7 @@ END = "<|im_end|>"
 
 
 class AgentInstance(AgentInstanceBase):
-    """1 for the right answer, half of it for the right answer at the second try."""
+    """Reward 1 for the right answer, 0.5 for the right answer at the second attempt."""
 
     async def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.tries = 0

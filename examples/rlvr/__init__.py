@@ -1,1 +1,1 @@
-"""Verifiable rewards in two domains, each with a judge of its own."""
+"""Verifiable rewards in two domains, each with its own reward function."""

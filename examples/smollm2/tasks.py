@@ -1,7 +1,7 @@
-"""One-digit addition for a small pretrained model, which answers about one question in five rightly.
+"""One-digit addition for a small pretrained model, which answers about one question in five correctly.
 
 Invariant: training and held-out questions are disjoint, down to the pair of digits: the 100 pairs are shuffled once
-with a fixed seed and cut in two, and only then put into words.
+with a fixed seed and split, and only then put into words.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ TRAIN, HELD_OUT = 100_000, 0  # first seeds
 
 
 def row(seed: int, size: int = 6, boxes: int = 1, max_steps: int = 10) -> dict[str, Any]:
-    """As a dataset's row: the environment draws the board below the prompt."""
+    """A dataset's row: the environment draws the board below the prompt."""
     return {
         "prompt": [{"role": "user", "content": "Push every box onto a target. Answer with one move in brackets."}],
         "env_class": "textarena",

@@ -1,4 +1,4 @@
-"""Reinforcement learning of sums with Tinker's SDK, which knows nothing of this library: GRPO with importance sampling.
+"""Reinforcement learning of sums with Tinker's SDK, without this library: GRPO with importance sampling.
 
 skyasync tinker                                            # prints both
 python examples/tinker/arithmetic.py TINKER_BASE_URL base_model

@@ -28,9 +28,9 @@ async def length(data: dict[str, Any], base_url: str, api_key: str) -> float:
             raise SystemExit(3)
         if failure == "hangs":
             await asyncio.sleep(ASYNC_SLEEP_S)
-        if failure == "dies":
+        if failure == "crashes":
             os._exit(1)
-        if failure == "dies once" and first_time(data["mark"]):
+        if failure == "crashes once" and first_time(data["mark"]):
             os._exit(1)
         wrong = {"nan": float("nan"), "none": None, "text": "1.0", "bool": True, "key": {"score": 1.0}}
         wrong["metric"] = {"reward": 1.0, "metrics": {"x": float("inf")}}

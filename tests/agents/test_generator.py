@@ -249,9 +249,9 @@ async def test_processes_that_die_are_replaced(ray_session: None, tmp_path: Path
     rules = EpisodeLimits(on_error="mask")
     async with generator(ray_processes(f"{PROGRAMS}:length", {}, [], "127.0.0.1"), rules=rules) as found:
         mark = str(tmp_path / "died")
-        groups = await played(found, [prompt(0, fails="dies once", mark=mark), prompt(1), prompt(2)])
+        groups = await played(found, [prompt(0, fails="crashes once", mark=mark), prompt(1), prompt(2)])
         assert [g.rewards for g in groups] == [[3.0], [3.0], [3.0]]
-        groups = await played(found, [prompt(3, fails="dies")])
+        groups = await played(found, [prompt(3, fails="crashes")])
         assert groups[0].trajectories[0].metrics["given_up"] == 1.0
 
 

@@ -165,6 +165,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="KIND", help="these alone; KIND=2: with that weight")
     parser.add_argument("--without", nargs="+", default=[], metavar="KIND", help="all but these")
     parser.add_argument("--program", default="", metavar="FILE", help="a training program of your own, from outside")
-    parser.add_argument("--virtual", action="store_true", help="all plans on virtual time instead")
+    parser.add_argument("--virtual", action="store_true", help="all plans in simulation instead")
     parser.add_argument("--schedules", type=int, default=1000, metavar="N", help="so many of them, with --virtual")
     return parser

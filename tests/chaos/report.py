@@ -45,14 +45,14 @@ def summary(seen: Seen, folder: Path, wrong: Sequence[str]) -> list[str]:
     """The summary in Markdown."""
     usual, hit = usual_s(seen.steps), [strike for strike in seen.strikes if strike.hit]
     lines = [
-        f"{len(seen.strikes)} events in {seen.seconds / 60:.1f} minutes, {len(hit)} of which met something; "
+        f"{len(seen.strikes)} events in {seen.seconds / 60:.1f} minutes, {len(hit)} of which had a target; "
         f"{seen.steps[-1][1] if seen.steps else 0} steps of usually {usual:.2f} s; the command was started "
         f"{len(seen.starts)} times; at the end {seen.ended}.",
         "",
         *_by_kind(seen),
         "",
         *_score(read_rows(folder / "metrics.jsonl")),
-        *(f"Started behind {at:.0f} s: {why}." for at, why in seen.starts[1:]),
+        *(f"Started after {at:.0f} s: {why}." for at, why in seen.starts[1:]),
         "",
         *table(seen),
         "",

@@ -65,7 +65,7 @@ class Ranks(WeightTransfer):
             if not timer.expired():
                 raise
             self.life.kill()
-            self._failure = RanksDiedError("a rank gave no sign of life")
+            self._failure = RanksDiedError("a rank sent no heartbeat")
             raise self._failure from error
         self.busy_s += seconds
 

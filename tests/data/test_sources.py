@@ -47,10 +47,10 @@ def test_json_lines_and_parquet_say_the_same(tmp_path):
 
 
 def test_a_function_of_a_module_and_of_a_file(tmp_path):
-    (tmp_path / "beside.py").write_text("TEXT = 'from beside'\n")
-    (tmp_path / "mine.py").write_text("import beside\ndef rows():\n    return [{'prompt': beside.TEXT}]\n")
+    (tmp_path / "helper.py").write_text("TEXT = 'from the helper'\n")
+    (tmp_path / "mine.py").write_text("import helper\ndef rows():\n    return [{'prompt': helper.TEXT}]\n")
     assert found(f"{HERE}:rows_of_a_function") == ROWS
-    assert found(f"{tmp_path}/mine.py:rows") == [{"prompt": "from beside"}]
+    assert found(f"{tmp_path}/mine.py:rows") == [{"prompt": "from the helper"}]
 
 
 def test_a_folder_of_files_has_splits_by_their_names(tmp_path):

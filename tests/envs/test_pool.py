@@ -288,8 +288,8 @@ async def test_a_worker_that_gives_no_sign_of_life_is_lost_with_its_episodes_and
 async def test_a_worker_that_dies_fails_what_it_ran_at_once_and_says_why():
     pool, workers = slow_pool()
     await begin(pool, "a")
-    workers[0].broken = ConnectionError("the actor died")
-    with pytest.raises(RuntimeError, match="environment of a is lost: the actor died") as caught:
+    workers[0].broken = ConnectionError("the actor failed")
+    with pytest.raises(RuntimeError, match="environment of a is lost: the actor failed") as caught:
         await pool.step("a", "x")
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert asyncio.get_running_loop().time() == 0

@@ -107,7 +107,7 @@ def test_looking_for_tools_runs_none_of_an_environments_properties():
     class Unready(Shop):
         @property
         def shelf(self):
-            raise AssertionError("nobody asked for the shelf")
+            raise AssertionError("a property was read")
 
     (message,) = Unready().call_tools(call("price", item="apple"))[1]
     assert message["content"] == "3"

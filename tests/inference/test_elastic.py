@@ -166,7 +166,7 @@ async def test_a_server_that_cannot_join_yet_is_asked_again(tmp_path: Path, capl
     async with Changing(tmp_path, engines=1, names=(f"{first}/",)) as run:
         run.refusals = [
             UserError("it does not answer"),
-            EngineFailedError("it died"),
+            EngineFailedError("it failed"),
             WeightSyncError("digests differ"),
         ]
         run.want(first, second, "3")

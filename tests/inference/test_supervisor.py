@@ -61,14 +61,14 @@ class Engine(InferenceEngine):
         await asyncio.sleep(START_S)
         if self.machine.broken_starts:
             self.machine.broken_starts -= 1
-            raise EngineFailedError("it died while it loaded")
+            raise EngineFailedError("it failed while it loaded")
 
     async def here(self) -> None:
         if self.gone.is_set():
-            raise EngineFailedError("the actor died")
+            raise EngineFailedError("the actor failed")
         if self.hung:
             await self.gone.wait()
-            raise EngineFailedError("the actor died")
+            raise EngineFailedError("the actor failed")
         async with self.wire:  # messages arrive in the order in which they were sent
             await asyncio.sleep(0.01)
 
@@ -308,9 +308,9 @@ async def test_when_all_restarts_are_used_the_run_ends_with_the_error_of_the_dea
             await asyncio.sleep(8.5)
             run.kill(1)
         found = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [str(error) for error in found] == ["the actor died"] * 2
+        assert [str(error) for error in found] == ["the actor failed"] * 2
         assert "generator.max_engine_restarts" in found[0].__notes__[-1]
-        with pytest.raises(EngineFailedError, match="the actor died"):
+        with pytest.raises(EngineFailedError, match="the actor failed"):
             await run.client.pause("keep")
 
 

@@ -1,9 +1,9 @@
-"""Rows of real runs for the alarms: healthy ones, and ones that are made ill on purpose.
+"""Rows of real runs for the alarms: healthy runs, and runs with a deliberate problem.
 
     python -m tests.observability.alarm_rows [NAME ...] [--from FOLDER]
 
-Runs each recipe below (one to two minutes on two cores) and keeps what alarms read, in ``alarm_rows/<NAME>.jsonl``.
-``--from`` takes the rows of finished runs, FOLDER/<NAME>, instead.
+Runs each recipe below (one to two minutes on two cores) and keeps the metrics that alarms read, in
+``alarm_rows/<NAME>.jsonl``. ``--from`` takes the rows of finished runs, FOLDER/<NAME>, instead.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ KILLED_AFTER = 8  # steps of "restarts", whose engine then gets SIGKILL
 
 
 def always(response: str) -> float:
-    """The same reward for everybody."""
+    """The same reward for every response."""
     return 1.0
 
 
 def nines(response: str) -> float:
-    """A reward that is easily cheated: the share of nines."""
+    """A reward that is easily exploited: the share of nines."""
     return response.count("9") / max(1, len(response))
 
 
 def slow(response: str, label: str) -> float:
-    """A right reward, after a long thought."""
+    """A correct reward that takes long."""
     time.sleep(0.15)
     return float(response == label)
 

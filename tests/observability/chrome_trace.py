@@ -1,4 +1,4 @@
-"""What the Trace Event Format (JSON array, events X and M) demands of a trace, and what ours promises besides."""
+"""Checks of a trace against the Trace Event Format (JSON array, events X and M), and of our own guarantees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check(path: Path) -> dict[Track, list[tuple[int, int, str]]]:
     """The spans of each track (process, lane's name) as (start, end, name) in microseconds, in order of their start.
 
     Raises:
-        AssertionError: for what a viewer would refuse or draw wrongly.
+        AssertionError: for an event that a viewer would reject or draw wrongly.
     """
     events = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
     assert isinstance(events, list)
@@ -45,17 +45,17 @@ def check(path: Path) -> dict[Track, list[tuple[int, int, str]]]:
 
 
 def _nested(lane: list[tuple[int, int, str]]) -> None:
-    """Spans of a lane are disjoint or one within the other."""
+    """Spans of a lane are disjoint or nested."""
     outer: list[int] = []
     for start, end, name in lane:
         while outer and outer[-1] <= start:
             outer.pop()
-        assert not outer or end <= outer[-1], f"{name} at {start} reaches out of what it began in"
+        assert not outer or end <= outer[-1], f"{name} at {start} is longer than the span that contains it"
         outer.append(end)
 
 
 def covered(lane: list[tuple[int, int, str]]) -> int:
-    """Microseconds of the outermost spans, gaps among them."""
+    """Microseconds covered by the outermost spans."""
     total, reached = 0, 0
     for start, end, _ in lane:
         total += max(0, end - max(start, reached))

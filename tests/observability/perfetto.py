@@ -1,4 +1,4 @@
-"""Perfetto's own trace processor, where ``TRACE_PROCESSOR`` names the folder of its WebAssembly build."""
+"""Perfetto's own trace processor, if ``TRACE_PROCESSOR`` names the folder of its WebAssembly build."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def rows(trace: Path, sql: str) -> list[list[Any]]:
 
 
 def lanes(trace: Path) -> dict[tuple[int, str], float]:
-    """Seconds of the outermost spans by part of the run and lane; the processor finds nothing to complain of."""
+    """Seconds of the outermost spans by part of the run and lane; the processor reports no error."""
     assert rows(trace, COMPLAINTS) == []
     return {(part, name): seconds for part, name, seconds in rows(trace, LANES)}

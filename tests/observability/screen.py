@@ -1,4 +1,4 @@
-"""A terminal that a program runs in, and what a person would see on it."""
+"""A terminal that a program runs in, and the text that a person would see on it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _CONTROL = re.compile(r"\x1b\[([?0-9;]*)([A-Za-z])")
 
 
 class Screen:
-    """Interprets what the panel and programs write: text, line ends, cursor up, erasing. ``lines`` are all that ever
-    were, those that have scrolled away too."""
+    """Interprets the output of the panel and of programs: text, line ends, cursor up, erasing. ``lines`` are all
+    lines, including those that have scrolled away.
+    """
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -54,7 +55,7 @@ class Screen:
 
     def _control(self, argument: str, kind: str) -> None:
         if kind == "A":
-            top = max(0, len(self.lines) - self.height)  # what has scrolled away cannot be reached
+            top = max(0, len(self.lines) - self.height)  # lines that have scrolled away cannot be reached
             self.row = max(top, self.row - int(argument or 1))
         elif kind == "K":
             self.lines[self.row] = ""
@@ -76,7 +77,7 @@ class InTerminal:
         self.screen, self._raw = Screen(width, height), b""
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background of a shell
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if the tests run in the background of a shell
             os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="", LINES="")
             os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
         self.resize(width, height)
@@ -89,7 +90,7 @@ class InTerminal:
         os.write(self._fd, keys.encode())
 
     def until(self, seen: Callable[[Screen], bool], limit_s: float = 30.0) -> Screen:
-        """Read on until something is seen; raises TimeoutError."""
+        """Read until a text is seen; raises TimeoutError."""
         end = time.monotonic() + limit_s
         while not seen(self.screen):
             if time.monotonic() > end or not self._read(end - time.monotonic()):
@@ -105,7 +106,7 @@ class InTerminal:
         return self.reap()
 
     def hang_up(self) -> None:
-        """The terminal is gone, as when a connection breaks."""
+        """Close the terminal, as when a connection breaks."""
         os.close(self._fd)
 
     def reap(self) -> int:
@@ -119,11 +120,11 @@ class InTerminal:
             raise TimeoutError("\n".join(self.screen.lines))
         try:
             data = os.read(self._fd, 1 << 16)
-        except OSError:  # Linux's way of saying that nobody holds the other end
+        except OSError:  # on Linux: the other end is closed
             return False
         self._raw += data
         text = self._raw.decode(errors="ignore")
-        whole = text.rfind("\x1b")  # a sequence may be torn
+        whole = text.rfind("\x1b")  # a sequence may be incomplete
         cut = whole if whole >= 0 and not _CONTROL.match(text, whole) and len(text) - whole < 12 else len(text)
         self.screen.feed(text[:cut])
         self._raw = text[cut:].encode()

@@ -1,4 +1,4 @@
-"""Alarms: silent at every step of healthy runs, and each raised by the rows of a run that was made ill."""
+"""Alarms are silent at every step of healthy runs, and each is raised by the rows of a run with that problem."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_too_few_steps_raise_none(name: str) -> None:
 
 
 def test_a_difference_of_log_probabilities_that_grows_is_named_before_it_ends_the_run() -> None:
-    """Planted into the rows of a healthy run: no setting makes one that the run itself does not end with."""
+    """Added to the rows of a healthy run: no setting causes it without ending the run."""
     healthy = rows_of("sync")
     by_tokens: list[Row] = [{**row, "gap/mean": 0.004 * 1.1 ** row["step"]} for row in healthy]
     by_probes: list[Row] = [{**row, "sync/logprob_gap_mean": 0.012, "sync/logprob_gap_limit": 0.02} for row in healthy]
@@ -60,7 +60,7 @@ def test_restarts_of_workers_are_named_until_they_are_old() -> None:
 
 
 def test_a_solved_task_is_no_illness() -> None:
-    """All groups are equal and the entropy is low, since everything is right."""
+    """All groups have equal rewards and the entropy is low, since every response is right."""
     rows = [
         {"step": n, "reward/mean": min(1.0, 0.3 + 0.05 * n), "reward/mixed_groups": max(0.0, 0.8 - 0.05 * n),
          "policy/entropy": max(0.05, 0.5 - 0.03 * n), "policy/grad_norm": 0.1}

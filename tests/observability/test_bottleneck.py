@@ -1,4 +1,4 @@
-"""The sentence on the bottleneck names the part that was made slow, by real plans on virtual time."""
+"""The sentence about the bottleneck names the slow part, for real plans in simulation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 12
 
 
 class Judged(VirtualGenerator):
-    """Every response is judged for some time."""
+    """The reward of each response takes some time."""
 
     judging_s = 0.0
 
@@ -41,7 +41,7 @@ class Rows:
 
 
 def sentence(plan: str, judging_s: float = 0.0, checkpoint_s: float = 0.0, **settings: Any) -> str:
-    """What is said of a run whose batches take about 4 s of the engines and 1 s of the trainer."""
+    """The sentence for a run whose batches take about 4 s of the engines and 1 s of the trainer."""
 
     async def run() -> list[dict[str, float]]:
         usual = {"train_s_per_token": 0.00015, "token_s": 0.01}

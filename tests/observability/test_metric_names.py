@@ -1,4 +1,4 @@
-"""The page of metrics: current, and complete for what runs log."""
+"""The page of metrics is current, and has all metrics that runs log."""
 
 from __future__ import annotations
 

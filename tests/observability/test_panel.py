@@ -1,4 +1,4 @@
-"""The live view's panel, in rooms of all sizes."""
+"""The live view's panel, in terminals of all sizes."""
 
 from __future__ import annotations
 

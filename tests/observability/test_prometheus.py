@@ -1,4 +1,4 @@
-"""What Prometheus reads of runs' folders, and the dashboard of it."""
+"""The metrics that Prometheus reads from runs' folders, and the dashboard."""
 
 from __future__ import annotations
 

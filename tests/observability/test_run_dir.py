@@ -101,7 +101,7 @@ def test_a_full_disk_does_not_take_the_place_of_the_error_that_ended_a_run(tmp_p
     run = RunDirectory(tmp_path, "run")
     with files_end_at(2):
         run.save_error("what ended it")
-    assert list(run.path.iterdir()) == [], "no half of it, which would be shown for the whole"
+    assert list(run.path.iterdir()) == [], "an incomplete file would be taken for the whole"
     assert "error.txt was not written: " in caplog.text and "too large" in caplog.text
 
 

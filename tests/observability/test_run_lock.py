@@ -1,4 +1,4 @@
-"""Two commands on one run's folder."""
+"""Two commands with one run folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def holder(folder: Path) -> subprocess.Popen[str]:
 def test_a_second_command_is_told_who_trains_there_and_a_killed_one_hinders_nobody(tmp_path: Path) -> None:
     first = holder(tmp_path)
     try:
-        for _ in range(2):  # the refused one has changed nothing
+        for _ in range(2):  # the rejected command has changed nothing
             with pytest.raises(UserError) as refused:
                 run_dir.lock_run(tmp_path)
             line = str(refused.value)

@@ -1,4 +1,4 @@
-"""How a run ended, as its folder tells."""
+"""The status of a run, as its folder tells it."""
 
 from __future__ import annotations
 

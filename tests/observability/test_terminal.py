@@ -1,4 +1,4 @@
-"""The live view on a real terminal: what a user sees, keeps, and gets back."""
+"""The live view on a real terminal: the user's view while it runs, and the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.observability.screen import ROOT, InTerminal, Screen
 
 pytestmark = pytest.mark.slow
 
-#: A driver: it polls, and meanwhile everybody writes to its terminal in every way there is.
+#: A driver: it polls, and meanwhile other code writes to its terminal in every way there is.
 DRIVER = """
 import logging, os, subprocess, sys, time
 from pathlib import Path

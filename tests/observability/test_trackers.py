@@ -34,7 +34,7 @@ def test_a_step_logged_in_parts_is_one_line_complete_after_each_call(run):
     tracker.log({"eval/score": 0.123456789}, 0)
     tracker.log({"reward/mean": 1.0, "a/long_name": 0.123456789}, 1)
     assert without_time(lines(run))[1] == {"step": 1, "reward/mean": 1.0, "a/long_name": 0.123456789}
-    tracker.log({"eval/score": 0.5, "a/long_name": 1.0}, 1)  # shorter than before: no remains of the old line
+    tracker.log({"eval/score": 0.5, "a/long_name": 1.0}, 1)  # shorter than before: nothing remains of the old line
     assert without_time(lines(run)) == [
         {"step": 0, "eval/score": 0.123456789},
         {"step": 1, "reward/mean": 1.0, "a/long_name": 1.0, "eval/score": 0.5},
@@ -135,7 +135,7 @@ def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(run, caplog
     with files_end_at(run.metrics.stat().st_size + 20):
         for step in (2, 3):
             tracker.log({"a": float(step)}, step)
-    assert [row["step"] for row in jsonl.read_rows(run.metrics)] == [1], "what is there can be read"
+    assert [row["step"] for row in jsonl.read_rows(run.metrics)] == [1], "readable files are read"
     tracker.log({"b": 3.5}, 3)
     tracker.log({"a": 4.0}, 4)
     assert [(row["step"], row["a"], row.get("b")) for row in lines(run)] == [
@@ -145,7 +145,7 @@ def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(run, caplog
         tracker.log({"a": 5.0}, 5)
     assert [record.getMessage() for record in caplog.records] == [
         "tracker jsonl failed, the run goes on: OSError: [Errno 27] File too large"
-    ] * 2, "told once each time"
+    ] * 2, "reported once each time"
 
 
 def test_the_console_prints_a_line_per_step(run, capsys):

@@ -1,4 +1,4 @@
-"""How busy engines and trainer were, from their own counters."""
+"""Utilization of engines and trainer, from their own counters."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.virtual_time import virtual_time
 
 
 class Counters:
-    """Client and dispatch in one: engines' and trainer's counters since start."""
+    """Client and dispatch in one: counters of engines and trainer since their start."""
 
     def __init__(self, *engines, trainer=0.0):
         self.engines, self.trainer = engines, trainer

@@ -1,4 +1,4 @@
-"""``python -m skyasync plan`` and ``--dry-run``: what is printed, and how it ends."""
+"""``python -m skyasync plan`` and ``--dry-run``: their output and exit status."""
 
 from __future__ import annotations
 

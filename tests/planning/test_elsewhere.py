@@ -1,4 +1,4 @@
-"""What a plan says of hosts that have engines, but not the policy's first rank."""
+"""The plan of hosts that have engines, but not the policy's first rank."""
 
 from __future__ import annotations
 

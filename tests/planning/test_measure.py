@@ -1,4 +1,4 @@
-"""What ranks are measured to need, by the settings that change it. Models have few layers: each is measured whole."""
+"""Measured memory and operations of ranks, by the settings that change them. Models have few layers, all measured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def peak(lines: dict[str, int]) -> int:
 
 
 def test_a_rank_needs_what_torchs_tracker_counts_in_a_hand_written_fsdp2_loop() -> None:
-    """Every layer of it; the plan measures four and five."""
+    """With all layers; the plan measures four and five."""
     model = QWEN3 | {
         "vocab_size": 4000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 7,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -72,7 +72,7 @@ def test_weights_gradients_and_moments_are_divided_by_the_ranks_that_shard_them(
 
 
 def test_more_layers_are_the_line_through_fewer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten layers from four and five, and all ten."""
+    """Ten layers extrapolated from four and five, and ten measured layers."""
     line = policy(settings(folder, num_hidden_layers=10))
     cfg = settings(folder, num_hidden_layers=10, rms_norm_eps=1e-5)
     assert read_shape(str(folder / "llama{'num_hidden_layers': 10}")).depths == (4, 5)
@@ -85,7 +85,7 @@ def test_more_layers_are_the_line_through_fewer(folder: Path, monkeypatch: pytes
 
 
 def test_operations_are_six_for_each_parameter_and_token(folder: Path) -> None:
-    """Of matrices, forward and backward; attention is little of it."""
+    """Of matrices, forward and backward; attention is a small part."""
     cfg = settings(folder, hidden_size=256, intermediate_size=1024)
     cfg.generator.n_samples_per_prompt, cfg.trainer.train_batch_size = 1, 16
     shape, tokens = read_shape(cfg.trainer.policy.model.path), 16 * 128
@@ -138,7 +138,7 @@ def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     cfg = settings(folder, num_hidden_layers=8, intermediate_size=704)
     plain = policy(cfg)
     vars(cfg.trainer.parallel).update(sizes)
-    cfg.trainer.micro_batch_tokens = 256 // sizes.get("context", 1)  # of each rank: the group's stay the same
+    cfg.trainer.micro_batch_tokens = 256 // sizes.get("context", 1)  # of each rank: those of the group stay the same
     divided = policy(cfg)
     assert divided.updating["activations"] < 0.75 * plain.updating["activations"]
     assert divided.resident["weights"] == pytest.approx(plain.resident["weights"], rel=0.1)
@@ -149,7 +149,7 @@ def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_
     cfg = settings(folder, num_hidden_layers=16, vocab_size=128)
     parameters = read_shape(cfg.trainer.policy.model.path).parameters
     cfg.trainer.train_batch_size = 64
-    whole = policy(cfg, 2)  # each rank has all rows' halves, and layers in turn
+    whole = policy(cfg, 2)  # each rank has half of each row, and all layers in turn
     cfg.trainer.parallel.pipeline = 2
     stages = policy(cfg, 2)
     cfg.trainer.parallel.pipeline = 4
@@ -240,7 +240,7 @@ def test_the_token_cap_holds_whatever_the_rows(folder: Path) -> None:
     cfg = settings(folder)
     cfg.trainer.micro_train_batch_size_per_gpu, cfg.trainer.train_batch_size = 64, 64
     use = policy(cfg)
-    assert use.tokens <= 256 + 96, "the last row of a shared prompt may reach beyond"
+    assert use.tokens <= 256 + 96, "the last row of a shared prompt may exceed the bound"
     assert use.tokens * use.micro_batches >= 64 * 2 / 4 * 96
 
 
@@ -260,7 +260,7 @@ def test_logits_that_are_capped_take_copies_of_them(folder: Path) -> None:
 
 
 def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(folder: Path) -> None:
-    """Forward and backward: six operations for each active parameter and token, attention aside."""
+    """Forward and backward: six operations for each active parameter and token, without attention."""
     cfg = settings(folder, "qwen3_moe")
     use = policy(cfg)
     rows = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt / 4
@@ -273,7 +273,7 @@ def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(fo
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava"])
 def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Path, family: str) -> None:
-    """A folder with nothing but config.json; the tower's weights are counted, and what it computes for long prompts."""
+    """A folder with nothing but config.json; the tower's weights are counted, and its activations for long prompts."""
     folder = Path(save_tiny(family, tmp_path / "whole"))
     (only := tmp_path / "only").mkdir()
     (only / "config.json").write_text((folder / "config.json").read_text())

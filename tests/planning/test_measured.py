@@ -1,6 +1,6 @@
-"""The plan beside the peaks of real ranks, each in a process of its own; ``benchmarks/memory.py`` has more of them.
+"""The plan against the peaks of real ranks in separate processes; ``benchmarks/memory.py`` has more of them.
 
-Without what allocators keep, which differs from run to run: it hides what the plan forgot, or makes up for it.
+Without the allocators' caches, which differ from run to run, and would hide errors of the plan.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def test_planned_peaks_are_within_8_percent_of_measured_ones(case: Case, warm_pr
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_planned_peaks_with_a_short_state_are_within_10_percent_too(warm_processes: Path) -> None:
-    """Of a model with fewer layers: packing moments into bytes takes a CPU its time."""
+    """A model with fewer layers: packing the state into bytes is slow on a CPU."""
     case = next(case for case in CASES if case.name == "llama, both")
     smaller = case.model | {"num_hidden_layers": 2, "vocab_size": 8000}
     check(replace(case, model=smaller, rows=2, micro_batch_tokens=256), warm_processes)
@@ -35,7 +35,9 @@ def test_planned_peaks_with_a_short_state_are_within_10_percent_too(warm_process
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_planned_peaks_with_adapters_are_within_10_percent_too(warm_processes: Path) -> None:
-    """With larger micro-batches: beside what is left without moments, what a process takes besides would weigh."""
+    """With larger micro-batches: without optimizer state, a process's constant memory would be a large part
+    otherwise.
+    """
     case = next(case for case in CASES if case.name == "llama, adapters")
     check(replace(case, rows=4), warm_processes)
 

@@ -1,4 +1,4 @@
-"""What a plan says of devices, hosts and the keys that make a run fit."""
+"""Devices and hosts in the plan, and the settings that make a run fit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CRITIC = QWEN_7B.parameters - HEAD + QWEN_7B.hidden
 
 
 def reckoned(shape: ModelShape = QWEN_7B, **shapes: ModelShape) -> Measure:
-    """In the place of a measurement: numbers that can be foreseen.
+    """In place of a measurement: predictable numbers.
 
     Args:
         shapes: of roles that have models of their own.
@@ -261,11 +261,11 @@ def test_every_role_that_waits_for_the_engines_is_in_host_memory_and_in_the_chec
     reference.trainer.algorithm.use_kl_loss = True
     asked = host(reference)
     assert asked["offloaded reference"] == pytest.approx(2 * QWEN_7B.parameters, rel=1e-6)
-    assert asked["checkpoint"] == beside["checkpoint"], "what is not trained is not saved"
+    assert asked["checkpoint"] == beside["checkpoint"], "an untrained model has no checkpoint"
 
 
 def test_roles_that_are_saved_in_turn_take_the_largest_ones_memory_and_at_once_that_of_all() -> None:
-    policy = 12 * SMALL.parameters  # whose other phases are never the host's fullest
+    policy = 12 * SMALL.parameters  # whose other phases are never the fullest of the host
     critic = policy - 12 * (HEAD - SMALL.hidden)
 
     def checkpoint(cfg: Config, machine: Machine, *, behind: bool) -> int:
@@ -288,7 +288,7 @@ def test_roles_on_devices_of_their_own_have_processes_on_the_hosts() -> None:
 
 
 def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
-    """Larger than the policy, it takes most while it is trained; on devices of its own that is while the policy is."""
+    """Larger than the policy, it takes most while it is trained; on separate devices that is while the policy is."""
     machine = replace(EIGHT, gpus=0)
 
     def host(**placement: object) -> MemoryUse:
@@ -304,12 +304,12 @@ def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
 
 @pytest.mark.parametrize("gpus", [16, 0])
 def test_while_a_critic_on_the_policys_devices_learns_the_policys_gradients_wait(gpus: int) -> None:
-    """Both gradients are there before either model steps: what is not finite is told of both first."""
+    """Both gradients exist before either model steps: the check for non-finite values covers both first."""
     cfg = with_critic()
     cfg.trainer.critic.model.path, cfg.trainer.critic.gradient_checkpointing = "larger", False
     plan = make_plan(cfg, SMALL, replace(EIGHT, gpus=gpus), reckoned(SMALL, critic=QWEN_7B))
     fullest = plan.devices[0]
-    ranks = 1 if gpus else 8  # of a place
+    ranks = 1 if gpus else 8  # of a device
     assert fullest.when == "critic"
     assert fullest.lines["policy: gradients"] == pytest.approx(ranks * 4 * SMALL.parameters / 8, rel=1e-6)
 

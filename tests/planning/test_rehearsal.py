@@ -1,4 +1,4 @@
-"""``skyasync rehearse``: what it changes, what it finds, and a real one."""
+"""``skyasync rehearse``: its changes of the configuration, its results, and a real one."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_the_full_size_is_looked_at_first(
 
 
 class Own(BasePPOExp):
-    """A program's own experiment, which makes its trainer."""
+    """A program's own experiment, which creates its own trainer."""
 
     def get_trainer(self, **parts: Any) -> RayPPOTrainer:  # type: ignore[override]
         return OneBatchAtATime.get_trainer(**parts)

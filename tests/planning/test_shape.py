@@ -1,4 +1,4 @@
-"""A model's shape from its config.json, and the few layers that stand for all."""
+"""A model's shape from its config.json, and the few layers that represent all."""
 
 from __future__ import annotations
 

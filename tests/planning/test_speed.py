@@ -1,4 +1,4 @@
-"""Speeds by published peaks, against arithmetic by hand."""
+"""Speeds from published peaks, against arithmetic by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_stages_of_a_pipeline_wait_for_one_micro_batch_each() -> None:
 
 
 def test_of_experts_those_that_a_token_has_are_operations() -> None:
-    """Of one sequence bytes decide; of very many, operations."""
+    """Memory traffic bounds one sequence; operations bound very many."""
     cfg, card = settings(ranks=4, engines=4), replace(CARDS["H100"], bandwidth=1e30)
     active = QWEN_7B.parameters
     experts = 3 * QWEN_7B.hidden * QWEN_7B.intermediate * QWEN_7B.layers

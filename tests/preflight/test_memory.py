@@ -1,4 +1,4 @@
-"""The lower bound of a run's memory: what cannot fit is refused before a start, what may fit never is."""
+"""The lower bound of a run's memory: a run that cannot fit is rejected before it starts, one that may fit never is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPUS = Machine(8, 80 * GIB, 1 << 40)
 
 
 def run_of(folder: Path, billions: float, *settings: str, dtype: str = "bfloat16") -> Config:
-    """A model of so many parameters; its file has a size and takes no room."""
+    """A model of ``parameters`` parameters, as a sparse file."""
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype}))
     file = folder / "model.safetensors"
     file.touch()

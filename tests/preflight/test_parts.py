@@ -1,4 +1,4 @@
-"""What a run is told of its own parts before it starts anything."""
+"""Checks of a run's own components before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is nothing but names and numbers, and inputs that are wrong."""
+"""A model that consists of names and numbers, and invalid inputs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The parts that a user's program would have registered."""
+    """The components that a user's program would have registered."""
     for registry, name, part in (
         (POLICY_LOSSES, "misspelt", parts.misspelt_loss),
         (POLICY_LOSSES, "without_gradient", parts.without_gradient),

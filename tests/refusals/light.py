@@ -1,4 +1,4 @@
-"""A user's function in a module that costs its process nothing to import."""
+"""A user's function in a module that is cheap to import."""
 
 
 def reward_raises(response: str) -> float:

@@ -1,4 +1,4 @@
-"""Parts of a user's own, most of them wrong."""
+"""A user's components, most of them wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def grouped(rewards: Any, mask: Any, group_ids: Any) -> Any: ...
 
 
 class Undeclared(RayPPOTrainer):
-    """Reads no key of its own."""
+    """Reads no setting of its own."""
 
 
 class Uncorrected(RayPPOTrainer):

@@ -1,4 +1,4 @@
-"""What only a process can find out ends the run in one line on the terminal, with the traceback in the run's folder."""
+"""Errors that only a process can detect end the run with one line on the terminal, and a traceback in its folder."""
 
 from __future__ import annotations
 

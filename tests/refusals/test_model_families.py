@@ -1,4 +1,4 @@
-"""What is known of model families before transformers is imported is what its classes say."""
+"""The table of model families, which is read before transformers is imported, agrees with its classes."""
 
 from __future__ import annotations
 

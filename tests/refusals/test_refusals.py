@@ -1,4 +1,4 @@
-"""What is wrong and can be known is told in one line, before any process starts, and nothing is left behind."""
+"""Errors in settings and inputs are reported in one line, before any process starts, and nothing is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES = [*NO_EFFECT, *INPUTS, *PARTS]
 
 
 def arguments(overrides: list[str], inputs: Path, runs: Path) -> list[str]:
-    """A command line that is right but for ``overrides``."""
+    """A command line that is valid except for ``overrides``."""
     given = dict(text.format(x=inputs).split("=", 1) for text in overrides)
     usual = {
         "trainer.policy.model.path": inputs / "model",
@@ -40,7 +40,7 @@ def arguments(overrides: list[str], inputs: Path, runs: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: Path) -> None:
-    """Whoever comes to start one fails; the machine has no GPU."""
+    """Starting a process fails; the machine has no GPU."""
 
     def starts(*_: object, **__: object) -> None:
         raise AssertionError("the run was not refused")
@@ -65,7 +65,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str], experiment: typ
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a program of its own, whatever tests of this process have started."""
+    """As in a separate program, whatever other tests of this process have started."""
     if "ray" in sys.modules:
         monkeypatch.setattr("ray.is_initialized", lambda: False)
 
@@ -126,7 +126,7 @@ def test_a_callback_with_a_hook_that_nobody_calls_is_refused(
         assert line in refused(arguments([], inputs, tmp_path / "runs"), capsys)
     finally:
         del mine
-        gc.collect()  # whatever is defined counts, and the next test defines nothing
+        gc.collect()  # all definitions count, and the next test defines nothing
 
 
 def test_a_callback_that_is_none_is_refused(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +147,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("overrides", COMMANDS, ids=[" ".join(command) for command in COMMANDS])
 def test_the_command_line_refuses_in_time(overrides: list[str], inputs: Path, tmp_path: Path) -> None:
-    """Seconds of the processor, imports included: the machine may be busy with other things."""
+    """CPU seconds, imports included: the machine may be busy with other work."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ran = subprocess.run(
         [sys.executable, "-m", "skyasync", *arguments(overrides, inputs, tmp_path / "runs")],

@@ -1,4 +1,4 @@
-"""Settings of another system in the environment, which nothing here reads."""
+"""Environment variables of other frameworks, which have no effect here."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Wrong settings and inputs, each with what its one line must say. ``{x}`` stands for a path of ``inputs``."""
+"""Wrong settings and inputs, each with the contents of its one line. ``{x}`` is a path of ``inputs``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FOUR = ["trainer.placement.policy_num_gpus_per_node=4"]
 ADAPTERS = ["generator.backend=vllm", "trainer.policy.lora.rank=4", "trainer.policy.lora.sync=adapter"]
 PPO = [f"{ALGORITHM}.advantage_estimator=gae"]
 
-#: Keys that nothing reads, given what else is chosen, and groups that have no advantage.
+#: Settings without effect, given the others, and groups without an advantage.
 NO_EFFECT = [
     (["trainer.max_staleness=2"], "trainer.max_staleness=2 has no effect with trainer.plan=sync", "fully_async"),
     (["trainer.max_staleness=1"], "trainer.max_staleness=1 has no effect", "its default"),
@@ -42,7 +42,7 @@ NO_EFFECT = [
     (["environment.give_up_reward=-1"], "give_up_reward=-1.0 has no effect", "environment.on_error=raise"),
 ]  # fmt: skip
 
-#: What can be known of values, files, folders and this machine before any process starts.
+#: Errors in values, files, folders and this machine that can be detected before any process starts.
 INPUTS = [
     (["trainer.policy.optimizer_config.lr=inf"], "optimizer_config.lr=inf", "finite"),
     (["trainer.step_timeout_s=inf"], "trainer.step_timeout_s=inf", "finite"),
@@ -130,7 +130,7 @@ INPUTS = [
     (["ray.address=nowhere"], "ray.address='nowhere'", "host:port"),
 ]  # fmt: skip
 
-#: Parts of the user's own that do not fit.
+#: A user's components that do not fit.
 PARTS = [
     ([f"{ALGORITHM}.policy_loss_type=misspelt"], "unknown parameter 'log_probs'", "advantages"),
     ([f"{ALGORITHM}.policy_loss_type=without_gradient"], "no parameter 'current'", "without_gradient"),

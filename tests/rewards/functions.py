@@ -73,7 +73,7 @@ def hangs(response):
 
 
 def waits(response):
-    """Until a file is there; says first that it has begun."""
+    """Until a file exists; first records that it has begun."""
     response.with_name("begun").touch()
     while not response.exists():
         time.sleep(0.01)

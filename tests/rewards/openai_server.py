@@ -1,4 +1,4 @@
-"""A server in OpenAI's form on the loopback, which says what a test tells it to."""
+"""A scripted server with OpenAI's API on the loopback interface."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ Reply = Callable[[dict[str, Any]], Any]
 
 
 class Server:
-    """``replies``: of the next requests, in turn, the last of them for all others; a text, a status, or a function of
-    the request's body that gives one of them; ``None`` never answers. ``seen``: bodies; ``keys``: their headers."""
+    """``replies``: to the next requests, in turn, and the last one to all others; a text, a status, or a function
+    of the request's body that returns one of them; ``None`` never answers. ``seen``: bodies; ``keys``: their
+    headers.
+    """
 
     def __init__(self, *replies: Any) -> None:
         self.replies, self.seen, self.keys = list(replies), [], []

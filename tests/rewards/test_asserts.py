@@ -1,4 +1,4 @@
-"""An assert test in two: what the code under test is sent holds its calls, and not what is expected of them."""
+"""An assert test is split: the code under test receives the calls, and not the expected results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code is judged by tests that it does not see, in every form of tests."""
+"""Code is tested by tests that it cannot see, in every format of tests."""
 
 from __future__ import annotations
 

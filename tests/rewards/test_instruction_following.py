@@ -1,4 +1,4 @@
-"""Instructions that a program can verify: each followed and not, strictly and loosely, and rows that ask for none."""
+"""Verifiable instructions: each followed and not followed, strictly and loosely, and rows without instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a judge is asked, and what is read from its answer."""
+"""A judge's prompt, and how its answer is parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge behind an address: real requests to a server on the loopback, good and bad."""
+"""A judge on a server: real requests on the loopback interface, good and bad."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_a_question_that_fails_alone_is_counted_and_ends_nothing() -> None
 async def test_a_question_that_is_refused_is_counted_at_once() -> None:
     async with judging(400, "yes") as (judge, server):
         assert (await judge.score(known("long"))).no_reward
-        assert (await judge.score(known("long"))).reward == 1.0  # what was not judged is not remembered
+        assert (await judge.score(known("long"))).reward == 1.0  # a missing grade is not cached
     assert len(server.seen) == 2
 
 

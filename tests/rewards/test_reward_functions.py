@@ -1,4 +1,4 @@
-"""Several functions on one response: arguments, limits, errors. Each in a real process or on a real loop."""
+"""Several functions on one response: arguments, limits, errors. Each in a real process or on a real event loop."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ def test_a_function_takes_what_it_names_or_everything():
 
 
 def test_a_function_of_a_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mine")  # outlives this test: a process that is replaced loads it again
+    folder = tmp_path_factory.mktemp("mine")  # survives this test: a process that is replaced loads it again
     (folder / "mine.py").write_text("def good(response):\n    return float('good' in response)\n")
     assert scores(f"{folder}/mine.py:good", response="good")[0].reward == 1.0
 

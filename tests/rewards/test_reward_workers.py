@@ -1,4 +1,4 @@
-"""The judge's process: kept, replaced, and never left behind."""
+"""A reward worker's process is reused, replaced after errors, and never left over."""
 
 import os
 import signal
@@ -88,7 +88,7 @@ def soon(condition, patience_s=20.0):
 
 
 def lives(process_id):
-    """Whether one of its threads does: the first one is a zombie as soon as another ends the process."""
+    """Whether any of its threads runs: the first one is a zombie as soon as another ends the process."""
     try:
         threads = [stat.read_text() for stat in Path(f"/proc/{process_id}/task").glob("*/stat")]
     except OSError:
@@ -97,5 +97,5 @@ def lives(process_id):
 
 
 def computes(process_id):
-    """Whether it has used processor time since the call began: its state is running."""
+    """Whether it has used CPU time since the call began: its state is running."""
     return lives(process_id) and Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "R"

@@ -1,4 +1,4 @@
-"""What a model's code tries, it tries in vain: nothing outside is reached, and its noise is one result."""
+"""The sandbox for a model's code: nothing outside of it can be reached, and any output is one result."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def judged(program: str, label: Any, backend: str) -> dict[str, float]:
     return code_tests(f"```python\n{program}\n```", label, backend)
 
 
-# What is expected
+# Expected use
 
 SEARCH = """
 import gc, os, sys
@@ -186,7 +186,7 @@ def test_the_codes_time_begins_when_it_may_run(backend: str, monkeypatch: pytest
     assert answer == {"printed": "1\n"}
 
 
-# What is outside
+# The outside
 
 
 @confined
@@ -313,10 +313,10 @@ print(got, resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource
     before = time.monotonic()
     assert judged(bomb.replace("import", "import threading; threading.stack_size(32768); import"),
                   {"inputs": [""], "outputs": ["1"]}, backend) == {**WRONG, "ended": 1.0}  # fmt: skip
-    assert time.monotonic() - before < 1.4  # ended when its threads were counted, not when its time was over
+    assert time.monotonic() - before < 1.4  # ended by the limit on threads, not by the timeout
 
 
-# Noise
+# Output
 
 
 @confined
@@ -412,7 +412,7 @@ def test_whatever_a_program_writes_on_any_descriptor_it_gets_a_verdict(
     assert verdict["reward"] == 0.0 and verdict["ended"] in (0.0, 1.0)
 
 
-# What is left
+# Leftovers
 
 
 def _below(process: int) -> list[int]:
@@ -469,7 +469,7 @@ def test_nothing_of_a_program_that_is_ended_is_left(backend: str, short: None) -
 
 
 def _verdict(program: bytes, machine: str, number: int, arguments: tuple[int, ...]) -> int:
-    """What the kernel's packet filter says to a call."""
+    """The result of the kernel's packet filter for a call."""
     given = list(arguments) + [0] * (6 - len(arguments))
     data = struct.pack("=iIQ6Q", number, ARCHITECTURES[machine], 0, *(a & (2**64 - 1) for a in given))
     at, word = 0, 0
@@ -511,11 +511,11 @@ def test_other_architectures_and_other_numbers_of_calls_are_refused() -> None:
     assert _verdict(FILTERS["x86_64"], "x86_64", 0x40000000, ()) != sandbox_program.ALLOW
 
 
-# Which sandbox
+# Choice of the sandbox
 
 
 class Fusion(BaseHTTPRequestHandler):
-    """Stands in for SandboxFusion's ``/run_code``: it runs the program with its input."""
+    """In place of SandboxFusion's ``/run_code``: it runs the program with its input."""
 
     asked: list[dict[str, Any]]
     mode = "run"
@@ -542,7 +542,7 @@ class Fusion(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        with contextlib.suppress(ConnectionError):  # of the huge answer not all is read
+        with contextlib.suppress(ConnectionError):  # the huge answer is not read completely
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:

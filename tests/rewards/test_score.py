@@ -1,4 +1,4 @@
-"""What a reward function may return."""
+"""Allowed results of a reward function."""
 
 import math
 

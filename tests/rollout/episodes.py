@@ -1,4 +1,4 @@
-"""What the tests of rollouts share: prompts, trajectories, a chat tokenizer, scripted engines and environments."""
+"""Shared by the tests of rollouts: prompts, trajectories, a chat tokenizer, scripted engines and environments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Tr
 
 @cache
 def tokenizer() -> Any:
-    """A byte-level BPE with the ChatML template, as the tiny model has it."""
+    """A byte-level BPE with the ChatML template, as the tiny model's."""
     from skyasync.examples.tiny.model import Recipe
 
     return Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
@@ -40,7 +40,7 @@ def trajectory(*segments: Segment, row: int = 0, repetition: int = 0, stop: str 
 
 
 class ScriptedEngine(InferenceEngine):
-    """Says what ``reply(prompt tokens)`` tells it to, cut at ``max_tokens``; remembers what it was asked."""
+    """Answers ``reply(prompt tokens)``, cut at ``max_tokens``; records its requests."""
 
     def __init__(self, reply: Callable[[list[int]], str | Exception]) -> None:
         self.reply, self.requests, self.messages = reply, [], 0
@@ -59,7 +59,7 @@ class ScriptedEngine(InferenceEngine):
 
 
 class RecordedEnv(BaseTextEnv):
-    """Writes down its life; subclasses override ``answer``."""
+    """Records the calls of its methods; subclasses override ``answer``."""
 
     opened: list[str] = []  # noqa: RUF012  (shared on purpose)
     closed: list[str] = []  # noqa: RUF012
@@ -83,7 +83,7 @@ class RecordedEnv(BaseTextEnv):
 
 
 def registered(env: type[BaseTextEnv]) -> str:
-    """A name for a class of a test, with fresh records."""
+    """A name for a class of a test, with empty records."""
     if issubclass(env, RecordedEnv):
         env.opened, env.closed = [], []
     ENVS[env.__qualname__] = env
@@ -102,5 +102,5 @@ def requests(prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32) 
 
 
 def request(prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32) -> Any:
-    """The same as users' generators are given it."""
+    """The request that users' generators get."""
     return generator_input(requests(prompts, samples, max_tokens))

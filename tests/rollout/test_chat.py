@@ -1,4 +1,4 @@
-"""Conversations to tokens: what the model wrote is never made again from text."""
+"""Conversations to tokens: the model's tokens are never made again from text."""
 
 import pytest
 from hypothesis import given, settings
@@ -83,7 +83,7 @@ def test_an_environment_reads_as_much_of_a_response_as_its_keys_say(sampling, re
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=3), st.text(max_size=12))
 def test_prompt_actions_and_observations_in_a_row_are_the_conversation_as_the_template_frames_it(answers, reply):
-    """Token in, token out: for actions that end their message the pieces concatenate to the whole."""
+    """Token in, token out: for actions that end their message, the parts concatenate to the whole."""
     conversation, tokens = [user("begin")], chat().prompt([user("begin")]).tolist()
     for answer in answers:
         action = [*tokens_of(answer), tokenizer().eos_token_id]
@@ -114,7 +114,7 @@ def test_an_environment_that_says_nothing_still_opens_the_models_next_message():
 
 @pytest.mark.parametrize("template", ["system", "thinking"])
 def test_what_a_template_puts_in_front_or_takes_back_is_no_part_of_an_observation(template):
-    """A template may add a system message, or frame the model's last message otherwise than earlier ones."""
+    """A template may add a system message, or format the model's last message differently from earlier ones."""
     templates = {"system": SYSTEM + tokenizer().chat_template, "thinking": THINKING}
     action = [*tokens_of("5"), tokenizer().eos_token_id]
     found = chat(templates[template]).observation([user("more")], action)

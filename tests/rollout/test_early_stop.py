@@ -1,4 +1,4 @@
-"""Groups whose rejection is certain are not played to their end; what is trained is the same."""
+"""Groups that will be rejected for certain are stopped early; the trained groups are the same."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ MISDEEDS = {
 
 
 class Naughty(RecordedEnv):
-    """Two turns worth 1 each; the row named in ``misdeed`` does it in its second turn, or in ``init``."""
+    """Two turns with reward 1 each; the row named in ``misdeed`` misbehaves in its second turn, or in ``init``."""
 
     async def init(self, prompt):
         if self.extras["misdeed"] == "init":
@@ -97,7 +97,7 @@ def test_a_misdeed_ends_its_episode_alone_where_that_is_wished_and_is_counted(mi
         assert bad.stop_reason == "abort"
         counted = rollout_metrics([*groups, failed])
         assert counted["env/given_up"] == 0.25 and "dynamic_sampling/ended_early" not in counted
-        assert rollout_metrics([failed])["env/given_up"] == 1.0, "also where no other is left"
+        assert rollout_metrics([failed])["env/given_up"] == 1.0, "also if it is the last one"
         assert bad.metrics == {"given_up": 1.0}
         assert sorted(Naughty.closed) == ["0", "1", "2", "3"]
 
@@ -139,7 +139,7 @@ async def test_an_episode_that_takes_too_long_is_an_error_that_names_it_and_the_
 @virtual_time
 async def test_or_it_is_given_up_with_the_turns_it_had():
     (group,) = await play([prompt(0, registered(Slow))], timeout_s=15, on_error="keep")
-    assert len(group.trajectories[0].actions) == 2  # the second one was written, and not judged any more
+    assert len(group.trajectories[0].actions) == 2  # the second one was generated, and has no reward
     assert group.rewards == [0.0]
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation says: over all prompts and by set, with votes among answers."""
+"""The results of an evaluation: over all prompts and by set, with votes among answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_sets_have_their_own_numbers_and_all_prompts_theirs() -> None:
     assert found["eval/aime/pass@1"] == pytest.approx((0.5 + 0.25) / 2) and found["eval/aime/pass@4"] == 1.0
     assert found["eval/aime/maj@4"] == 0.5
     assert found["eval/aime/response_truncated"] == 0.5 and found["eval/aime/response_length_mean"] > 0
-    assert found["eval/pass@2"] and "eval/pass@4" not in found  # of the first prompt there are two samples
+    assert found["eval/pass@2"] and "eval/pass@4" not in found  # two samples of the first prompt
 
 
 def test_the_reward_that_passes_and_the_k_are_settings() -> None:

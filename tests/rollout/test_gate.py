@@ -1,4 +1,4 @@
-"""Nobody is inside while the gate is held closed, and nobody is forgotten outside."""
+"""No rollout is inside while the gate is closed, and all that wait outside get in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyasync.rollout.generator_api import RolloutGate
 
 
 class Visits:
-    """Notes when rollouts enter and leave, and what the holder of the gate sees."""
+    """Records when rollouts enter and leave, and the number inside while the gate is closed."""
 
     def __init__(self) -> None:
         self.gate, self.events = RolloutGate(), []

@@ -39,7 +39,7 @@ class Once(RecordedEnv):
 
 
 class Countdown(RecordedEnv):
-    """Ends after three turns; each turn earns its number."""
+    """Ends after three turns; each turn has its number as reward."""
 
     def answer(self, action):
         said = [{"role": "user", "content": f"turn {self.turns}: {action}?"}]
@@ -102,7 +102,7 @@ class Thoughtful(RecordedEnv):
 @virtual_time
 @pytest.mark.parametrize("as_shown", [True, False])
 async def test_a_turn_whose_context_the_template_shows_anew_is_a_row_of_its_own(as_shown):
-    """The second reply has no thinking part, so the third turn extends the second."""
+    """The second reply has no reasoning, so the third turn extends the second."""
     speaks, asked = deepcopy(tokenizer()), prompts(Thoughtful, 1)
     speaks.chat_template = DROPS_THOUGHTS
 

@@ -1,4 +1,4 @@
-"""Both ways from a generator to groups: trajectories as they are, and the lists of whoever speaks in them."""
+"""Both interfaces between a generator and groups: trajectories, and the parallel lists of user generators."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ from tests.rollout.test_parallel_lists import groups
 
 
 class Plays(TrajectoryGenerator):
-    """Hands over the trajectories it was made with."""
+    """Returns the trajectories of its constructor."""
 
     def __init__(self, trajectories):
         self.trajectories = trajectories
@@ -29,7 +29,7 @@ class Plays(TrajectoryGenerator):
 
 
 class Pays(Plays):
-    """A user's subclass that knows nothing of trajectories."""
+    """A user's subclass that does not use trajectories."""
 
     async def generate(self, input_batch):
         output = await super().generate(input_batch)
@@ -86,14 +86,14 @@ def test_both_ways_lead_to_the_same_groups(before):
 
 
 class Answers(TrajectoryGenerator):
-    """As the library's generators are: a request for each trajectory."""
+    """As the library's generators: a request for each trajectory."""
 
     async def generate_trajectories(self, requests):
         return [Trajectory(each.id, [Segment("prompt", [1]), action([3], 1.0)]) for each in requests]
 
 
 class Doubles(Answers):
-    """A user's subclass, which is given lists of prompts."""
+    """A user's subclass that gets lists of prompts."""
 
     async def roll_out(self, input_batch):
         assert input_batch["env_classes"] == ["none"] * len(input_batch["prompts"])

@@ -75,14 +75,14 @@ async def test_images_of_later_turns_are_trained_on_as_they_were_sampled(family:
 
 
 class Looks(BaseTextEnv):
-    """One turn; it keeps the conversation that it starts from, as every environment does."""
+    """One turn; it keeps the initial conversation, as every environment does."""
 
     def step(self, action: str) -> Any:
         return {"observations": [], "reward": 1.0, "done": True, "metadata": {}}
 
 
 class CountedEngine:
-    """A real engine behind messages, as behind Ray."""
+    """A real engine with serialized messages, as in Ray."""
 
     def __init__(self, engine: Any, messages: list[bytes]) -> None:
         self.engine, self.messages = engine, messages

@@ -1,4 +1,4 @@
-"""Judges beside an episode's other rewards: a server's and the run's own engine."""
+"""Judges in addition to an episode's other rewards: on a server, and by the run's own engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def reply(tokens: list[int]) -> str:
-    """The policy answers 7, and as a judge it says 3."""
+    """The policy answers 7, and as a judge it answers 3."""
     return "score: 3" if "Judge this" in tokenizer().decode(tokens) else "7"
 
 
@@ -88,7 +88,7 @@ async def test_each_domain_has_its_judges_and_a_row_may_name_one() -> None:
 
 
 async def test_an_episode_is_judged_while_others_are_played() -> None:
-    """The verdict on the first comes before the engine has answered the second, which waits for it."""
+    """The first grade comes before the engine has answered the second request, which waits for it."""
     judged = asyncio.Event()
 
     def verdict(body: Any) -> str:

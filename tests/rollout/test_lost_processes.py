@@ -1,4 +1,4 @@
-"""Environments whose processes die: their episodes are played again elsewhere, and the model is asked nothing twice."""
+"""Episodes of a failed environment process are repeated in another one, without asking the model again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.virtual_time import virtual_time
 
 
 class Mortal(LocalTransport):
-    """A process that dies when it is asked something for the ``dies``-th time."""
+    """A process that fails at a given call."""
 
     def __init__(self, settings: EnvSettings, dies: int) -> None:
         super().__init__(Episodes(settings))
@@ -24,7 +24,7 @@ class Mortal(LocalTransport):
     def die(self, asked: int) -> None:
         self.left -= asked
         if self.left <= 0:
-            raise RuntimeError("the actor died")
+            raise RuntimeError("the actor failed")
 
     async def load(self, *args: object) -> Exception | None:
         self.die(1)
@@ -36,7 +36,7 @@ class Mortal(LocalTransport):
 
 
 def mortal_pool(*dies: int) -> tuple[EnvPool, list[Mortal]]:
-    """Its first processes die; those that come in their places do when these numbers have run out."""
+    """The first processes fail; their replacements fail until these numbers have run out."""
     settings, made = EnvSettings({}), list[Mortal]()
 
     def start() -> Mortal:
@@ -64,13 +64,13 @@ async def test_an_episode_goes_on_in_another_process_with_what_the_model_had_sai
         assert [s.reward for s in played.actions] == [1.0, 2.0, 3.0]
         assert played.metrics["retries"] == 2.0 and not played.metrics.get("given_up")
     assert len(made) == 3
-    assert len(engine.requests) == 6, "three turns of two episodes, none of them asked for twice"
+    assert len(engine.requests) == 6, "three turns of two episodes, each requested once"
 
 
 @virtual_time
 async def test_one_that_loses_process_after_process_is_to_blame() -> None:
     (pool, made), prompts = mortal_pool(2, 2, 2, 2), asked(Countdown, 1)
-    with pytest.raises(ProcessLostError, match="the actor died"):
+    with pytest.raises(ProcessLostError, match="the actor failed"):
         await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool), requests(prompts))
     assert len(made) == 4
     pool, made = mortal_pool(2, 2, 2, 2)

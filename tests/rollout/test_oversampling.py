@@ -1,4 +1,4 @@
-"""Spare samples: the first that are complete, under the names that were asked for."""
+"""Oversampling: the first complete samples are trained, under the requested names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ids(requests: list[RolloutRequest]) -> list[TrajectoryId]:
 
 
 class Episodes:
-    """Each lasts so many seconds, and says when it ended; ``fails``: those that are given up."""
+    """Episodes last ``seconds``, and record their end; ``fails``: those that fail."""
 
     def __init__(self, seconds: dict[TrajectoryId, int], fails: set[TrajectoryId]) -> None:
         self.seconds, self.fails = seconds, fails
@@ -73,11 +73,13 @@ def test_the_first_complete_samples_are_taken_once_under_the_names_asked_for(dat
         own = [t for t in found if t.id.prompt.row == group]
         taken = [TrajectoryId(PromptId(0, group), int(t.actions[0].tokens[0])) for t in own]
         assert len(set(taken)) == samples
-        assert sum(name in fails for name in taken) == max(0, samples - len(good)), "given up ones fill what is left"
+        assert sum(name in fails for name in taken) == max(0, samples - len(good)), (
+            "failed samples fill the missing places"
+        )
         last = good[samples - 1][0] if len(good) >= samples else 9
         assert all(seconds[name] <= last for name in taken)
         kept = {t.id for t in own if t.id.repetition == t.actions[0].tokens[0]}
-        assert kept == {name for name in taken if name.repetition < samples}, "who was asked for keeps its name"
+        assert kept == {name for name in taken if name.repetition < samples}, "a requested sample keeps its name"
         dropped = [name for name in of_group if name in episodes.cancelled]
         told = [t.metrics for t in own if "dropped" in t.metrics]
         assert len(dropped) <= sum(int(each["dropped"]) for each in told) <= spares, "some may end at the same time"

@@ -1,4 +1,4 @@
-"""Between trajectories and the generator contract."""
+"""Between trajectories and the parallel lists of user generators."""
 
 import math
 

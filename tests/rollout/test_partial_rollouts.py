@@ -1,4 +1,4 @@
-"""Episodes that a checkpoint had in flight go on from their tokens."""
+"""Episodes that were in flight at a checkpoint continue from their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAID = "yes yes yes yes"
 
 
 class Asks(RecordedEnv):
-    """Three turns; what it says depends on how often it was asked for anything."""
+    """Three turns; an observation depends on the number of all calls before."""
 
     answers = "turn"
 
@@ -28,7 +28,7 @@ class Asks(RecordedEnv):
 
 
 class Slow:
-    """Writes a token a second; what it was asked for, by id: prompt and first token's place in the answer."""
+    """Generates a token a second; its requests by id: prompt, and the first token's position in the answer."""
 
     def __init__(self):
         self.requests, self.rows = [], {}
@@ -64,7 +64,7 @@ def asked():
 
 
 async def run_for(seconds, asked, **settings):
-    """The trajectories in flight after so many seconds."""
+    """The trajectories in flight after ``seconds``."""
     engine = Slow()
     plays = generator(engine, max_turns=TURNS, **settings)
     task = asyncio.create_task(run_generator(plays, requests(asked), 0))

@@ -1,4 +1,4 @@
-"""pass@k and maj@k beside their definitions: every subset, counted."""
+"""pass@k and maj@k against their definitions: every subset, counted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS = st.lists(st.tuples(st.sampled_from(["a", "b", "c", None]), st.booleans
 
 
 def by_hand(answers: list[str | None], right: list[bool], drawn: tuple[int, ...]) -> float:
-    """How right one draw's winners are: each as right as all the prompt's samples with its answer."""
+    """Accuracy of one draw's winners: of all the prompt's samples with the same answer."""
     counts = Counter(answer for i in drawn if (answer := answers[i]) is not None)
     winners = [answer for answer, count in counts.items() if count == max(counts.values())]
     shares = [fmean(r for a, r in zip(answers, right, strict=True) if a == winner) for winner in winners]

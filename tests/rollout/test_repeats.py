@@ -1,4 +1,4 @@
-"""Samples that repeat each other: what chance allows is silent, what it does not is found at once."""
+"""Repeated samples: repetitions within chance raise no alarm, others raise one at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"groups": st.integers(1, 12), "size": st.integers(1, 16), "seed": st.in
 
 
 def drawn(groups: int, size: int, seed: int, *, answers: int, sharpness: float) -> list[list[tuple[bytes, float]]]:
-    """Independent samples from ``answers`` answers, the sharper the more alike."""
+    """Independent samples from ``answers`` answers; the larger ``sharpness``, the more alike."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(groups):
@@ -74,7 +74,7 @@ def test_a_policy_that_knows_one_answer_alone_repeats_it_without_alarm(copies: i
 
 
 def test_two_engines_with_one_random_stream_are_an_alarm_within_a_step() -> None:
-    """Short answers too: eight prompts, halves of groups of eight that are alike, answers of probability 1/1000."""
+    """Short answers too: eight prompts, half of each group of eight repeated, answers of probability 1/1000."""
     halves = [[(bytes([g, i]), math.log(1e-3)) for i in range(4)] for g in range(8)]
     repeats = count_repeats([half + half for half in halves])
     assert repeats.impossible
@@ -105,6 +105,6 @@ def test_a_trajectory_is_all_of_its_actions_and_empty_ones_do_not_count() -> Non
 
 
 def test_the_same_answer_to_another_question_is_no_repeat() -> None:
-    """An environment may ask each sample something else: what the one's probabilities are says nothing of the other."""
+    """An environment may give each sample another prompt: then probabilities of one say nothing about the other."""
     asked_differently = Group(prompt(0, "any"), [trajectory(i, [5] * 8, asked=i) for i in range(4)])
     assert repeats_of([asked_differently])[:2] == (4, 0)

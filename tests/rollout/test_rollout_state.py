@@ -1,4 +1,4 @@
-"""Groups come back from a file as they were, bit for bit."""
+"""Groups are bitwise unchanged after saving and loading."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_turn_is_not_taken_over_if_another_image_stood_before_it() -> None:
 
 
 def test_a_disk_that_does_not_take_it_is_an_error_of_the_disks(tmp_path: Path) -> None:
-    """So that it is a matter of ``trainer.ckpt_patience``, as with every other file of a checkpoint."""
+    """So that it counts for ``trainer.ckpt_patience``, as with every other file of a checkpoint."""
     tokens = list(range(1000))
     begun = Trajectory(TrajectoryId(PromptId(0, 0), 0), [Segment("prompt", tokens)])
     with files_end_at(100), pytest.raises(OSError, match=r"rollouts\.safetensors could not be written: .*too large"):

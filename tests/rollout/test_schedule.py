@@ -1,4 +1,4 @@
-"""The schedule's text: what is parsed is what was written; where versions change and requests are cut."""
+"""The schedule's text is parsed as it was written: when versions change, and when requests are interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECES = st.lists(st.lists(st.integers(0, 12), max_size=6).map(sorted), min_size
 
 
 def answer(pieces: list[list[int]]) -> GenerationOutput:
-    """Pieces of these versions, each but the first a new request."""
+    """Parts with these versions, each after the first in a new request."""
     first, *others = [GenerationOutput("r", list(range(len(p))), [0.0] * len(p), p) for p in pieces]
     for other in others:
         first = join(first, other)

@@ -1,4 +1,4 @@
-"""Trajectories as files: what is read is what was written."""
+"""Trajectories as files: reading returns what was written."""
 
 from __future__ import annotations
 

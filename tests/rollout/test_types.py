@@ -1,4 +1,4 @@
-"""A group of trajectories: what it is judged by."""
+"""A group of trajectories: its rewards and metrics."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The process that trains, without Ray: whatever ends a run, every part is shut down and the first error is told."""
+"""The process that trains, without Ray: after any end of a run, every part is shut down and the first error is
+reported.
+"""
 
 import asyncio
 import signal
@@ -131,7 +133,7 @@ class Tracker:
 
 
 class OwnTracker(BasePPOExp):
-    """Fails while it is built, behind the tracker."""
+    """Fails while it is built, after the tracker."""
 
     def get_tokenizer(self):
         return None

@@ -1,4 +1,4 @@
-"""What an experiment settles before any process starts."""
+"""Decisions of an experiment before any process starts."""
 
 import json
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
         with pytest.raises(UserError, match=rf"mine is in use: process {first.pid} on "):
             OwnTokenizer(again(tmp_path)).prepare()
         assert (folder / "config.yaml").read_text() == "before"
-        runs([str(tmp_path)])  # who reads asks nobody
+        runs([str(tmp_path)])  # reading asks no question
     finally:
         first.kill()
         first.wait()

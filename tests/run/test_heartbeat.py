@@ -1,4 +1,4 @@
-"""A controller that answers nothing for too long is ended; a program that was itself stopped blames nobody."""
+"""A controller that does not answer for too long is killed, but not if the program itself was stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT_S = 6.0
 
 
 class Controller:
-    """What is asked, and who is ended; ``answers`` are given in turn: a report, or what ``ray.get`` raises."""
+    """Records calls, and whether it was killed; ``answers`` are given in turn: a report, or an error of ``ray.get``."""
 
     def __init__(self, *answers: object) -> None:
         self.answers, self.waited_s, self.ended = list(answers), 0.0, False
@@ -60,7 +60,7 @@ def test_an_answer_forgives_the_silence_before_it() -> None:
     controller = Controller(SILENCE, REPORT, SILENCE)
     asked = heartbeat(controller)
     assert [asked.ask(0) for _ in range(3)] == [None, REPORT, None]
-    assert not controller.ended, "however long the program itself stood still between its questions"
+    assert not controller.ended, "however long the program itself was stopped between its calls"
 
 
 def test_one_that_has_died_is_not_waited_for_and_without_a_limit_none_is_ended() -> None:

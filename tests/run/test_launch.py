@@ -1,4 +1,4 @@
-"""What a program shows when its run has ended."""
+"""The output of a program when its run has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page's server: what it sends, to whom, and that it ends with its run."""
+"""The live page's server: its responses, its access rules, and that it ends with its run."""
 
 from __future__ import annotations
 

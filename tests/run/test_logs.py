@@ -1,4 +1,4 @@
-"""What processes print: all of it in files, on the terminal what is meant for the user."""
+"""Output of processes: all of it in files, messages for the user on the terminal."""
 
 from __future__ import annotations
 

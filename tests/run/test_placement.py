@@ -1,4 +1,4 @@
-"""Who gets which devices, computed before anything starts."""
+"""The assignment of devices, computed before anything starts."""
 
 from collections import Counter
 
@@ -97,7 +97,7 @@ def test_ranks_say_where_a_model_goes():
 
 
 def test_neighbouring_ranks_are_on_one_node_in_whatever_order_ray_numbers_its_bundles():
-    """Ray 2.60 gave 32 equal bundles on 4 nodes of 8 GPUs in this order."""
+    """Ray 2.60 numbered 32 equal bundles on 4 nodes of 8 GPUs in this order."""
     nodes = dict(enumerate("a" + 8 * "b" + 7 * "a" + "c" + 8 * "d" + 7 * "c"))
     slots = plan(config(nodes=3, ranks=8, engines=8), with_reference=False)
     placement = Placement(slots, "group", by_node(slots.bundles, nodes))

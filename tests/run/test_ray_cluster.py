@@ -1,4 +1,4 @@
-"""Starting a cluster, which is this machine's alone, and joining one."""
+"""Starting a cluster that only this machine can reach, and joining one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may start workers again."""
+"""When workers may be restarted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def restarting(folder: Path, **settings: Any) -> Recovery:
 
 
 def test_workers_that_end_with_the_program_are_not_started_again(tmp_path: Path) -> None:
-    """They end before the controller does, or behind it, as it happens."""
+    """They end before or after the controller, depending on timing."""
     found = restarting(tmp_path, ckpt_interval=1)
     with subprocess.Popen(["sleep", "60"]) as program:
         found._program = program.pid, born(program.pid)
@@ -35,7 +35,7 @@ def test_workers_that_end_with_the_program_are_not_started_again(tmp_path: Path)
         program.kill()
         while born(program.pid):
             time.sleep(0.01)
-        assert not found.lost_workers(4), "nobody has asked after it yet"
+        assert not found.lost_workers(4), "no call has been made since"
     assert not found.lost_workers(4)
     assert [row["step"] for row in read_rows(tmp_path / NAME)] == [3]
 

@@ -1,4 +1,4 @@
-"""Memory and disk: read in the background, told with the steps, warned of in time."""
+"""Memory and disk are read in the background, logged with the steps, and warned of in time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_it_warns_once_before_a_checkpoint_no_longer_fits_and_again_when_room_ha
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = a_watch(tmp_path, copies=True)
-    watch._warn({"disk/free_gib": 0.0, "memory/free_gib": 0.0})  # nobody knows yet how large one is
+    watch._warn({"disk/free_gib": 0.0, "memory/free_gib": 0.0})  # the size of a checkpoint is unknown yet
     folder = tmp_path / "checkpoints" / "step_000001"
     for samples in (1, 5):
         (tmp_path / "samples.jsonl").write_bytes(b"x" * samples * MIB)

@@ -1,4 +1,4 @@
-"""How often what dies may be started again, and what it goes on from."""
+"""How often failed processes may be restarted, and which checkpoint is resumed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_folder_that_cannot_be_written_is_counted_all_the_same(tmp_path: Path)
 
 
 def test_only_a_checkpoint_of_this_command_is_gone_on_from(tmp_path: Path) -> None:
-    """Else from where it began: ``resume_mode=40`` leaves newer ones of another attempt lying there."""
+    """Otherwise from its start: ``resume_mode=40`` leaves newer checkpoints of another attempt in the folder."""
     restarts = Restarts(tmp_path, per_hour=1)
     assert restarts.resume_mode(tmp_path, "none") == "none"
     for step, age in ((60, -10.0), (40, 10.0)):

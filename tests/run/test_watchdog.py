@@ -1,4 +1,4 @@
-"""What a killed program leaves of its Ray, and who can read it."""
+"""The files of Ray that a killed program leaves, and who can read them."""
 
 from __future__ import annotations
 

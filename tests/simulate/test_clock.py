@@ -1,4 +1,4 @@
-"""Virtual time jumps, keeps order, and names who waits in a deadlock."""
+"""Simulated time advances without waiting, keeps order, and names the waiting tasks in a deadlock."""
 
 from __future__ import annotations
 

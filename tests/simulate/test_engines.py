@@ -1,4 +1,4 @@
-"""Virtual engines: every token once, at its version, in the time that the costs say."""
+"""Simulated engines: every token once, with its version, in the time that the costs determine."""
 
 from __future__ import annotations
 

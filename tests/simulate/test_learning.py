@@ -1,4 +1,4 @@
-"""The law of learning: found again in runs that follow it, and what a fit refuses."""
+"""The law of learning: recovered from runs that follow it, and errors of a fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STARTS, STALENESS = st.floats(0.0, 0.6), st.floats(0.0, 16.0)
 
 
 def pilot(law: LearningLaw, staleness: float, steps: int = 40, noise: float = 0.0, seed: int = 0) -> Pilot:
-    """A run as the law would have it; its samples get as stale in the first steps as they then are."""
+    """A run that follows the law; the staleness of its samples grows in the first steps, then stays."""
     stale = np.minimum(np.arange(steps), staleness).astype(float)
     progress = np.concatenate([[0.0], np.cumsum(1 / (1 + (law.cost * stale) ** law.power))])
     versions = np.arange(steps) - stale
@@ -79,7 +79,9 @@ def test_steps_by_hand() -> None:
 
 
 def test_intervals_of_resampled_laws_mostly_hold_the_truth() -> None:
-    """Residuals in blocks vary a little less than the noise: of 60 pilots 50 held it, as the page says."""
+    """Residuals in blocks vary a little less than the noise: for 50 of 60 pilots the interval contained it, as the
+    page says.
+    """
     law, inside = LearningLaw(0.4, 1.0, 0.03, 0.4, 2.0), 0
     for seed in range(20):
         runs = [pilot(law, level, noise=0.03, seed=3 * seed + i) for i, level in enumerate((0, 1, 4))]

@@ -1,4 +1,4 @@
-"""The plans on virtual time, as they are: what they reach, and that they neither jam nor break their bound."""
+"""The unchanged plans in simulation: their throughput, no deadlock, and the staleness bound."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def config(lengths: str = "constant", steps: int = 60, **settings: Any) -> Simul
 
 
 def share(cfg: SimulationConfig, outcome: Outcome) -> float:
-    """Of the throughput at which the busier side never waits."""
+    """Relative to the throughput at which the busier side never waits."""
     return work(cfg).step_s / outcome.step_s
 
 
-# ---------------------------------------------------------------- what they reach
+# ---------------------------------------------------------------- throughput
 
 
 @pytest.mark.parametrize("plan", ["one_step_off", "fully_async"])
@@ -99,7 +99,7 @@ def test_where_nothing_waits_plans_that_share_devices_are_not_slower(plan: str) 
     assert shared(1.0, plan) < 1.02 * separate
 
 
-# ---------------------------------------------------------------- what they promise
+# ---------------------------------------------------------------- guarantees
 
 
 KEPT = [(FullyAsyncRayPPOTrainer, way) for way in ("keep", "recompute", "wait")]
@@ -129,7 +129,7 @@ def test_no_token_is_older_than_the_bound_and_none_is_lost(
     trainer = run_virtual(run())
     assert max(trainer.staleness) <= staleness
     assert len(trained) == len(set(trained)) == 20 * 16
-    assert trainer.staleness.total() == trainer.generator.generated > 0, "every token generated was trained, once"
+    assert trainer.staleness.total() == trainer.generator.generated > 0, "every generated token was trained, once"
 
 
 def test_without_staleness_every_step_is_the_synchronous_one() -> None:
@@ -160,7 +160,7 @@ def test_the_plans_run_unmodified() -> None:
     }
 
 
-# ---------------------------------------------------------------- when something goes wrong
+# ---------------------------------------------------------------- failures
 
 
 def test_a_plan_that_jams_is_an_error_that_says_who_waits() -> None:
@@ -195,14 +195,14 @@ def test_an_error_in_any_part_ends_every_plan_with_that_error(plan: type[RayPPOT
         try:
             await trainer.train()
         finally:
-            assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing is left running"
+            assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"
 
     with pytest.raises(OSError, match=f"{part} broke"):
         run_virtual(run())
 
 
 class Twice(RayPPOTrainer):
-    """Trains every batch again."""
+    """Trains every batch twice."""
 
     async def train(self) -> None:
         async with self.running():

@@ -1,4 +1,4 @@
-"""What a step should take, beside what the plans' own classes take on virtual time."""
+"""Formulas for a step's duration, against the plans' own classes in simulation."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ GROUPS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6)
 @pytest.mark.parametrize("plan", list(FORMULAS))
 @pytest.mark.parametrize("slots", [8, 32], ids=["four waves", "a slot each"])
 def test_theory_is_what_virtual_time_gives(plan: str, lengths: str, slots: int) -> None:
-    steps = 20 if lengths == "constant" else 120  # where every batch is the same a few show it
+    steps = 20 if lengths == "constant" else 120  # if every batch is the same, a few show it
     cfg = config(lengths, steps=steps, length_max=800, slots=slots, sync_s=1.5)
     assert simulate(cfg, plan).step_s == pytest.approx(expected_step_s(cfg, plan), rel=0.03)
 
 
 @pytest.mark.parametrize("training", [0.5, 1.0, 3.0], ids=lambda times: f"training {times} times generation")
 def test_streamed_with_equal_lengths_hides_all_but_a_wave_of_the_shorter_side(training: float) -> None:
-    """Four waves of four groups: while one is generated the one before it is trained."""
+    """Four waves of four groups: while one is generated the former one is trained."""
     cfg = config(slots=8)
     generation = work(cfg).generation_s
     cfg.simulate.train_s_per_token = training * generation / 6400

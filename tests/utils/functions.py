@@ -1,4 +1,4 @@
-"""What functions in a process of their own may do."""
+"""Behaviour of functions in a subprocess worker."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from skyasync.errors import TransientError
 
 
 class Unreadable:
-    """Leaves its process, and is no answer in another one."""
+    """Can be pickled, but not unpickled in another process."""
 
     def __reduce__(self):
         return int, ("not a number",)
 
 
 class RunsWhereItIsRead:
-    """What a function may put into its answer."""
+    """Code that runs when an answer is unpickled."""
 
     def __init__(self, function, *arguments):
         self.run = function, arguments
@@ -38,12 +38,12 @@ class Own(BaseException):
 class HangsWhereItIsRead(TransientError):
     def __init__(self, mark):
         super().__init__(mark)
-        if sys.argv[0] != "-c":  # in the process that has asked
+        if sys.argv[0] != "-c":  # in the calling process
             time.sleep(1000)
 
 
 def behave(what, mark, payload=b""):
-    """Returns the mark, unless it does something else."""
+    """Returns the mark, unless the arguments select something else."""
     if what == "fork":
         os.fork()
     elif what == "fork and stay" and os.fork() == 0:

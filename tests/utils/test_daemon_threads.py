@@ -10,7 +10,7 @@ PATIENCE_S = 20.0
 
 @contextmanager
 def threads(work, most=64, limit_s=PATIENCE_S):
-    """Threads at work, and a way to wait for the answer to a job."""
+    """Running threads, and a way to wait for the answer to a job."""
     answers, changed = {}, threading.Condition()
 
     def answer(job, result):

@@ -1,4 +1,4 @@
-"""Which process gets which work, and which are replaced; the processes are stand-ins."""
+"""How work is assigned to processes, and which are replaced; the processes are fakes."""
 
 from skyasync.utils.rpc import MOST_HUNG, RpcPool
 

@@ -24,7 +24,7 @@ BIG = 3 << 20  # bytes: more than a socket takes without a reader
 ENDS, SLACK_S = 30.0, 10.0  # limits of a call that ends; seconds that a busy machine may take
 ANSWERS = ("", "fork", "fork and stay")
 HANGS = ("hang", "stop", "start a child and hang")
-FAILS = {  # what else may come of a call
+FAILS = {  # other results of a call
     **{what: NoAnswerError for what in (*HANGS, "exit", "end", "return what cannot be read", "garbage", "close",
                                     "return what exits", "return what ends", "start a program and end",
                                     "say too much")},

@@ -1,4 +1,4 @@
-"""Coroutines that live and die together."""
+"""Groups of coroutines that end together."""
 
 import asyncio
 import threading
@@ -56,7 +56,7 @@ async def test_what_takes_too_long_is_named_with_its_key():
     with pytest.raises(TimeoutError, match=r"^loading did not end within 3 s \(trainer\.step_timeout_s\)$"):
         async with within(3, "loading"):
             await lives([])
-    with pytest.raises(TimeoutError, match=r"^of its own$"):  # an error from inside is what it was
+    with pytest.raises(TimeoutError, match=r"^of its own$"):  # an error from inside keeps its type
         async with within(3, "loading"):
             raise TimeoutError("of its own")
 
@@ -112,7 +112,7 @@ async def test_cancellation_from_outside_cancels_all_and_stays_a_cancellation():
 
 @virtual_time
 async def test_a_cancellation_from_within_is_an_error_and_no_endless_wait():
-    """A coroutine may meet the cancellation of something it awaits; nobody has asked *it* to end."""
+    """A coroutine may be cancelled by something that it awaits, although its own task is not cancelled."""
 
     async def awaits_something_cancelled():
         future = asyncio.get_running_loop().create_future()
@@ -129,8 +129,8 @@ async def test_a_cancellation_from_within_is_an_error_and_no_endless_wait():
 
 @virtual_time
 async def test_what_many_met_alike_is_told_once():
-    """Requests of one engine share its error; other errors are noted, each once."""
-    shared = Broken("the engine died")
+    """Requests of one engine share its error; other errors are added as notes, each once."""
+    shared = Broken("the engine failed")
     with pytest.raises(Broken) as caught:
         await run_together(*(breaks(1, shared) for _ in range(9)), *(breaks(1, KeyError("k")) for _ in range(9)))
     assert caught.value is shared
@@ -154,7 +154,7 @@ async def test_what_must_not_stop_in_the_middle_is_waited_for_when_its_caller_is
 
 
 async def test_ctrl_c_before_the_other_threads_task_has_begun_ends_it(monkeypatch):
-    """``asyncio.run`` in a thread is held back until Ctrl-C has come."""
+    """``asyncio.run`` in a thread is delayed until Ctrl-C has come."""
     came, began, real = threading.Event(), False, asyncio.run
 
     async def forever():

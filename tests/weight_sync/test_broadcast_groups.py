@@ -255,7 +255,7 @@ async def test_ranks_that_a_newcomer_does_not_meet_are_given_up(monkeypatch: pyt
     async with running() as run:
         with pytest.raises(EngineFailedError):
             async with run.sync.between_syncs():
-                raise EngineFailedError("the newcomer")
+                raise EngineFailedError("the replacement engine")
         assert "has not met them" in str(run.trainer.ranks.lost)
         with pytest.raises(RuntimeError, match="the workers have been stopped"):
             await run.trainer.optimizer_step()

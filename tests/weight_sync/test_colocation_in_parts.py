@@ -32,7 +32,7 @@ class InParts(Policy):
         try:
             for part in range(PARTS):
                 if part == self.fails_at:
-                    raise RuntimeError("a rank has died")
+                    raise RuntimeError("a rank has failed")
                 assert self.policy, "sharded weights are gathered on the devices"
                 self._note(f"pack {part}")
                 yield replace(update, info={"part": part, "last": part == PARTS - 1, "trained": self.trained})
@@ -86,7 +86,7 @@ async def test_where_the_policy_dies_in_between_the_engines_sleep_and_the_next_s
     await turns.make_way_for_policy()
     device.fails_at = part
     device.calls.clear()
-    with pytest.raises(RuntimeError, match="a rank has died"):
+    with pytest.raises(RuntimeError, match="a rank has failed"):
         await sync.sync(1)
     assert device.calls[-3:] == ["free", "break off", "sleep"]
     assert not turns.engines_are_awake

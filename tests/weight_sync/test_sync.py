@@ -313,7 +313,7 @@ async def test_without_a_probe_nothing_is_compared():
 async def test_weights_are_released_after_a_failure_and_cancellation():
     trainer = Trainer()
     with pytest.raises(ConnectionError):
-        await sync(trainer, Engines(fault=ConnectionError("engine died"))).sync(1)
+        await sync(trainer, Engines(fault=ConnectionError("engine failed"))).sync(1)
     task = asyncio.create_task(sync(trainer, Engines(seconds=1000.0)).sync(2))
     await asyncio.sleep(1)
     task.cancel()
@@ -369,7 +369,7 @@ async def test_a_failure_to_release_does_not_hide_why_the_update_failed():
         async def release(self, update):
             raise OSError("no such file")
 
-    error = ConnectionError("engine died")
+    error = ConnectionError("engine failed")
     with pytest.raises(ConnectionError) as caught:
         await sync(Forgetful(), Engines(fault=error)).sync(1)
     assert caught.value is error
@@ -434,7 +434,7 @@ async def test_while_workers_are_started_again_a_latecomer_waits_for_the_first_s
 @virtual_time
 async def test_a_latecomer_waits_for_other_workers_where_a_sync_has_failed_since_they_have_died(part):
     async def dies(*_):
-        raise ConnectionError("the rank has died")
+        raise ConnectionError("the rank has failed")
 
     dying, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
     both = keeping(dying, engines)

@@ -24,7 +24,7 @@ async def test_the_newest_adapter_is_computed_with_and_another_one_is_found(tmp_
         (before,) = await pair.client.score(PROBE)
         request = GenerationRequest("in flight", PROBE[0], SamplingParams(max_tokens=180, ignore_eos=True))
         in_flight = asyncio.create_task(pair.client.generate(request))
-        await pair.client.generate(GenerationRequest("beside it", PROBE[1], SamplingParams(max_tokens=2)))
+        await pair.client.generate(GenerationRequest("another", PROBE[1], SamplingParams(max_tokens=2)))
         pair.step(2e-2)
         await pair.hand_over()
         metrics = await pair.verify()

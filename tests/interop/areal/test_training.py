@@ -60,9 +60,9 @@ def test_a_reward_for_no_answer_of_the_episode_is_told(tmp_path: Path) -> None:
         "        async with aiohttp.ClientSession(headers={'Authorization': f'Bearer {api_key}'}) as http:\n"
         "            async with http.post(f'{base_url}/chat/completions', json={'messages': data['messages']}) as r:\n"
         "                await r.json()\n"
-        "        return {'chatcmpl-nobody': 1.0}\n"
+        "        return {'chatcmpl-unknown': 1.0}\n"
     )
-    with pytest.raises(Exception, match="a reward for chatcmpl-nobody, which is the id of none of its 1 answers"):
+    with pytest.raises(Exception, match="a reward for chatcmpl-unknown, which is the id of none of its 1 answers"):
         train(f"generator.agent_program={tmp_path}/wrong.py:Agent")
 
 

@@ -1,4 +1,4 @@
-"""Run folders with figures that are made up, for pages."""
+"""Run folders with made-up figures, for pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sample(step: int) -> dict[str, Any]:
 
 
 def make_run(folder: Path, *, steps: int = 12, settings: str = "", error: str = "") -> Path:
-    """A run's folder, as one leaves it."""
+    """A run's folder in the format of a real run."""
     folder.mkdir(parents=True)
     rows = [{"step": 0, "time": 1000.0, "eval/score": 0.2}, *map(metrics, range(1, steps + 1))]
     rows[-1]["eval/score"] = 0.6

@@ -1,4 +1,4 @@
-"""What a report draws: one unit in a chart, and bars that add up."""
+"""Charts of a report: one unit per chart, and bars that add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing sticks out on a phone, every picture has its place, dark is dark."""
+"""The page in a real browser: no overflow on a phone, every chart is placed, the dark theme is dark."""
 
 from __future__ import annotations
 

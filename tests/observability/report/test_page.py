@@ -1,4 +1,4 @@
-"""The page about a run: whole in itself, complete where there is data, and honest where there is none."""
+"""The page about a run: self-contained, complete if there is data, and without empty charts otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 class Page(HTMLParser):
-    """What is open where, and all that leads out of the page."""
+    """The nesting of elements, and all links out of the page."""
 
     VOID = frozenset({"meta", "input", "br"})
 
@@ -37,7 +37,7 @@ class Page(HTMLParser):
         self.outside += [tag] if tag in ("script", "link", "iframe") else []
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Of a picture; nothing is open behind it."""
+        """Of an element without contents."""
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

@@ -27,7 +27,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name
 
 
 class Recorder(TrainerCallback):
-    """Half of the methods are asynchronous, and take time."""
+    """Half of the methods are async, and take time."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []

@@ -153,7 +153,7 @@ async def test_a_drain_waits_for_what_runs_and_holds_what_comes(engine: Engine) 
 
 async def test_weights_that_the_server_refuses_or_nobody_has_are_an_error(engine: Engine, tmp_path: Path) -> None:
     if REAL:
-        pytest.skip("a real one goes back to what it had, whose file is gone, and ends: a death like others")
+        pytest.skip("a real server reloads its former weights, whose file is gone, and fails")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
     with pytest.raises(WeightSyncError, match="has refused the weights of version 9"):
