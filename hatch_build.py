@@ -16,7 +16,8 @@ _FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 _PICTURE = re.compile(r"!\[([^\]]*)\]\((?!https?:)([^)\s]+)\)")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
 _MENU = re.compile(r"^\[Installation\](?:.|\n(?!\n))*\n", re.MULTILINE)
-_CAPTION = r"\n\n\*[^*\n]+\*\n"
+_CAPTION = r"\n\n?\*[^*\n]+\*\n"
+_PICTURES = rf"\n(?:\|.*\n)*\|.*!\[.*\n(?:\|.*\n)*(?:{_CAPTION})?"  # a table
 _ONLY_A_LINK = re.compile(rf" ?\({_LINK.pattern}\)|(?<=\.) {_LINK.pattern}\.|^{_LINK.pattern}\. ?", re.MULTILINE)
 WHERE = "The documentation is in the folder `docs` of the source distribution.\n"
 
@@ -34,7 +35,8 @@ def _absolute(text: str, address: str) -> str:
 
 
 def _plain(text: str) -> str:
-    text = re.sub(rf":\n\n{_PICTURE.pattern}", ".", _MENU.sub(WHERE, text))
+    text = re.sub(_PICTURES, "", _MENU.sub(WHERE, text))
+    text = re.sub(rf":\n\n{_PICTURE.pattern}", ".", text)
     text = re.sub(rf"\n{_PICTURE.pattern}(?:{_CAPTION})?", "", text)
     return re.sub(r"\n{3,}", "\n\n", _LINK.sub(r"\1", _ONLY_A_LINK.sub("", text)))
 

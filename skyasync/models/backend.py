@@ -154,9 +154,10 @@ class ModelSpec:
     """Which model a backend loads, how the model is divided over ranks, and which parts of it are trained.
 
     Args:
-        role, section: the role and its part of the configuration, for errors and file names.
+        role: its name, for errors and file names.
+        section: the role's part of the configuration, for errors.
         path: a folder or hub name.
-        dtype: that is computed in; "auto" is float32 on a CPU and bfloat16 on a GPU.
+        dtype: of the computation; "auto" is float32 on a CPU and bfloat16 on a GPU.
         head: ``VOCABULARY``, ``VALUE`` or ``SCORE``.
         trainer: settings that all models of a run share.
         distribution: that of the sampling, for log-probabilities.

@@ -62,6 +62,23 @@ def test_what_people_search_for_is_one_link_from_the_first_page(page: str) -> No
     assert f"({page}.md)" in (DOCS / "index.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("page", "answer"),
+    [
+        ("staleness.md#importance-weight", r"w_t = \frac{\pi_\mathrm{prox}"),
+        ("callbacks.md", "def on_step_end(self, trainer, metrics)"),
+        ("weight_sync.md", "| `nccl` | by NCCL broadcast"),
+        ("troubleshooting.md#out-of-memory", "trainer.policy.gradient_checkpointing=true"),
+    ],
+)
+def test_a_question_is_answered_one_link_from_the_readme(page: str, answer: str) -> None:
+    file, _, anchor = page.partition("#")
+    readme, text = (ROOT / "README.md").read_text(), (DOCS / file).read_text()
+    assert f"(docs/{page})" in readme
+    section = text[text.lower().index(f"\n## {anchor.replace('-', ' ')}") :] if anchor else text
+    assert answer in (section[1:].partition("\n## ")[0] if anchor else section)
+
+
 def test_the_lines_to_a_first_training_are_counted() -> None:
     """Those of the smallest program, and of the same one for TRL."""
     page = DOCS / "python_api.md"
