@@ -171,9 +171,7 @@ def config(case: Case, path: str) -> Any:
 
 
 def make(case: Case, folder: str) -> None:
-    """Create the models, with random weights, in another process: the parent of forks must not have computed
-    anything.
-    """
+    """Create the models, with random weights, in another process: the parent of forks must not compute anything."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

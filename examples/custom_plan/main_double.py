@@ -20,10 +20,7 @@ from skyasync.utils.task_group import run_together
 
 class TwoStepsPerSync(RayPPOTrainer):
     asynchronous = True
-    reads = (
-        "trainer.partial_rollout",
-        "trainer.eval_mode",
-    )  # engines are busy during a weight update and during evaluation
+    reads = ("trainer.partial_rollout", "trainer.eval_mode")  # engines are busy during both
 
     async def train(self):
         batches = asyncio.Queue(maxsize=2)

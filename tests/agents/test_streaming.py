@@ -1,6 +1,4 @@
-"""Streamed answers: the events of each API as the engine generates the tokens, and the record of an interrupted
-stream.
-"""
+"""Streamed answers: the events of each API while the engine generates, and the record of an interrupted stream."""
 
 from __future__ import annotations
 
@@ -241,9 +239,7 @@ async def test_no_stream_asks_an_engine_more_often_for_being_one_of_many(
 
 
 async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the_engine_made(real: Any) -> None:
-    """Programs that stop reading, or disconnect at any moment, while the engine's request is interrupted and
-    resumed.
-    """
+    """Programs that stop reading, or disconnect at any moment, while the engine's request is interrupted."""
     rng = random.Random(7)
     engines, records = real.endpoint._calls.client, list[Any]()
 

@@ -82,10 +82,7 @@ async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: Llama
         for turn in range(TURNS):
             read, wrote = (record[f"{trajectory.id}-t{turn}"] for record in (engine.asked, engine.answered))
             span = slice(len(read), len(read) + len(wrote.token_ids))
-            assert batch.tokens[row, : span.stop].tolist() == [
-                *read,
-                *wrote.token_ids,
-            ]  # continues from all tokens before
+            assert batch.tokens[row, : span.stop].tolist() == [*read, *wrote.token_ids]  # from all tokens before
             assert span.start > at
             assert batch.behaviour_logprobs[row, span].tolist() == pytest.approx(wrote.logprobs, abs=1e-5)
             assert batch.versions[row, span].tolist() == wrote.versions.tolist()

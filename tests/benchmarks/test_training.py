@@ -1,6 +1,4 @@
-"""The benchmarks of an update and of its log-probabilities run at toy size; their output is tested, not their
-figures.
-"""
+"""The benchmarks of an update and of its log-probabilities run at toy size; only their output is tested."""
 
 import sys
 from pathlib import Path

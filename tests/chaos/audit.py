@@ -120,9 +120,7 @@ def unlike(ledger: Sequence[Mapping[str, object]], steps: Sequence[int]) -> list
 
 
 def explained(seen: Seen) -> dict[Ending, Strike]:
-    """The endings that an event explains: the event hit the command, and its kind may end it so. An event explains
-    one ending.
-    """
+    """The endings that an event explains, at most one per event: it hit the command, and its kind may end it so."""
     found = dict[Ending, Strike]()
     for ending in seen.endings:
         for strike in seen.strikes:

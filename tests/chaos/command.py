@@ -69,9 +69,7 @@ def run_name(seed: int) -> str:
 
 
 def added(cfg: Config, name: str, given: Sequence[str] = ()) -> list[str]:
-    """The settings of ``SETTINGS`` that are not ``given``, and that the run's own configuration leaves at their
-    defaults.
-    """
+    """The ``SETTINGS`` that are neither ``given`` nor set by the run's own configuration."""
     keys = {argument.partition("=")[0] for argument in given}
     missing = [
         f"{key}={value}"

@@ -89,9 +89,7 @@ def _full(own: Method, orders: Orders) -> Method:
 
 
 class _Flips:
-    """Flips a bit after weights are written and before they are first read; reports whether the engines took these
-    weights.
-    """
+    """Flips a bit after weights are written and before they are first read; reports whether engines took them."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders, self._order, self._of = orders, cast(Order | None, None), "weights"

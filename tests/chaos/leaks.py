@@ -17,12 +17,8 @@ from tests.chaos.process_tree import Process, marked
 
 PATIENCE_S = 30.0
 WATCHDOG_S = 15.0
-KEPT = (
-    "ray",
-    "torchinductor_",
-    "orders.jsonl",
-    "taken.jsonl",
-)  # logs of a Ray cluster without watchdog, torch's cache; our scratch folders
+#: Logs of a Ray cluster without watchdog, torch's cache, and our scratch folders.
+KEPT = ("ray", "torchinductor_", "orders.jsonl", "taken.jsonl")
 
 
 def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]:

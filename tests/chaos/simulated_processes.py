@@ -184,9 +184,7 @@ def wanted_tokens(request: GenerationRequest) -> int:
 
 
 def _prompt_length(request: GenerationRequest) -> int:
-    """A request that continues at another engine has its tokens after the prompt; a prompt never ends with a
-    generated token.
-    """
+    """A continued request has its tokens after the prompt; a prompt never ends with a generated token."""
     tokens = request.prompt_token_ids.tolist()
     while tokens and tokens[-1] == LETTER:
         tokens.pop()

@@ -151,9 +151,7 @@ def _audited(played: Play, folder: Path) -> list[str]:
 
 
 def play_all(count: int, seed: int, say: Callable[[str], None]) -> int:
-    """Run ``schedules`` schedules, the plans in turn; the exit status. Prints failures as they happen, and the sums
-    at the end.
-    """
+    """Run ``schedules`` schedules, the plans in turn; the exit status. Prints each failure, and the sums at the end."""
     by_plan = {name: [0, 0, 0, 0] for name in NAMES}
     kinds: Counter[str] = Counter()
     broken = 0

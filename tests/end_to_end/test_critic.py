@@ -21,9 +21,7 @@ ALIKE = ("critic/loss", "critic/grad_norm", "critic/values_mean", "critic/return
 
 @pytest.mark.matrix
 def test_ranks_and_devices_change_nothing_and_a_run_in_pieces_is_the_run(train: Train, tmp_path: Path) -> None:
-    """One rank colocated with the policy; two of each on separate devices, from which one of each resumes, and
-    streams.
-    """
+    """One rank colocated with the policy; two of each on separate devices, from which one of each resumes."""
     one = train(*PPO, "trainer.max_training_steps=2", "trainer.run_name=one")
     kept = ("trainer.ckpt_interval=1", f"trainer.ckpt_path={tmp_path / 'saved'}", "trainer.resume_mode=latest")
     two = train(

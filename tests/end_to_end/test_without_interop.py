@@ -1,6 +1,4 @@
-"""The library without ``skyasync.interop``: it trains, resumes and simulates, and reports in one line what is
-missing.
-"""
+"""The library without ``skyasync.interop`` trains, resumes and simulates, and reports in one line what is missing."""
 
 from __future__ import annotations
 

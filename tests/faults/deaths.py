@@ -40,9 +40,7 @@ class Point(NamedTuple):
 
 
 def drawn(seed: str) -> list[Point]:
-    """Every moment for both processes, in random order. The first is after two checkpoints: without one a run
-    starts afresh.
-    """
+    """Every moment for both processes, in random order. The first is after two checkpoints, so that the run resumes."""
     chance = random.Random(seed)
     found = [
         Point(whom, moment, 0 if moment == STARTING else chance.choice((0, 1)), chance.uniform(0.0, 0.03))

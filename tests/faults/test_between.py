@@ -1,6 +1,4 @@
-"""A run that ends after a checkpoint and before the step's line in the metrics still has that line after the
-restart.
-"""
+"""A run that ends after a checkpoint and before the step's line in the metrics has that line after the restart."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""As ``test_deaths``, for plans that generate while they train: the groups that they have finished are not lost
-either.
-"""
+"""As ``test_deaths``, for plans that generate while they train: finished groups are not lost either."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Environment processes that fail or hang in the middle of an episode: the episode is repeated, or fails and is
-counted.
-"""
+"""Environment processes that fail or hang in the middle of an episode, which is repeated, or fails and is counted."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ BATCH, STEPS, SAMPLES = 8, 12, 4
 PLAYS = 3  # of an episode that loses its process every time
 ORDERS: Orders = {2: ["kill"], 4: ["stop"], 6: ["kill"] * PLAYS}
 HOLDERS = ("controller", "workers", "engines", "environments", "object_store")
-LIMIT_S = (
-    45.0  # seconds of a step: a hanging process is silent for 5 s plus a step's limit, the rest is for the machine
-)
+LIMIT_S = 45.0  # of a step: a hanging process is silent for 5 s plus a step's limit, the rest is for the machine
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])

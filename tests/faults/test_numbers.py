@@ -1,6 +1,4 @@
-"""Non-finite values and spikes, in every plan: which samples are dropped, which steps are undone, and when the run
-ends.
-"""
+"""Non-finite values and spikes, in every plan: which samples are dropped, which steps undone, and when the run ends."""
 
 from __future__ import annotations
 

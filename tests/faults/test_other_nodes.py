@@ -125,9 +125,7 @@ def engines_of(actors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def of_their_own_node(actors: list[dict[str, Any]]) -> None:
-    """An engine on the policy's node maps the policy's buffer and computes on one copy of it; the other engine has
-    memory of its own.
-    """
+    """An engine on the policy's node maps the policy's buffer and computes on one copy of it; others do not."""
     (policy,) = [actor for actor in actors if actor["name"] == "PolicyWorker"]
     assert not policy["second"] and sorted(engine["second"] for engine in engines_of(actors)) == [False, True]
     for engine in engines_of(actors):

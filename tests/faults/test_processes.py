@@ -1,6 +1,4 @@
-"""A worker that is killed or hangs, an environment process, the controller and the program fail in turn: the run
-resumes from its checkpoints.
-"""
+"""Workers, an environment process, the controller and the program fail in turn: the run resumes from checkpoints."""
 
 from __future__ import annotations
 
@@ -66,10 +64,7 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
     case: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
 ) -> None:
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
-    kills, scratch = (
-        KILLS[case],
-        Path(tempfile.mkdtemp(prefix="kill")),
-    )  # a short name: the paths of sockets begin with it
+    kills, scratch = KILLS[case], Path(tempfile.mkdtemp(prefix="kill"))  # short: sockets' paths begin with it
     (tmp_path / "program.py").write_text(PROGRAM.replace("KILLS", repr(kills)))
     plan = case if case in PLANS else "sync"
     command = [f"trainer.plan={plan}", "trainer.placement.colocate_all=false", *CASES[case], *SETTINGS]

@@ -1,6 +1,4 @@
-"""Runs that end without a failed process: too many failed episodes, engines that compute something else, strict
-umasks.
-"""
+"""Ends without a failed process: too many failed episodes, and different log-probabilities. Modes of checkpoints."""
 
 from __future__ import annotations
 

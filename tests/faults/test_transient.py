@@ -1,6 +1,4 @@
-"""Temporary errors of environments, rewards and agent programs: they are retried, then the episode fails and is
-counted.
-"""
+"""Temporary errors of environments, rewards and agent programs are retried; then the episode fails and is counted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Requests that the client interrupts and continues: no token is lost or doubled, and each has its own policy
-version.
-"""
+"""Requests that the client interrupts and continues: no token is lost or doubled, and each has its version."""
 
 from __future__ import annotations
 

@@ -56,9 +56,8 @@ def test_long_answers_travel_in_several_messages_in_order():
     assert list(messages([])) == []
 
 
-NUMBERS: dict[
-    str, tuple[list[Any], list[Any]]
-] = {  # no engine may receive the first ones, and all can execute the last one
+#: By setting: values that no engine may receive, and values that all can execute.
+NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     "max_tokens": ([0, -1, 2**31, 10**400, 1.5, None, True], [1, 2**31 - 1, np.int64(3)]),
     "min_tokens": ([-1, 2**31], [0, 2**31 - 1]),
     "temperature": (

@@ -1,6 +1,4 @@
-"""Rows that share a prefix, also one with loss tokens, are computed as a tree, with the gradient of the separate
-rows.
-"""
+"""Rows that share a prefix, also one with loss tokens, are computed as a tree, with the separate rows' gradient."""
 
 from __future__ import annotations
 

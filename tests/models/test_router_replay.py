@@ -59,9 +59,7 @@ OTHERS: list[PreTrainedConfig] = [
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None, int], str]:
-    """The folder of a model whose routers have nearly equal probabilities for all experts, up to ``spread``; None:
-    not so.
-    """
+    """A model's folder. ``spread``: probabilities of all experts are equal up to this; None: as initialized."""
 
     def made(apart: float | None, seed: int) -> str:
         torch.manual_seed(0)

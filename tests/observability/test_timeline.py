@@ -247,9 +247,7 @@ def test_perfettos_own_processor_reads_it_and_every_lane_sums_to_the_runs_time(t
             with timeline.span("sync", "trainer", 1):
                 clock.now += 2
         timeline.add_span("rollout", "engine 0", clock.now - 3, clock.now)
-        timeline.add_span(
-            "rollout", "engine 0", clock.now - 2, clock.now - 0.5
-        )  # overlaps, so it has a lane of its own
+        timeline.add_span("rollout", "engine 0", clock.now - 2, clock.now - 0.5)  # overlaps: a lane of its own
         timeline.add_span("rollout", "engine 0", clock.now - 2.5, clock.now + 1)
         clock.now += 5
         timeline.close()

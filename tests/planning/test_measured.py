@@ -35,9 +35,7 @@ def test_planned_peaks_with_a_short_state_are_within_10_percent_too(warm_process
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_planned_peaks_with_adapters_are_within_10_percent_too(warm_processes: Path) -> None:
-    """With larger micro-batches: without optimizer state, a process's constant memory would be a large part
-    otherwise.
-    """
+    """With larger micro-batches: without optimizer state, a process's constant memory would be a large part."""
     case = next(case for case in CASES if case.name == "llama, adapters")
     check(replace(case, rows=4), warm_processes)
 

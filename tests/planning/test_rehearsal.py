@@ -45,10 +45,7 @@ def changed(cfg: Config) -> Config:
 def test_a_cluster_becomes_two_of_each() -> None:
     cfg = changed(load_config([*CLUSTER, "trainer.policy.model.path=x", "data.train_data=[x]"]))
     placement, generator = cfg.trainer.placement, cfg.generator
-    assert (placement.policy_num_nodes, placement.policy_num_gpus_per_node) == (
-        1,
-        8,
-    )  # 2 x 2 x 2: data, context, tensor
+    assert (placement.policy_num_nodes, placement.policy_num_gpus_per_node) == (1, 8)  # data, context, tensor
     assert (cfg.trainer.parallel.tensor, cfg.trainer.parallel.context) == (2, 2)
     assert (placement.ref_num_nodes, placement.ref_num_gpus_per_node) == (1, 1)
     assert (generator.num_inference_engines, generator.inference_engine_tensor_parallel_size) == (2, 1)

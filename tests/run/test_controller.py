@@ -1,6 +1,4 @@
-"""The process that trains, without Ray: after any end of a run, every part is shut down and the first error is
-reported.
-"""
+"""The process that trains, without Ray: after any end every part is shut down and the first error is reported."""
 
 import asyncio
 import signal

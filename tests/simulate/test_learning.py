@@ -79,9 +79,7 @@ def test_steps_by_hand() -> None:
 
 
 def test_intervals_of_resampled_laws_mostly_hold_the_truth() -> None:
-    """Residuals in blocks vary a little less than the noise: for 50 of 60 pilots the interval contained it, as the
-    page says.
-    """
+    """Residuals in blocks vary a little less than the noise: the interval contained it for 50 of 60 pilots."""
     law, inside = LearningLaw(0.4, 1.0, 0.03, 0.4, 2.0), 0
     for seed in range(20):
         runs = [pilot(law, level, noise=0.03, seed=3 * seed + i) for i, level in enumerate((0, 1, 4))]

@@ -235,9 +235,8 @@ async def check_two_ranks_and_two_engines(
         await transfer.release(update)
         assert max([await scores_differ(policy, each) for each in engines]) < 1e-4
 
-    ranks.call(
-        step, 3
-    )  # an engine's process ends in the middle: the others have their old weights, and get the update again
+    # An engine's process ends in the middle: the others have their old weights, and get the update again.
+    ranks.call(step, 3)
     transfer._members = None  # the second engine has a new process
     update = await transfer.publish(3)
     dying = asyncio.create_task(asyncio.to_thread(other.call, dies_after_a_chunk, update.info))

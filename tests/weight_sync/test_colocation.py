@@ -152,9 +152,7 @@ async def test_what_is_no_probe_is_scored_by_a_policy_that_is_there() -> None:
 
 @given(steps=st.lists(st.sampled_from(["train", "sync", "verify", "way"]), max_size=12))
 def test_no_order_of_calls_puts_both_on_the_devices(steps: list[str]) -> None:
-    """The fakes raise if two models, or a model and a cache, are on the devices together; engines verify their
-    weights.
-    """
+    """The fakes raise if two models, or a model and a cache, share the devices; engines verify their weights."""
     import asyncio
 
     async def run() -> None:

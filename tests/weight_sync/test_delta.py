@@ -1,6 +1,4 @@
-"""Deltas of weights: applied bitwise exactly, rejected if they do not fit, and replaced by all weights if that is
-cheaper.
-"""
+"""Deltas of weights are applied bitwise exactly, rejected if they do not fit, and sent only if smaller."""
 
 import pytest
 import torch

@@ -84,9 +84,7 @@ def test_files_of_living_processes_and_of_other_programs_stay(folder):
 
 
 def test_files_of_another_containers_processes_stay(folder, monkeypatch):
-    """Containers may share the memory. Processes of another container are invisible, which does not mean that they
-    ended.
-    """
+    """Containers may share the memory. Processes of another container are invisible, but may still run."""
     mine, pid = write_weights(WEIGHTS), dead_process()
     theirs = left_by(mine, pid)
     theirs.touch()

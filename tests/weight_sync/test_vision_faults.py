@@ -1,6 +1,4 @@
-"""Faults of a vision-language model's weight sync and of its images: a check or the verification prompts name each
-one.
-"""
+"""Faults of a vision-language model's weight sync and of its images: a check or the verification prompts find each."""
 
 from __future__ import annotations
 

@@ -107,7 +107,5 @@ async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
     pair.dispatch.transfer = memory_transfer(pair.dispatch._cfg, pair.dispatch._groups)
     await pair.hand_over()
     assert await pair.client.score(PROBE) == by_changes
-    whole = (
-        pair.dispatch._policy.backend.dtype.itemsize == 4
-    )  # a step changes nearly all of float32, so it is sent whole anyway
+    whole = pair.dispatch._policy.backend.dtype.itemsize == 4  # a step changes nearly all of float32
     assert fallbacks == ([0, 1, 2, 3] if whole else [0, 0, 1, 1])

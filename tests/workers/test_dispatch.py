@@ -60,9 +60,7 @@ async def published(dispatch: RayWorkerDispatch) -> dict[str, torch.Tensor]:
 
 
 def test_ranks_get_equal_work_where_long_rows_cost_more_than_their_tokens() -> None:
-    """One row of 4,096 tokens and 64 of 64, for hidden size 32: attention is ten times the rest of the long row's
-    work.
-    """
+    """One row of 4,096 tokens and 64 of 64, for hidden size 32: attention is most of the long row's cost."""
     lengths = torch.tensor([4096] + [64] * 64)
     mask = torch.arange(4096) < lengths[:, None]
     batch = TokenBatch(mask.long(), mask, mask, group_ids=torch.arange(65))

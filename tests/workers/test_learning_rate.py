@@ -1,6 +1,4 @@
-"""The learning rate of a step is a function of its number: transformers' schedules, after a warm-up that starts
-above 0.
-"""
+"""The learning rate of a step is a function of its number: transformers' schedules, after a non-zero warm-up."""
 
 from __future__ import annotations
 

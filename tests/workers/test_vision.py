@@ -141,9 +141,7 @@ def test_adapters_are_on_the_language_model_alone_and_are_sent_merged(folder: st
     batch = batch_of_images(folder)
     worker.forward_backward(batch)
     for name, parameter in worker.backend.model.named_parameters():
-        if (
-            parameter.grad is not None and "lora_B" in name
-        ):  # B is 0, so the gradient of B is that of the weight, times A
+        if parameter.grad is not None and "lora_B" in name:  # B is 0, so its gradient is the weight's, times A
             adapted = name.replace("lora_B.default.", "").replace("base_layer.", "")
             first = worker.backend.model.get_parameter(name.replace("lora_B", "lora_A"))
             expected = cfg.trainer.policy.lora.alpha / 2 * whole[adapted] @ first.T

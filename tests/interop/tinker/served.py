@@ -41,9 +41,7 @@ def config(model: str) -> Config:
 
 @asynccontextmanager
 async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterator[SimpleNamespace]:
-    """``server``, with its ``dispatch``, ``client``, ``turns`` and ``snapshots``; another one can resume in the
-    folder.
-    """
+    """``server``, with its ``dispatch``, ``client``, ``turns`` and ``snapshots``; another can resume in the folder."""
     cfg = config(model)
     await asyncio.to_thread(folder.mkdir, exist_ok=True)
     worker = replace(ROLES[POLICY], worker="skyasync.interop.tinker.worker:MultiAdapterWorker")

@@ -1,6 +1,4 @@
-"""The command itself: a program of the SDK that knows the address and the model learns, and loses no answer while
-processes are killed.
-"""
+"""The command itself: a program of the SDK learns, and loses no answer while processes are killed."""
 
 from __future__ import annotations
 

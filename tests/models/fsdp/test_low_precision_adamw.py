@@ -111,9 +111,7 @@ def test_steps_that_bfloat16_loses_are_learnt_on_average(eight_bits: bool) -> No
 
 @pytest.mark.parametrize(("kind", "most"), [("8bit", 0.03), ("bfloat16", 0.1), ("both", 0.1)])
 def test_steps_are_near_those_of_adamw(kind: str, most: float) -> None:
-    """Gradients that differ by a factor of ten within a block. For bfloat16 the distance is the spacing of the
-    weights.
-    """
+    """Gradients that differ by a factor of ten within a block. For bfloat16 the distance is the weights' spacing."""
     generator = torch.Generator().manual_seed(0)
     scale = 10 ** -torch.rand(16, 512, generator=generator)
     gradients = [scale * (torch.randn(16, 512, generator=generator) + 0.5) for _ in range(60)]

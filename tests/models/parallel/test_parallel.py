@@ -138,11 +138,11 @@ def test_a_critic_beside_the_policy_is_divided_like_it(
         torch.testing.assert_close(torch.from_numpy(said), expected[rows, : said.shape[1]], atol=2e-6, rtol=0)
 
 
-IN_BFLOAT16: list[tuple[str, int, dict[str, int]]] = [
+IN_BFLOAT16: list[tuple[str, int, dict[str, int]]] = [  # others: test_matrix_bfloat16
     ("llama", 2, {}),
     ("llama", 2, {"context": 2}),
     ("llama", 2, {"tensor": 2}),
-]  # the other shapes and ranks: test_matrix_bfloat16
+]
 
 
 def in_bfloat16(path: str, **sizes: int) -> Config:
@@ -173,11 +173,7 @@ def test_in_bfloat16_ranks_differ_no_more_than_one_does_from_itself_in_another_o
     for name, count, sizes in IN_BFLOAT16:
         ranks(count).set_up(PolicyWorker, in_bfloat16(shapes[name], **sizes))
         found = torch.from_numpy(ranks(count).call(step)[0][2])
-        assert distance(found, alone[name]) < 1.25 * noise[name], (
-            name,
-            count,
-            sizes,
-        )  # noise of two other orders of sums
+        assert distance(found, alone[name]) < 1.25 * noise[name], (name, count, sizes)
 
 
 def test_parts_are_multiplied_to_float32_on_any_device() -> None:
@@ -316,9 +312,7 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
 def test_any_axes_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    """A mixture of experts with tied embeddings, divided in several ways in turn; then the last way again, bitwise
-    identical.
-    """
+    """A mixture of experts with tied embeddings, divided in several ways in turn; the last way twice."""
     torch.manual_seed(0)
     experts = {**EXPERTS, "head_dim": 8, "moe_intermediate_size": 16, "tie_word_embeddings": True}
     path = str(tmp_path / "model")

@@ -116,9 +116,7 @@ class RecordingClient(InferenceClient):
 
 
 def check_tokens(run: LocalRun) -> int:
-    """Training uses exactly the engine's tokens and log-probabilities; returns the number of trajectories with two
-    versions.
-    """
+    """Training uses exactly the engine's tokens and log-probabilities; counts trajectories with two versions."""
     mixed = 0
     for group in (group for groups in run.trainer.trained for group in groups):
         for trajectory in group.trajectories:
@@ -139,9 +137,7 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
     """``steps``: 0 runs all epochs; ``train_length``: most tokens of a response in training."""
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.trainer.policy.threads = model, 1
-    cfg.generator.backend = (
-        "transformers"  # the engine computes on the memory that the trainer writes: there are two buffers
-    )
+    cfg.generator.backend = "transformers"  # the engine computes on the trainer's buffer: there are two
     cfg.trainer.policy.optimizer_config.lr = 1e-2
     cfg.trainer.train_batch_size, cfg.trainer.max_training_steps = 4, steps
     cfg.trainer.eval_before_train, cfg.trainer.eval_interval = False, 2

@@ -130,9 +130,7 @@ def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
     run, trained = Run(limits), []
     for events in (first, second, 10**9):
         drive(run, data, events)
-        trained += run.trained[
-            : len(run.trained) - len(run.taken)
-        ]  # a batch that was taken and not trained is lost with its run
+        trained += run.trained[: len(run.trained) - len(run.taken)]  # a taken, untrained batch is lost with its run
         if run.over:
             break
         done = set(trained)

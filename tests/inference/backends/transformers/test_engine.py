@@ -343,9 +343,7 @@ async def test_two_unanswered_requests_may_not_share_an_id(engine: TransformersE
 
 
 async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token(untied_model: str, tmp_path_factory) -> None:
-    """After an update that keeps the KV cache, a pass with the cache of the old weights gives the same
-    log-probabilities.
-    """
+    """After an update that keeps the KV cache, a pass with the old weights' cache gives the same log-probabilities."""
     other = save_tiny_llama(tmp_path_factory.mktemp("other"), tied=False, seed=1)
     asked = requests(64, SamplingParams(max_tokens=120, ignore_eos=True))
     async with engine_of(untied_model, version=3) as engine, published(weights_of(other), 4) as update:
