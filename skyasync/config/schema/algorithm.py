@@ -40,11 +40,11 @@ CRITIC = When(
 @dataclass
 class KLControlConfig:
     type: str = key("fixed", choices=("fixed", "adaptive"), when="trainer.algorithm.use_kl_in_reward")
-    """Keep the KL coefficient in the reward, or steer it."""
+    """How the KL coefficient in the reward changes: fixed, or adaptive."""
     kl_target: float = key(0.1, above=0.0, when="trainer.algorithm.kl_ctrl.type=adaptive")
-    """The mean KL per token that the adaptive controller steers towards."""
+    """Mean KL per token that the adaptive controller aims at."""
     horizon: int = key(10000, low=1, when="trainer.algorithm.kl_ctrl.type=adaptive")
-    """Trajectories over which the adaptive controller makes up for an error."""
+    """Number of trajectories in which the adaptive controller corrects an error."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class CispoConfig:
 @dataclass
 class ClipCovConfig:
     clip_ratio: float = key(2e-4, low=0.0, high=1.0)
-    """Share of the tokens that clip_cov leaves out."""
+    """Share of the tokens that clip_cov drops."""
     clip_cov_lb: float = limit(1.0)
     """clip_cov draws among tokens with a covariance above this."""
     clip_cov_ub: float = limit(5.0)
@@ -76,7 +76,7 @@ class ClipCovConfig:
 @dataclass
 class KLCovConfig:
     kl_cov_frac: float = key(0.2, low=0.0, high=1.0)
-    """Share of the tokens, those of largest covariance, that kl_cov penalises."""
+    """Share of the tokens that kl_cov penalises: those of largest covariance."""
     ppo_kl_coef: float = key(1.0, low=0.0)
     """kl_cov's penalty on the log-ratio of those tokens."""
 
@@ -84,11 +84,11 @@ class KLCovConfig:
 @dataclass
 class DppoConfig:
     divergence: str = key("tv", choices=("tv", "kl"))
-    """How dppo measures a token's move: total variation or Bernoulli KL."""
+    """How dppo measures the change of a token's probability: total variation or Bernoulli KL."""
     delta_low: float = limit(0.15, low=0.0)
-    """Largest move down that dppo allows a token with a negative advantage."""
+    """Maximum decrease that dppo allows a token with a negative advantage."""
     delta_high: float = limit(0.15, low=0.0)
-    """Largest move up that dppo allows a token with a positive advantage."""
+    """Maximum increase that dppo allows a token with a positive advantage."""
 
 
 @dataclass
@@ -102,70 +102,71 @@ class ToprConfig:
 @dataclass
 class OverlongBufferConfig:
     len: int = key(0, low=0)
-    """Response tokens before max_len over which the overlong penalty grows; 0 is no penalty."""
+    """Number of response tokens before max_len over which the overlong penalty grows; 0 is no penalty."""
     max_len: int = key(0, low=0, when="trainer.algorithm.overlong_buffer.len")
-    """Response tokens at which the overlong penalty is complete."""
+    """Number of response tokens at which the overlong penalty has its full size."""
     penalty_factor: float = key(1.0, low=0.0, when="trainer.algorithm.overlong_buffer.len")
-    """The complete overlong penalty, subtracted from the reward."""
+    """Full size of the overlong penalty, which is subtracted from the reward."""
 
 
 @dataclass
 class DynamicSamplingConfig:
     type: str = key("none", choices=("none", "mean", "variance"))
-    """Train only groups whose mean reward lies strictly between low and high, or whose rewards differ."""
+    """Train only informative groups. mean: their mean reward is between low and high, both excluded; variance: their
+    rewards differ."""
     metric: str = key("", open_ended=True, when="trainer.algorithm.dynamic_sampling.type=mean|variance")
-    """A metric of the environments that groups are judged by in place of their rewards (score, of OpenRLHF agents)."""
+    """Metric of the environments that groups are filtered by, instead of the reward (score, of OpenRLHF agents)."""
     low: float = key(0.0, when="trainer.algorithm.dynamic_sampling.type=mean")
-    """Groups with a mean reward up to this are left out."""
+    """Groups with a mean reward of this or less are dropped."""
     high: float = key(1.0, when="trainer.algorithm.dynamic_sampling.type=mean")
-    """Groups with a mean reward from this on are left out."""
+    """Groups with a mean reward of this or more are dropped."""
     tolerance: float = key(0.0, low=0.0, when="trainer.algorithm.dynamic_sampling.type=variance")
-    """Rewards this close count as equal."""
+    """Rewards that differ by at most this count as equal."""
     mode: str = key("filter", choices=("filter", "refill"))
-    """Train what is left of a batch, or refill it: each group left out is replaced by that of the next prompt."""
+    """filter: train the remaining groups of the batch; refill: replace each dropped group by the next prompt's."""
     early_end: bool = key(False)
-    """Abort the other samples of a group as soon as they cannot bring its mean into the range (type mean)."""
+    """Abort the other samples of a group once they cannot bring its mean reward into the range (type=mean)."""
     reward_min: float = key(0.0, when="trainer.algorithm.dynamic_sampling.early_end")
-    """The least reward that a sample can earn; early_end decides by it."""
+    """Minimum reward of a sample, for early_end."""
     reward_max: float = key(1.0, when="trainer.algorithm.dynamic_sampling.early_end")
-    """The largest reward that a sample can earn; early_end decides by it."""
+    """Maximum reward of a sample, for early_end."""
     max_sample_batches: int = key(10, low=0, when="trainer.algorithm.dynamic_sampling.mode=refill")
-    """Batches of prompts sampled for one step at most; 0 has no such limit."""
+    """Maximum number of prompt batches that are sampled for one step; 0 is no limit."""
 
 
 @dataclass
 class AlgorithmConfig:
     preset: str = key("", registry="skyasync.algorithms.presets:PRESETS")
-    """A consistent bundle of settings by name; keys that are given override it."""
+    """Defaults for several settings, by the name of an algorithm; settings that are given override them."""
     # The objective
     policy_loss_type: str = key("ppo", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True)
     """The policy objective."""
     loss_reduction: str = key("token_mean", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True)
-    """How token losses become one number."""
+    """How the losses of tokens are averaged or summed."""
     max_seq_len: int = key(0, low=0)
-    """The constant that seq_mean_token_sum_norm divides by; 0 is the batch's longest sequence."""
+    """Constant divisor of seq_mean_token_sum_norm; 0 is the longest sequence of the batch."""
     ratio_anchor: str = key("proximal", choices=("proximal", "behaviour"))
     """The policy in the ratio's denominator; with behaviour no proximal log-probabilities are needed."""
     filter_logprobs: bool = key(True)
-    """The models' log-probabilities are of the distribution that was sampled from: with top_k, top_p, min_p, logit_bias
-    and allowed_token_ids applied as in the engine; temperature always is."""
+    """Compute the trainer's log-probabilities under the filters of the sampling: top_k, top_p, min_p, logit_bias and
+    allowed_token_ids. The temperature is always applied."""
     proximal_logprobs: str = key("recompute", choices=("recompute", "loglinear", "linear"))
-    """With several updates per batch: a forward pass, or an interpolation between behaviour and current policy by each
-    token's version."""
+    """Proximal log-probabilities if a batch has several updates: a forward pass, or an interpolation between behaviour
+    and current policy by the version of each token."""
     eps_clip_low: float = limit(0.2, low=0.0)
     """Clip ratios below 1 - this."""
     eps_clip_high: float = limit(0.2, low=0.0)
     """Clip ratios above 1 + this."""
     clip_ratio_c: float = limit(3.0, above=1.0)
-    """dual_clip's bound on the ratio where the advantage is negative."""
+    """Upper bound of dual_clip's ratio for negative advantages."""
     behave_imp_weight_cap: float = key(5.0, low=0.0)
-    """decoupled_ppo drops tokens whose proximal / behaviour is above this; 0 is no cap."""
+    """decoupled_ppo drops tokens whose ratio of proximal to behaviour policy is above this; 0 is no cap."""
     tis_low: float = key(0.0, low=0.0)
-    """The loss tis clamps its ratio from below to this."""
+    """Lower bound of the ratio in the loss tis."""
     tis_high: float = limit(1.0, low=0.0)
-    """The loss tis clamps its ratio from above to this."""
+    """Upper bound of the ratio in the loss tis."""
     kimi15_tau: float = key(0.1, low=0.0)
-    """Strength of kimi15's quadratic leash to the anchor."""
+    """Strength of kimi15's quadratic penalty for the distance to the anchor."""
     m2po_threshold: float = limit(0.04, above=0.0)
     """m2po drops tokens until the mean squared log-ratio to the behaviour policy is below this."""
     sapo: SapoConfig = field(default_factory=SapoConfig)
@@ -175,22 +176,23 @@ class AlgorithmConfig:
     dppo: DppoConfig = field(default_factory=DppoConfig)
     topr: ToprConfig = field(default_factory=ToprConfig)
     use_entropy_loss: bool = key(False)
-    """Reward the policy's entropy in the loss."""
+    """Add the policy's entropy to the loss, as a bonus."""
     entropy_loss_coef: float = key(0.01, low=0.0, when="trainer.algorithm.use_entropy_loss")
     """Weight of the entropy term."""
     # Corrections for stale or mismatched samples
     off_policy_correction: str = key("auto", registry=_REGISTRIES + "CORRECTIONS", open_ended=True)
-    """Weight for samples of an older policy; auto is token_tis, or none for a loss that corrects by itself."""
+    """Weight for samples of an older policy. auto is token_tis, or none for a loss that reads the behaviour policy
+    itself."""
     off_policy_masks: list[str] = key([], registry=_REGISTRIES + "CORRECTIONS", open_ended=True)
-    """Further corrections multiplied onto it, usually masks."""
+    """Further corrections, usually masks, that are multiplied with off_policy_correction."""
     token_tis_ratio_clip_low: float = key(0.0, low=0.0)
-    """token_tis clamps its weight from below to this."""
+    """Lower bound of the weight of token_tis."""
     token_tis_ratio_clip_high: float = limit(2.0, above=0.0)
-    """token_tis clamps its weight from above to this."""
+    """Upper bound of the weight of token_tis."""
     sequence_tis_ratio_clip_high: float = limit(5.0, above=0.0)
-    """sequence_tis clamps its weight from above to this."""
+    """Upper bound of the weight of sequence_tis."""
     geometric_tis_ratio_clip_high: float = limit(2.0, above=0.0)
-    """geometric_tis and segment_tis clamp their weight from above to this."""
+    """Upper bound of the weight of geometric_tis and segment_tis."""
     icepop_low: float = key(0.5, low=0.0)
     """icepop drops tokens with a weight below this."""
     icepop_high: float = limit(5.0, above=0.0)
@@ -214,22 +216,23 @@ class AlgorithmConfig:
     kl_mask_high: float = limit(0.1)
     """kl_mask drops sequences whose estimated KL from behaviour to proximal is above this."""
     negative_mask_threshold: float = limit(0.1)
-    """negative_mask drops bad sequences that the policy has left behind by more than this per token."""
+    """negative_mask drops sequences with a negative advantage if behaviour minus proximal log-probability is above this
+    on average."""
     # Advantages
     advantage_estimator: str = key("grpo", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS", open_ended=True)
     """How rewards become advantages."""
     grpo_norm_by_std: bool = key(True)
-    """grpo divides by the group's standard deviation."""
+    """Divide the advantages of grpo by the group's standard deviation."""
     reward_norm_mean: str = key("group", choices=("group", "batch", "none"))
-    """What the estimator normalized subtracts the mean of."""
+    """Samples whose mean reward the estimator normalized subtracts."""
     reward_norm_std: str = key("group", choices=("group", "batch", "none"))
-    """What the estimator normalized divides by the standard deviation of."""
+    """Samples by whose standard deviation the estimator normalized divides."""
     gamma: float = key(1.0, low=0.0, high=1.0)
     """Discount per token (reinforce++, gae)."""
     lambd: float = key(1.0, low=0.0, high=1.0)
-    """GAE's decay: 1 is the return, 0 the one-step error."""
+    """Decay of GAE: 1 uses the whole return, 0 only the one-step error."""
     gae_whiten: bool = key(True)
-    """gae whitens its advantages over the tokens of the batch."""
+    """Whiten the advantages of gae over the tokens of the batch."""
     advantage_batch_normalize: bool = key(False)
     """Whiten advantages over the tokens of the batch."""
     advantage_clip: float = key(0.0, low=0.0)
@@ -246,18 +249,18 @@ class AlgorithmConfig:
     kl_clamp: float = key(0.0, low=0.0, when=KL)
     """Clamp the estimate per token to plus or minus this; 0 is off."""
     kl_importance_weighted: bool = key(False, when="trainer.algorithm.use_kl_loss")
-    """Weigh the KL loss by the ratio of current to anchor policy: unbiased off policy."""
+    """Multiply the KL loss by the ratio of current to anchor policy, which makes it unbiased off policy."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     # Rewards and groups
     truncated_responses: str = key("train", choices=("train", "mask", "zero", "drop"))
-    """Responses that did not end by themselves: train as they are, mask from the loss (they stay in their group's
-    baseline), zero their reward, or drop from their group."""
+    """What happens to responses cut by the length limit: train; mask (no loss, but part of their group's baseline);
+    zero (reward 0); drop (not part of the group)."""
     stop_properly_penalty_coef: float = key(1.0)
-    """Multiplies the reward of such responses; a negative one takes the reward's place."""
+    """Factor of the reward of responses cut by the length limit; a negative value replaces their reward."""
     reward_bias: float = key(0.0)
     """Added to each trajectory's reward."""
     reward_scale: float = key(1.0)
-    """Each trajectory's reward, bias added, is multiplied by this."""
+    """Factor of each trajectory's reward, after reward_bias is added."""
     reward_clip: float = key(0.0, low=0.0)
     """Clamp each trajectory's scaled reward to plus or minus this; 0 is off."""
     reward_normalization: str = key("none", choices=("none", "group", "batch"))
@@ -265,7 +268,7 @@ class AlgorithmConfig:
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     extra: dict[str, Any] = key({})
-    """Rarer parameters of the chosen functions, or those of your own, by parameter name."""
+    """Parameters of the chosen functions that have no setting of their own, by name."""
 
 
 #: Pairs of keys under ``trainer.algorithm`` that bound an interval (clip ranges are distances from 1, no such pair).

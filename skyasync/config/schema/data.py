@@ -40,39 +40,41 @@ class DataConfig:
     """Held-out prompts by name, evaluated as eval/<name>/...: a source, a list of them, or {data: ..., n_samples:
     responses per prompt}."""
     streaming: bool = key(False)
-    """Read training prompts block by block instead of holding them: for data larger than memory, or without an end. The
-    run then ends by trainer.max_training_steps, and goes through the data as often as that takes."""
+    """Read training prompts in blocks instead of all at once: for data larger than memory, or endless data.
+    trainer.max_training_steps ends the run; the data repeats if necessary."""
     shuffle_buffer: int = key(4096, low=1, when="data.streaming")
-    """Rows that are shuffled among each other; a stream's order is that of such blocks."""
+    """Number of rows in a block; a stream is shuffled within its blocks."""
     sampler: str = key("uniform", registry="skyasync.data.samplers:SAMPLERS", open_ended=True)
-    """Which prompts are trained: each once in every pass, or (pass_rate) more of those whose samples are right about
-    half of the time, or a PromptSampler of your own (file.py:Class)."""
+    """Which prompts are trained. uniform: each once per pass. pass_rate: more of those that the policy solves about
+    half of the time. Or a PromptSampler of your own (file.py:Class)."""
     sampler_passing: float = key(1.0, when="not data.sampler=uniform")
-    """The reward from which on a sample counts as right for the sampler."""
+    """Minimum reward of a correct sample, for the pass rate of the sampler."""
     sampler_floor: float = key(0.05, above=0.0, high=1.0, when="not data.sampler=uniform")
-    """Chance of prompts that are always right or always wrong: 0.05 tries each in one of 20 passes."""
+    """Minimum probability of a prompt that is always or never solved: 0.05 tries it in one of 20 passes."""
     sampler_pool_key: str = key("", open_ended=True, when="not data.sampler=uniform")
-    """Column whose value says which prompts are about as difficult: a prompt that has not been sampled is judged by
-    others of its pool."""
+    """Column that groups prompts of similar difficulty. The pass rate of its group stands in for a prompt that has not
+    been sampled."""
     prompt_key: str = key("prompt", open_ended=True)
     """Column with the prompt: a conversation, or a string."""
     label_key: str = key("label", open_ended=True)
-    """Column with the right answer, the environment's label; a.b is b in column a."""
+    """Column with the right answer, the environment's label; a.b is field b of column a."""
     domain_key: str = key("domain", open_ended=True)
     """Column with the row's domain."""
     apply_chat_template: bool = key(True)
-    """Frame prompts by the chat template; false takes text prompts as they are."""
+    """Format prompts with the chat template; false uses text prompts unchanged."""
     chat_template: str = key("", open_ended=True, when="data.apply_chat_template")
-    """Jinja template in place of the model's own: a file, or its text; for prompts, observations and the endpoint."""
+    """Jinja template that replaces the model's own: a file or its text. Used for prompts, observations and the
+    endpoint."""
     chat_template_kwargs: dict[str, Any] = key({}, when="data.apply_chat_template")
     """Further variables of the template, such as {enable_thinking: false}."""
     chat_history: str = key("template", choices=("template", "sampled"), when="data.apply_chat_template")
-    """What the model reads of its earlier turns: what the template shows (some drop thinking parts), a row of its own
-    for each turn where that differs, or its tokens as sampled, one row per episode."""
+    """What the model reads of its earlier turns. template: as the template formats them; if that differs from the
+    sampled tokens (some drop thinking), each turn is a row of its own. sampled: its sampled tokens, one row per
+    episode."""
     system_prompt: str = key("", open_ended=True)
-    """Put in front of conversations that have no system message."""
+    """System message that is added to conversations without one."""
     reasoning_gym: dict[str, Any] = key({})
-    """Per reasoning_gym task: size, seed, val_size, val_seed, and the task's own options."""
+    """Options of each reasoning_gym task: size, seed, val_size, val_seed, and the task's own."""
 
 
 @dataclass(frozen=True)

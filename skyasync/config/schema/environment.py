@@ -24,50 +24,51 @@ class EnvironmentConfig:
     num_workers: int = key(1, low=1)
     """Processes that run environments or agent programs."""
     max_threads: int = key(512, low=1, when="not generator.agent_program")
-    """Most threads per process for environments without async methods; quick steps use one."""
+    """Maximum number of threads per process for environments without async methods; fast steps use one."""
     step_timeout_s: float = key(60.0, above=0.0, when="not generator.agent_program")
-    """Seconds an environment's step may take from its beginning."""
+    """Maximum duration of an environment's step in seconds."""
     on_error: str = key("raise", choices=("raise", "mask", "keep"))
-    """What an environment that raises, hangs or returns invalid output does: end the run, or end its own episode, which
-    is then left out of the loss (mask) or trained (keep), with give_up_reward."""
+    """If an environment raises, hangs or returns invalid output: raise stops the run; mask and keep end only its
+    episode, with give_up_reward. mask excludes it from the loss, keep trains it."""
     max_retries: int = key(3, low=0)
-    """Times that a step, or an agent program from its beginning, is tried again after a skyasync.TransientError."""
+    """Maximum number of retries of a step, or of an agent program from its beginning, after a
+    skyasync.TransientError."""
     retry_pause_s: float = key(1.0, above=0.0, when="environment.max_retries")
-    """Seconds before the first of them, twice as long before each further one, less up to half by chance."""
+    """Seconds before the first retry. The pause doubles each time, and is shortened by up to half at random."""
     transient_errors: list[str] = key([], when="environment.max_retries")
-    """Other kinds of errors that are transient, by their names: ConnectionError, httpx.ReadTimeout."""
+    """Further types of errors that are retried, by name, such as ConnectionError or httpx.ReadTimeout."""
     max_given_up: float = key(1.0, above=0.0, high=1.0, when="environment.on_error=mask|keep")
-    """Share of a step's episodes that on_error may end before the run ends; 1 is no such limit."""
+    """Maximum share of a step's episodes that may fail before the run stops; 1 is no limit."""
     give_up_reward: float = key(0.0, when="environment.on_error=mask|keep")
-    """Reward of an episode that on_error has ended."""
+    """Reward of a failed episode."""
     max_observation_chars: int = key(200_000, low=1, when="not generator.agent_program")
-    """A longer observation is an error of its environment."""
+    """Maximum length of an observation in characters; a longer one is an error of its environment."""
     env_config: dict[str, Any] = key({})
-    """Free settings, handed to the environment."""
+    """Free settings that are passed to the environment."""
     env_class_from_rows: bool = key(True, when="not generator.agent_program")
-    """Rows may name their own env_class; false: environment.env_class for all."""
+    """Use the env_class that a row names; false uses environment.env_class for all rows."""
     reward_funcs: list[str] = key([], registry="skyasync.rewards:REWARDS", pattern=r".+\.py", open_ended=True)
-    """Functions that judge a response (environment.env_class=reward): registered names, module:function,
-    path/to/file.py:function (alone: its reward_func), the address of an OpenRLHF reward server (http://...; several
-    with commas), or judge:NAME (environment.judges)."""
+    """Functions that reward a response (environment.env_class=reward): registered names, module:function,
+    path/to/file.py:function (without a function: its reward_func), the address of an OpenRLHF reward server
+    (http://...; several separated by commas), or judge:NAME (environment.judges)."""
     reward_weights: list[float] = key([])
     """Factors of the functions' rewards in their sum; an empty list weighs all 1."""
     reward_timeout_s: float = key(10.0, above=0.0)
-    """Seconds a reward function may take for one response."""
+    """Maximum duration of a reward function for one response, in seconds."""
     reward_on_timeout: str = key("zero", choices=("zero", "raise"))
-    """What a response gets from a reward function that times out or crashes its process, or a judge without a result:
-    0, and the metric no_reward counts it (zero), or the run ends (raise)."""
+    """If a reward function times out or crashes its process, or a judge gives no grade: zero gives the reward 0 and
+    counts it in the metric no_reward; raise stops the run."""
     code_sandbox: str = key(
         "auto", choices=("auto", "bubblewrap", "landlock", "seccomp", "none"), pattern=r"https?://[^/\s]\S*"
     )
-    """Where code_tests runs the model's code: bubblewrap, landlock, the first of them that works (auto), the address of
-    a SandboxFusion server (http://...), or with less protection seccomp or none (docs/sandbox.md)."""
+    """Sandbox for code that a model writes (code_tests): bubblewrap, landlock, auto (the first of these that works), or
+    the address of a SandboxFusion server (http://...). seccomp and none protect less (docs/sandbox.md)."""
     judges: dict[str, Any] = key({}, when="not generator.agent_program")
-    """Models that judge responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, prompt,
+    """Models that grade responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, prompt,
     parser, ... (docs/judges.md). Each is the reward function judge:NAME."""
     domains: dict[str, Any] = key({})
-    """Per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of the
-    training prompts), tags (rows whose column names one of these are the domain's too)."""
+    """Settings per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of
+    the training prompts), tags (further values of the column that belong to the domain)."""
 
 
 @dataclass(frozen=True)

@@ -29,25 +29,24 @@ class AgentsConfig:
     """The part of ``GeneratorConfig`` that is about agent programs."""
 
     agent_func_path: str = key("", open_ended=True)
-    """An OpenRLHF agent's file, played by every row that names no env_class."""
+    """File of an OpenRLHF agent, for all rows without an env_class."""
     agent_program: str = key("", open_ended=True)
-    """Agent program in place of environments, module:function or file.py:function: it is called with data, base_url and
-    api_key of an OpenAI-compatible endpoint, and returns the reward. Or a class with async run(data, **extra). Or
-    online: programs outside of the run open sessions and send their rewards."""
+    """Agent program instead of environments, module:function or file.py:function. It receives data, and base_url and
+    api_key of an OpenAI-compatible endpoint, and returns the reward. Also a class with async run(data, **extra), or
+    online: external programs open sessions and send rewards."""
     turn_discount: float = key(1.0, above=0.0, high=1.0, when="generator.agent_program")
-    """Factor of the reward of each call of an agent program, once for every call before it, where the program gives
-    rewards call by call."""
+    """Discount of rewards per call of an agent program: a reward is multiplied by it once for each earlier call."""
     agent_env: list[str] = key([], when="generator.agent_program")
-    """Environment variables that agent programs may see though their names look secret (KEY, TOKEN, ...)."""
+    """Environment variables with secret-looking names (KEY, TOKEN, ...) that agent programs may read."""
     endpoint_host: str = key("127.0.0.1", open_ended=True, when="generator.agent_program")
-    """Address that the endpoint listens on; one other than the loopback opens it."""
+    """Address that the endpoint binds to; any other than 127.0.0.1 opens it to other machines."""
     endpoint_port: int = key(0, low=0, high=65535, when="generator.agent_program")
-    """Port that the endpoint listens on; 0 is one of the system's choice."""
+    """Port that the endpoint binds to; 0 is a free one."""
     tool_parser: str = key(
         "hermes", registry="skyasync.agents.parsers:TOOL_PARSERS", open_ended=True, when="generator.agent_program"
     )
-    """How the model writes calls of tools: a family's form, vllm:NAME for one of vLLM's parsers, or module:function of
-    your own, text -> (text, calls)."""
+    """Format in which the model writes tool calls: a model family, vllm:NAME for a parser of vLLM, or module:function
+    of your own, text -> (text, calls)."""
     reasoning_parser: str = key(
         "",
         choices=("",),
@@ -55,8 +54,8 @@ class AgentsConfig:
         open_ended=True,
         when="generator.agent_program",
     )
-    """How the model writes its thinking, which the endpoint then tells apart from the reply: a family's form,
-    vllm:NAME, or module:function, text -> (thinking, text); empty leaves it in the text."""
+    """Format in which the model writes its thinking, which the endpoint then separates from the reply: a model family,
+    vllm:NAME, or module:function, text -> (thinking, text). Empty leaves it in the text."""
 
 
 def check_agents(cfg: Config) -> Iterator[str]:
@@ -104,21 +103,23 @@ class WeightSyncConfig:
     """The part of ``GeneratorConfig`` that is about new weights."""
 
     weight_sync_backend: str = key("auto", choices=("auto",), registry=_TRANSFERS)
-    """How weights reach the engines; auto is nccl for vllm on GPUs of its own, cuda_ipc on GPUs that it shares with the
-    policy (trainer.placement.colocate_all), else shared_memory; engines on other nodes of a cluster then receive a
+    """How weights reach the engines. auto is nccl for vllm on separate GPUs, cuda_ipc on GPUs that engines share with
+    the policy (trainer.placement.colocate_all), otherwise shared_memory; engines on other nodes then receive a
     broadcast over TCP."""
     weight_sync_mode: str = key("full", choices=("full", "delta"))
-    """What a weight sync sends: all weights, or only those that have changed since the last one (delta; not by nccl or
-    cuda_ipc). Both ends keep a copy for it; where most have changed, or an engine is new, all are sent."""
+    """What a weight sync sends: full, all weights; delta, only weights that changed since the last sync (not with nccl
+    or cuda_ipc). For delta both sides keep a copy. All weights are sent if most have changed, and to a new engine."""
     weight_sync_dir: str = key("", open_ended=True, when="generator.engines")
-    """Folder that the policy's machine and those of generator.engines see under this path, for weights on their way;
-    empty is shared memory, for servers on the policy's machine."""
+    """Folder for weights on their way to generator.engines, which both sides see under this path; empty uses shared
+    memory, for servers on the policy's machine."""
     verify_weight_sync: bool = key(True)
-    """Compare log-probabilities of verification prompts, trainer against engine, after weight syncs."""
+    """Compare log-probabilities of verification prompts between trainer and engine after weight syncs."""
     verify_interval: int = key(10, low=1)
-    """Syncs from one such comparison to the next; digests prove every sync but those by nccl and cuda_ipc."""
+    """Number of weight syncs between two such comparisons. Checksums verify every sync, except with nccl and
+    cuda_ipc."""
     weight_sync_tolerance: float = key(0.0, low=0.0, when="generator.verify_weight_sync")
-    """Largest mean difference per token allowed in it, in nats; 0 takes 4 times the difference at start-up."""
+    """Maximum mean log-probability difference per token in such a comparison, in nats; 0 is 4 times the difference at
+    the start."""
 
 
 def check_weight_sync(cfg: Config) -> Iterator[str]:
@@ -192,54 +193,55 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
 @dataclass
 class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     backend: str = key("auto", choices=("auto",), registry="skyasync.inference.interface:ENGINES", open_ended=True)
-    """Inference engine; auto is vllm where it is installed, else transformers."""
+    """Inference engine; auto is vllm if it is installed, otherwise transformers."""
     num_inference_engines: int = key(1, low=1, when="not generator.engines")
-    """Engines behind the client."""
+    """Number of inference engines."""
     inference_engine_tensor_parallel_size: int = key(1, low=1)
-    """GPUs per engine."""
+    """Number of GPUs per engine."""
     engines: list[str] = key([], open_ended=True)
-    """Addresses of vLLM servers (skyasync serve) that generate in place of engines of the run's own, such as
+    """Addresses of servers that generate instead of engines of the run (skyasync serve), such as
     http://127.0.0.1:8000."""
     n_samples_per_prompt: int = key(8, low=1)
-    """Responses per prompt: a group."""
+    """Number of responses per prompt, which form a group."""
     is_num_return_sequences_expand: bool = key(True)
-    """Ask for each sample on its own, so that a group may spread over the engines; false keeps a group on one, and asks
-    vLLM once per prompt for all of it, which then ends together."""
+    """true: each sample is a separate request, so a group may spread over the engines. false: a group is one request to
+    one engine, and ends as a whole (vllm)."""
     oversample_per_prompt: int = key(0, low=0)
-    """Oversampling: further samples of a group that are started, so that its stragglers need not be waited for. The
-    first n_samples_per_prompt that are complete are trained, which favours short responses."""
+    """Number of extra samples per group that are started. The first n_samples_per_prompt that finish are trained, which
+    favours short responses."""
     eval_n_samples_per_prompt: int = key(1, low=1)
-    """Responses per prompt in evaluation."""
+    """Number of responses per prompt in evaluation."""
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
     generate_batch_size: int = key(0, low=0)
-    """Prompts submitted and not yet trained in fully_async and its variants; 0 is what max_staleness allows."""
+    """Maximum number of prompts that are submitted and not yet trained, in fully_async and its variants; 0 is what
+    max_staleness allows."""
     max_concurrent_rollouts: int = key(0, low=0)
-    """Prompts generated at once in fully_async and its variants; 0 has no such limit."""
+    """Maximum number of prompts that are generated at once, in fully_async and its variants; 0 is no limit."""
     max_turns: int = key(0, low=0)
-    """Most turns per episode, which environments read as extras['max_turns']; 0 has no such limit."""
+    """Maximum number of turns per episode; environments read it as extras['max_turns']. 0 is no limit."""
     max_concurrent_episodes: int = key(0, low=0)
-    """Episodes in flight at once, over all prompts; the others wait their turn. 0 has no such limit."""
+    """Maximum number of episodes in flight over all prompts; others wait. 0 is no limit."""
     episode_timeout_s: float = key(0.0, low=0.0)
-    """Seconds an episode may take, pauses of the engines included; 0 has no such limit for environments, whose steps
-    have one, and is 0.9 of trainer.step_timeout_s for agent programs."""
+    """Maximum duration of an episode in seconds, including pauses of the engines. 0 is no limit for environments, whose
+    steps have one, and 0.9 of trainer.step_timeout_s for agent programs."""
     max_model_len: int = key(0, low=0)
-    """Maximum number of tokens of a sequence in the engine, at which an episode ends. 0 is room for max_turns responses
-    (4 if it is 0) with their prompts, at most the model's context."""
+    """Maximum number of tokens of a sequence in the engine; an episode ends there. 0 is enough for the prompt and
+    max_turns responses (4 if max_turns is 0), at most the model's context length."""
     hybrid_engines: int = key(0, low=0, when="not generator.engines")
-    """Engines on the policy's devices, besides num_inference_engines on others: they compute while the policy waits for
-    a batch, in a plan that has them (hybrid_async)."""
+    """Number of engines on the policy's devices, in addition to num_inference_engines: they generate while the policy
+    waits for a batch (trainer.plan=hybrid_async)."""
     max_num_seqs: int = key(1024, low=1, when="not generator.engines")
     """Maximum number of sequences that an engine computes at once."""
     max_num_batched_tokens: int = key(0, low=0, when="not generator.engines")
     """Maximum number of tokens that an engine computes per step, with prompts (vllm); 0 is max_num_seqs, at least
     8192."""
     gpu_memory_utilization: float = key(0.8, above=0.0, high=1.0, when="not generator.engines")
-    """Share of a GPU's memory that engines may take; those on one GPU divide it."""
+    """Share of a GPU's memory for engines; several on one GPU divide it."""
     kv_cache_gb: float = key(1.0, above=0.0, when="not generator.engines")
     """KV cache of an engine on a CPU, in GB."""
     engine_kwargs: dict[str, Any] = key({})
-    """More of the engine's own arguments, such as {enforce_eager: true} (vllm); checked before the start."""
+    """Further arguments of the engine, such as {enforce_eager: true} (vllm); checked before the start."""
     dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
     """Dtype of the engine's weights; auto follows the policy's."""
     threads: int = key(0, low=0, when="not generator.engines")
@@ -247,16 +249,16 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     request_timeout_s: float = key(600.0, above=0.0)
     """Seconds after which an unanswered request is an error."""
     engine_start_timeout_s: float = key(300.0, above=0.0)
-    """Seconds an engine may take to start."""
+    """Maximum duration of an engine's start in seconds."""
     max_engine_restarts: int = key(3, low=0)
-    """Engine failures in an hour after which an engine is started again, while the run continues; at the next failure,
-    or with 0 at the first, the run ends."""
+    """Maximum number of engine restarts per hour; the run continues meanwhile. After one more failure, or with 0 after
+    the first, the run ends."""
     heartbeat_s: float = key(5.0, above=0.0, when="generator.max_engine_restarts")
-    """Seconds from one request for an engine's new tokens to the next; responses continue from these tokens if it
-    fails. At most 50 engines a second are asked for tokens; the other requests are heartbeats alone."""
+    """Seconds between two heartbeats of an engine. A heartbeat also fetches new tokens (from at most 50 engines a
+    second), from which responses continue if the engine fails."""
     heartbeat_timeout_s: float = key(60.0, above=0.0, when="generator.max_engine_restarts")
-    """Seconds after which an engine that does not answer this request counts as failed; a busy one answers between two
-    tokens."""
+    """Seconds without an answer to a heartbeat after which an engine counts as failed; a busy engine answers between
+    two tokens."""
 
     @property
     def own_engines(self) -> int:

@@ -62,16 +62,15 @@ BY_A_METRIC = tuple(
 @dataclass
 class OptimizerConfig:
     name: str = key("adamw", choices=("adamw", "adamw_8bit", "muon"))
-    """adamw; adamw_8bit: its state of matrices quantized to eight bits, in blocks with a scale each; or muon: the
-    matrices of decoder layers by Muon, at AdamW's learning rate, the rest by AdamW."""
+    """Optimizer. adamw; adamw_8bit: the state of matrices is stored in 8 bits, with a scale per block; muon: Muon for
+    the matrices of decoder layers, at AdamW's learning rate, and AdamW for the rest."""
     bf16_stochastic_round: bool = key(False)
-    """Keep no float32 master weights: weights (and optimizer state, except that of adamw_8bit) are bfloat16, each step
-    is rounded up or down by chance, so that small steps are not lost. Needs model.dtype=bfloat16 (on a GPU auto is
-    that)."""
+    """Keep no float32 master weights: weights and optimizer state (except that of adamw_8bit) are bfloat16, and steps
+    are rounded up or down at random, so small steps are not lost. Needs model.dtype=bfloat16 (auto on a GPU)."""
     muon_momentum: float = key(0.95, low=0.0, below=1.0)
-    """Muon's momentum; read with name=muon."""
+    """Momentum of name=muon."""
     lr: float = key(1e-6, low=0.0)
-    """Peak learning rate of AdamW; 0 trains nothing (a control)."""
+    """Peak learning rate; 0 trains nothing (a control run)."""
     adam_betas: list[float] = key([0.9, 0.999], low=0.0, below=1.0)
     """AdamW's two decay rates."""
     eps: float = key(1e-8, above=0.0)
@@ -81,11 +80,11 @@ class OptimizerConfig:
     max_grad_norm: float = key(1.0, low=0.0)
     """Clip the global gradient norm to this; 0 is off."""
     num_warmup_steps: int = key(0, low=0)
-    """Optimizer steps of linear warm-up."""
+    """Number of optimizer steps of linear warm-up."""
     warmup_ratio: float = key(0.0, low=0.0, below=1.0)
     """Linear warm-up as a share of all optimizer steps."""
     scheduler: str = key("constant", choices=tuple(SCHEDULES), refused=BY_A_METRIC)
-    """Learning rate after the warm-up, by transformers' names."""
+    """Learning rate schedule after the warm-up, by transformers' names."""
     scheduler_kwargs: dict[str, Any] = key({})
     """Further parameters of the schedule, such as {min_lr_rate: 0.1}."""
 
@@ -95,24 +94,22 @@ class LoraConfig:
     rank: int = key(0, low=0)
     """Train low-rank adapters of this rank next to frozen weights (LoRA); 0 trains the weights themselves."""
     alpha: float = key(16.0, above=0.0, when="trainer.policy.lora.rank")
-    """What an adapter adds is scaled by alpha / rank."""
+    """The output of an adapter is multiplied by alpha / rank."""
     dropout: float = key(0.0, low=0.0, below=1.0, when="trainer.policy.lora.rank")
-    """Share of an adapter's inputs that an update leaves out."""
+    """Share of an adapter's inputs that is dropped in training."""
     target_modules: list[str] = key(["all-linear"], when="trainer.policy.lora.rank")
     """Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of them
     but the head."""
     exclude_modules: list[str] = key([], when="trainer.policy.lora.rank")
-    """Layers among these that get none."""
+    """Layers of target_modules that get no adapter."""
     base_dtype: str = key("", choices=("", "nf4", "int8"), when="trainer.policy.lora.rank")
-    """Hold the frozen weights of linear layers quantized (QLoRA): nf4, four bits with a scale per block, by
-    bitsandbytes; int8, eight with a scale per row. Layers compute with the numbers that these stand for; empty rounds
-    nothing."""
+    """Quantize the frozen weights of linear layers (QLoRA): nf4, four bits with a scale per block (bitsandbytes); int8,
+    eight bits with a scale per row. Layers compute with the rounded weights. Empty is off."""
     sync: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
-    """What a weight sync sends: the weights with the adapters added, or the adapters alone, which engines add to
-    weights of their own (transformers) or compute next to them (vllm)."""
+    """What a weight sync sends: merged, weights with the adapters added; adapter, only the adapters. transformers adds
+    them to its own weights, vllm computes them separately."""
     export: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
-    """What an export of the policy holds: the weights with the adapters added, or a folder of peft's with the adapters
-    alone."""
+    """What an export contains: merged, weights with the adapters added; adapter, a folder of peft with the adapters."""
 
 
 @dataclass
@@ -121,18 +118,18 @@ class TrainedModelConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     gradient_checkpointing: bool | str = key("auto", choices=("auto", True, False, "selective"))
-    """Recompute activations in the backward pass to save memory; auto does so on a GPU; selective keeps what matrix
-    products and attention gave, about half of it, and recomputes the rest, which is cheap."""
+    """Recompute activations in the backward pass to save memory; auto is on for GPUs. selective stores outputs of
+    matrix products and attention, about half of all activations, and recomputes the cheap rest."""
     reduce_gradients: str = key("micro_batch", choices=("micro_batch", "update"))
-    """When ranks add up their gradients: after each micro-batch, or once per update (per part of it, where plans
-    stream), for which each rank holds the whole gradient."""
+    """When ranks sum their gradients: after each micro-batch, or once per update (plans that stream: once per part of
+    it), for which each rank stores the whole gradient."""
     fsdp_size: int = key(0, low=0)
-    """Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP),
-    among which gradients alone travel. 0 shards over all ranks."""
+    """Number of neighbouring ranks that shard the weights. Groups of this size are replicas (HSDP) that exchange only
+    gradients. 0 shards over all ranks."""
     cpu_offload: str = key("none", choices=("none", "optimizer", "parameters"))
-    """What lies in host memory while the model is trained: optimizer: the optimizer state, which comes to the device
-    for each step; parameters: weights, gradients and optimizer state (FSDP2), where the CPU makes the step, and a
-    layer's weights come when it computes."""
+    """What is in host memory during training. optimizer: the optimizer state, which moves to the device for each step.
+    parameters: weights, gradients and optimizer state (FSDP2); a layer's weights move to the device when it computes,
+    and the CPU makes the optimizer step."""
 
 
 @dataclass
@@ -140,14 +137,13 @@ class PolicyConfig(TrainedModelConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     torch_compile: bool = key(False)
-    """Compile the policy's decoder layers (torch.compile) but for attention, which takes minutes when they first
-    compute."""
+    """Compile the policy's decoder layers except attention (torch.compile); the first passes then take minutes."""
     router_replay: str = key("none", choices=("none", "R3"))
-    """Mixtures of experts: R3 has the trained model choose the experts that the engine chose when it generated (rollout
-    routing replay), weighed by the trained router; none lets it choose itself."""
+    """For mixtures of experts. R3 (rollout routing replay): the trained model uses the experts that the engine chose in
+    generation, weighted by the trained router. none: it chooses itself."""
     freeze: list[str] = key([])
-    """Parts of the policy that keep their weights, without gradient and optimizer state: names of parameters or of
-    modules (model.embed_tokens), and of models that read images vision_tower and projector."""
+    """Parts of the policy that are not trained and have no gradient or optimizer state: names of parameters or modules
+    (model.embed_tokens), and vision_tower and projector of vision-language models."""
     threads: int = key(0, low=0)
     """CPU threads per policy rank; 0 shares the machine's cores according to the plan."""
 
@@ -159,28 +155,29 @@ class RefConfig:
     """Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP).
     0 shards over all ranks."""
     cpu_offload: str = key("none", choices=("none", "parameters"), when=KL)
-    """parameters: the reference's weights lie in host memory, and a layer's come to the device when it computes."""
+    """parameters: the reference's weights are in host memory, and a layer's weights move to the device when it
+    computes."""
 
 
 @dataclass
 class CriticOptimizerConfig(OptimizerConfig):
     lr: float = key(5e-6, low=0.0)
-    """Peak learning rate of AdamW; 0 trains nothing (a control)."""
+    """Peak learning rate; 0 trains nothing (a control run)."""
 
 
 @dataclass
 class CriticConfig(TrainedModelConfig):
     backbone: str = key("own", choices=("own", "shared"))
-    """own: a model of its own, with processes of its own; shared: one linear map of the policy's last states, computed
-    and trained with the policy."""
+    """own: the critic is a separate model with its own processes. shared: it is a linear map of the policy's last
+    hidden states, computed and trained with the policy."""
     value_loss_coef: float = key(0.1, low=0.0, when=SHARED_CRITIC)
-    """Share of the value loss's gradient that the policy's layers get of a critic on them; 0 detaches it. The head
-    itself learns by all of it."""
+    """Share of the value loss's gradient that a shared critic sends to the policy's layers; 0 sends none. The head gets
+    the whole gradient."""
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     value_clip: float = key(0.2, low=0.0)
-    """The value loss lets a value move by at most this from what it was before the update; 0 is off."""
+    """Maximum change of a value relative to its value before the update, in the value loss; 0 is off."""
     warmup_steps: int = key(0, low=0)
-    """First training steps in which the critic alone is trained, and no policy."""
+    """Number of first training steps in which only the critic is trained."""
     export_path: str = key("", open_ended=True)
     """Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none."""
     threads: int = key(0, low=0)
@@ -191,11 +188,11 @@ class CriticConfig(TrainedModelConfig):
 class TeacherConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     weight: float = key(1.0, above=0.0)
-    """Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy, which is added to what the
-    estimator makes of rewards."""
+    """Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy. It is added to the advantage
+    from rewards."""
     top_k: int = key(0, low=0, when=TEACHER)
-    """Compare whole distributions instead of the sampled token alone: reverse KL over so many tokens that the teacher
-    finds likeliest and all others as one, in each token's loss, times the weight; 0 is the advantage."""
+    """Compare distributions instead of sampled tokens: each token's loss gets weight times the reverse KL over this
+    many tokens that are most likely for the teacher, with all other tokens as one more. 0 compares sampled tokens."""
     threads: int = key(0, low=0)
     """CPU threads per rank of the teacher; 0 takes as many as a policy rank has."""
 
@@ -359,15 +356,15 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 class RewardConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     models: dict[str, Any] = key({})
-    """Several, by name: path, and dtype, weight, mean, std, clip as of the one. What all say is added up."""
+    """Several reward models by name, each with path, dtype, weight, mean, std and clip. Their rewards are added."""
     weight: float = key(1.0, when="trainer.reward.model.path")
-    """Factor of the reward model's output in the reward, to which it is added."""
+    """Factor of the reward model's normalised output, which is added to the reward."""
     mean: float = key(0.0, when="trainer.reward.model.path")
     """Mean of the model's outputs, measured beforehand: it is subtracted from each."""
     std: float = key(1.0, above=0.0, when="trainer.reward.model.path")
     """Standard deviation of the model's outputs: the difference is divided by it."""
     clip: float = key(0.0, low=0.0, when="trainer.reward.model.path")
-    """Clamp the scaled outputs to plus or minus this; 0 is off."""
+    """Clamp the normalised outputs to plus or minus this; 0 is off."""
     threads: int = key(0, low=0)
     """CPU threads per rank of the reward model; 0 takes as many as a policy rank has."""
 
@@ -379,15 +376,15 @@ class RewardModel:
     path: str = key("")
     """Hugging Face name, local folder, or module:function that makes one and returns its path."""
     dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
-    """Dtype of its weights."""
+    """Dtype of the model's weights."""
     weight: float = key(1.0)
-    """Factor of its output in the reward."""
+    """Factor of the model's normalised output in the reward."""
     mean: float = key(0.0)
-    """Subtracted from each of its outputs."""
+    """Mean that is subtracted from the model's outputs."""
     std: float = key(1.0, above=0.0)
-    """What is left is divided by it."""
+    """Standard deviation by which the outputs are divided after the mean is subtracted."""
     clip: float = key(0.0, low=0.0)
-    """Clamps what comes of that to plus or minus this; 0 is off."""
+    """Clamp the normalised outputs to plus or minus this; 0 is off."""
 
     def part(self, score: float) -> float:
         """What a score adds to a reward."""

@@ -30,25 +30,25 @@ OWN_DEVICES = (_OWN_REF, _OWN_CRITIC, _OWN_TEACHER)
 @dataclass
 class ParallelConfig:
     pipeline: int = key(1, low=1)
-    """Stages of consecutive layers, each on ranks of its own, which compute micro-batches in turn (1F1B)."""
+    """Number of pipeline stages: consecutive layers on separate ranks, which compute micro-batches in turn (1F1B)."""
     context: int = key(1, low=1)
-    """Ranks that split each sequence of the same rows, for long ones (Ulysses)."""
+    """Number of ranks that divide each sequence, for long sequences."""
     context_kind: str = key("ulysses", choices=("ulysses", "ring"))
-    """How they attend: ulysses exchanges the sequence dimension for heads, which the axis must divide; ring passes keys
-    and values from rank to rank, for any number of heads (no shared prefixes, no windows; on a GPU in bfloat16 it has
-    not been run)."""
+    """Attention under trainer.parallel.context. ulysses exchanges the sequence dimension for heads; the ranks must
+    divide the heads. ring passes keys and values from rank to rank, for any number of heads (no shared prefixes, no
+    sliding windows; not run on GPUs)."""
     expert: int = key(0, low=0)
-    """Ranks of the data dimension that divide a mixture's experts, and send each other the tokens of their rows for
-    these (all-to-all); 0 leaves whole experts to trainer.parallel.tensor."""
+    """Number of ranks of the data dimension that divide the experts and exchange tokens (all-to-all); 0 leaves whole
+    experts to trainer.parallel.tensor."""
     tensor: int = key(1, low=1)
-    """Ranks that split the matrices of the same rows, by transformers' plan for the model, and divide a mixture's
+    """Number of ranks that divide the matrices of each layer, by transformers' plan for the model, and whole
     experts."""
 
 
 @dataclass
 class PlacementConfig:
     colocate_all: bool = key(False, when="not generator.engines")
-    """Engines and workers share devices, taking turns (plans sync and colocated_async)."""
+    """Engines and workers use the same devices in turn (plans sync and colocated_async)."""
     colocate_policy_ref: bool = key(True, when=KL)
     """The reference model shares the policy's devices."""
     policy_num_nodes: int = key(1, low=1)
@@ -60,13 +60,13 @@ class PlacementConfig:
     ref_num_gpus_per_node: int = key(1, low=1, when=_OWN_REF)
     """Reference ranks per node."""
     colocate_policy_critic: bool = key(True, when=CRITIC)
-    """The critic shares the policy's devices; with colocate_all it does in any case."""
+    """The critic shares the policy's devices; always the case with colocate_all."""
     critic_num_nodes: int = key(1, low=1, when=_OWN_CRITIC)
     """Nodes for the critic."""
     critic_num_gpus_per_node: int = key(1, low=1, when=_OWN_CRITIC)
     """Critic ranks per node."""
     reward_num_nodes: int = key(1, low=1, when=REWARD)
-    """Nodes for the reward model, whose devices are its own."""
+    """Nodes for the reward model, which has its own devices."""
     reward_num_gpus_per_node: int = key(1, low=1, when=REWARD)
     """Reward model ranks per node."""
     colocate_policy_teacher: bool = key(True, when=TEACHER)
@@ -76,7 +76,7 @@ class PlacementConfig:
     teacher_num_gpus_per_node: int = key(1, low=1, when=_OWN_TEACHER)
     """Teacher ranks per node."""
     timeout_s: float = key(180.0, above=0.0)
-    """Seconds to wait for the cluster to grant the devices."""
+    """Maximum number of seconds to wait for the devices of the cluster."""
 
 
 def check_placement(cfg: Config) -> Iterator[str]:

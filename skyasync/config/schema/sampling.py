@@ -40,39 +40,39 @@ class SamplingConfig:
     temperature: float = key(1.0, low=0.01, high=100.0, also=(0.0,))
     """Sampling temperature; 0 is greedy."""
     top_p: float = key(1.0, above=0.0, high=1.0)
-    """Sample from the smallest set of tokens with this probability."""
+    """Sample from the smallest set of tokens whose probabilities sum to this."""
     top_k: int = key(-1, low=-1, high=INT32)
-    """Sample from the k likeliest tokens; -1 is off."""
+    """Sample from the k most likely tokens; -1 is off."""
     min_p: float = key(0.0, low=0.0, high=1.0)
-    """Leave out tokens less likely than this times the likeliest."""
+    """Leave out tokens whose probability is below this times that of the most likely token."""
     presence_penalty: float = key(0.0, low=-2.0, high=2.0)
-    """Subtracted from the logits of tokens that the response has already."""
+    """Subtracted from the logits of tokens that the response already contains."""
     frequency_penalty: float = key(0.0, low=-2.0, high=2.0)
-    """Subtracted from the logit of a token for each time that the response has it."""
+    """Subtracted from the logit of a token once for each time that the response contains it."""
     repetition_penalty: float = key(1.0, low=0.01, high=100.0)
-    """Divides positive logits of tokens in prompt and response, and multiplies negative ones."""
+    """For tokens in prompt or response: positive logits are divided by it, negative ones multiplied."""
     stop: list[str] = key([])
     """Strings that end a response."""
     stop_token_ids: list[int] = key([], low=0, high=INT32)
     """Further tokens that end a response, in addition to the model's own."""
     include_stop_str_in_output: bool = key(True)
-    """What environments read holds the string that ended the response; its tokens are trained in any case."""
+    """Responses that environments read include the stop string that ended them. Its tokens are trained in any case."""
     ignore_eos: bool = key(False)
-    """Go on after the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     bad_words: list[str] = key([])
     """Words that are never generated."""
     logit_bias: dict[str, Any] = key({})
     """Added to the logits of these tokens: token id -> bias from -100 to 100."""
     allowed_token_ids: list[int] = key([], low=0, high=INT32)
-    """Generate no other tokens than these; empty allows all."""
+    """Generate only these tokens; empty allows all."""
     skip_special_tokens: bool = key(True)
-    """What environments and stop strings see leaves out special tokens."""
+    """Remove special tokens from the text that environments read and stop strings are searched in."""
     seed: int = key(-1, low=-1, high=2**62)
-    """Draw each response from this seed and the response's identity alone; -1 is the engine's own."""
+    """Draw each response only from this seed and the response's identity; -1 uses the engine's own seed."""
     structured_outputs: dict[str, Any] = key({})
     """A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams (vllm only)."""
     repetition_detection: dict[str, Any] = key({})
-    """End a response that repeats itself, as one cut by its length: max_pattern_size, min_count (vllm only)."""
+    """End a response that repeats itself, as if cut by its length: max_pattern_size, min_count (vllm only)."""
 
 
 @inheriting
@@ -80,7 +80,7 @@ class EvalSamplingConfig(SamplingConfig):
     """What is null is as in ``sampling_params``; read it through ``skyasync.config.schema.sampling.evaluation``."""
 
     temperature: float | None = key(0.0, low=0.01, high=100.0, also=(0.0,))  # type: ignore[assignment]
-    """Sampling temperature; 0 is greedy, null as in training."""
+    """Sampling temperature in evaluation; 0 is greedy, null is that of training."""
 
 
 def backend(cfg: Config) -> str:

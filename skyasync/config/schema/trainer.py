@@ -35,26 +35,26 @@ class FaultToleranceConfig:
     """The part of ``TrainerConfig`` that is about failures."""
 
     ckpt_patience: int = key(3, low=1, when=CHECKPOINTS)
-    """Checkpoints in a row that the disk does not take (it is full, or may not be written) before the run ends."""
+    """Number of checkpoints in a row that cannot be written (disk full, read-only) before the run ends."""
     sigterm_grace_s: float = key(25.0, above=0.0, when=CHECKPOINTS)
-    """Seconds that a run has from SIGTERM to its end: the update under way is finished and saved."""
+    """Seconds from SIGTERM to the end of the run, in which the current update is finished and saved."""
     max_restarts: int = key(3, low=0)
-    """Failures of workers or of the controller in an hour after which they are started again from the newest
-    checkpoint; at the next failure, or with 0 at the first, the run ends, as it does if it saves no checkpoints."""
+    """Maximum number of failures per hour, of workers and controller together, after which they restart from the newest
+    checkpoint. One more failure ends the run. Without checkpoints the first one does."""
     heartbeat_timeout_s: float = key(120.0, above=0.0)
-    """Seconds without a heartbeat after which a process of a model, while it works on a request, or the controller
-    counts as failed; if checkpoints are saved and trainer.max_restarts is above 0."""
+    """Seconds without a heartbeat after which the controller, or a worker that executes a call, counts as failed. Needs
+    checkpoints and trainer.max_restarts above 0."""
     on_nonfinite: str = key("raise", choices=("raise", "skip"))
-    """What a loss, gradient or reward that is NaN or infinite does: end the run, or (skip) leave out the optimizer
-    step. The batch is written to nonfinite/, for skyasync replay."""
+    """If a loss, gradient or reward is NaN or infinite: raise stops the run, skip skips the optimizer step. The batch
+    is written to nonfinite/, for skyasync replay."""
     spike_limits: dict[str, Any] = key({})
-    """Metric -> the largest value that is not a spike, such as {policy/approx_kl: 0.2, off_policy/ratio_max: 50}."""
+    """Metric -> largest value that is not a spike, such as {policy/approx_kl: 0.2, off_policy/ratio_max: 50}."""
     on_spike: str = key("warn", choices=("warn", "raise", "rollback"), when="trainer.spike_limits")
-    """What a spike does: a line and a count; end the run; or return to the weights and optimizer state of the newest
-    checkpoint, and leave out the data since then."""
+    """If a metric exceeds its limit: warn and count it; raise, stop the run; rollback, restore weights and optimizer
+    state of the newest checkpoint and skip the data since then."""
     max_bad_steps: int = key(3, low=1, when=When("trainer.on_nonfinite=skip", "trainer.on_spike=rollback"))
-    """Optimizer steps in a row that are left out (on_nonfinite=skip), or steps undone (on_spike=rollback), at which the
-    run ends."""
+    """Number of skipped optimizer steps (on_nonfinite=skip) or undone steps (on_spike=rollback) in a row that ends the
+    run."""
 
 
 def check_fault_tolerance(trainer: TrainerConfig) -> Iterator[str]:
@@ -85,35 +85,35 @@ class TrainerConfig(FaultToleranceConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig, metadata={"when": TEACHER})
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     plan: str = key("sync", registry="skyasync.trainer.plans:PLANS", open_ended=True)
-    """The execution plan, where the experiment does not fix one."""
+    """Execution plan, unless the experiment fixes one."""
     strategy: str = key("fsdp2", registry="skyasync.models:BACKENDS", open_ended=True)
-    """The backend that holds and trains the models, or a ModelBackend of your own."""
+    """Training backend: fsdp2, or a ModelBackend of your own."""
     async_queue_size: int = key(1, low=1)
-    """Batches the generator may be ahead in the one_step_off plan: the staleness it settles at."""
+    """Number of batches that one_step_off generates ahead, which is also its staleness."""
     stream_groups: int = key(0, low=0)
-    """Groups that the streamed plan trains at a time, in the order of their prompts: the same seed then gives bitwise
-    identical losses. 0 trains whatever has been generated, which waits least."""
+    """Number of groups that the plan streamed trains at a time, in the order of their prompts; the same seed then gives
+    bitwise identical losses. 0 trains groups as they finish, which waits least."""
     max_staleness: int = key(1, low=0)
     """Maximum staleness in fully_async and its variants: policy versions from a prompt's submission to its training. 0
     is synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
-    """auto lowers the policy's learning rate while stale samples are far from the trained policy: no more than keeps
-    their KL divergence at 0.02 nats per token. It is never above the schedule's."""
+    """auto lowers the policy's learning rate for stale samples, so that the KL divergence between sampling and trained
+    policy stays below 0.02 nats per token. The rate is never above the schedule's."""
     sync_interval: int = key(1, low=1)
     """Training steps from one weight sync to the next. A value of n adds up to n - 1 to the staleness."""
     staleness_bound: str = key("hard", choices=("hard", "mean"))
     """hard: max_staleness bounds the staleness of every prompt. mean: it bounds the mean (AReaL's formula)."""
     async_generation_ratio: float = key(0.0, low=0.0)
-    """Batches generated ahead, with fractions, in fully_async and its variants; 0 is max_staleness."""
+    """Number of batches generated ahead, may be fractional, in fully_async and its variants; 0 is max_staleness."""
     partial_rollout: str = key("keep", choices=("keep", "recompute", "wait"))
-    """What requests in flight do at a weight sync. keep: continue with the old KV cache. recompute: continue from their
-    tokens with the new weights. wait: finish before it."""
+    """What happens to requests in flight at a weight sync. keep: they continue with the old KV cache. recompute: they
+    continue from their tokens with the new weights. wait: they finish first."""
     eval_mode: str = key("overlap", choices=("overlap", "pause"))
     """overlap: evaluate during generation for training. pause: let requests in flight finish, then evaluate alone."""
     allow_uncorrected: bool = key(False)
     """Let an asynchronous plan run without an off-policy correction."""
     epochs: int = key(0, low=0, when="not data.streaming")
-    """Passes over the training prompts; 0 makes as many as max_training_steps takes, or one without it."""
+    """Passes over the training prompts; 0 is as many as max_training_steps needs, or one without it."""
     max_training_steps: int = key(0, low=0)
     """Stop after this many steps; 0 runs all epochs."""
     train_batch_size: int = key(64, low=1)
@@ -123,56 +123,58 @@ class TrainerConfig(FaultToleranceConfig):
     update_epochs_per_batch: int = key(1, low=1)
     """Optimizer passes over each training batch."""
     micro_train_batch_size_per_gpu: int = key(0, low=0)
-    """Most sequences per forward-backward pass, within micro_batch_tokens; 0 sets no such limit."""
+    """Maximum number of sequences per forward and backward pass, within micro_batch_tokens; 0 is no limit."""
     micro_forward_batch_size_per_gpu: int = key(0, low=0)
-    """Maximum number of sequences of a forward-only pass, within micro_batch_tokens; 0 sets no such limit."""
+    """Maximum number of sequences per forward-only pass, within micro_batch_tokens; 0 is no limit."""
     micro_batch_tokens: int = key(0, low=0)
-    """Maximum number of tokens of a forward and backward pass, with padding. A longer sequence is a pass by itself. 0
-    is 4096 on a CPU, 16384 on a GPU."""
+    """Maximum number of tokens per forward and backward pass, including padding. A longer sequence is a pass of its
+    own. 0 is 4096 on a CPU, 16384 on a GPU."""
     max_prompt_length: int = key(512, low=1)
-    """Prompts with more tokens are left out, and counted."""
+    """Maximum number of tokens of a prompt; longer prompts are dropped and counted."""
     eval_batch_size: int = key(1024, low=1)
     """Prompts evaluated at once."""
     eval_interval: int = key(5, low=0)
-    """Evaluate every so many steps; 0 only at the end."""
+    """Steps between evaluations; 0 evaluates only at the end."""
     eval_minutes: float = key(0.0, low=0.0)
-    """Evaluate as well when so many minutes have passed; 0 goes by steps."""
+    """Evaluate also after this many minutes; 0 is off."""
     eval_before_train: bool = key(True)
     """Evaluate the starting policy."""
     eval_k: list[int] = key([], low=1)
-    """The k of eval/pass@k and eval/maj@k; empty is 1, 2, 4, ... as far as the samples per prompt go."""
+    """Values of k in eval/pass@k and eval/maj@k; empty is 1, 2, 4, ... up to the samples per prompt."""
     eval_passing: float = key(1.0)
-    """The reward from which on a sample counts as right in them."""
+    """Minimum reward of a correct sample in eval/pass@k and eval/maj@k."""
     eval_answer: str = key("auto", open_ended=True)
-    r"""What a response's answer is, for the votes of eval/maj@k: auto (the last \boxed{}, #### or 'answer is', or a
-    short response itself), a regular expression (its last match), file.py:function of the text; empty: no votes."""
+    """How the answer of a response is found for the votes of eval/maj@k: auto (the last \\boxed{}, the text after ####
+    or 'answer is', or a short response itself), a regular expression (its last match), or file.py:function of the text.
+    Empty: no votes."""
     ckpt_interval: int = key(0, low=0)
-    """Save a checkpoint every so many steps; 0 saves none."""
+    """Steps between checkpoints; 0 saves none."""
     ckpt_minutes: float = key(0.0, low=0.0)
-    """Save a checkpoint as well when so many minutes have passed; 0 goes by steps."""
+    """Save a checkpoint also after this many minutes; 0 is off."""
     ckpt_best_metric: str = key("", open_ended=True)
-    """Save a checkpoint whenever this metric (eval/score) is better than before, and keep the best one in addition to
-    the newest."""
+    """Save a checkpoint at each new best value of this metric (eval/score), and keep the best one in addition to the
+    newest."""
     ckpt_best_mode: str = key("max", choices=("max", "min"), when="trainer.ckpt_best_metric")
-    """Which value of ckpt_best_metric is better."""
+    """Whether a larger (max) or a smaller value (min) of ckpt_best_metric is better."""
     ckpt_on_exit: bool = key(False)
-    """Save one however the run ends (Ctrl-C, an error); an update under way is finished first."""
+    """Save a checkpoint at every end of the run (Ctrl-C, an error); the current update is finished first."""
     ckpt_keep: int = key(2, low=0, when=CHECKPOINTS)
-    """Newest checkpoints to keep; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     ckpt_path: str = key("", open_ended=True, when=When(*CHECKPOINTS.alternatives, "not trainer.resume_mode=none|auto"))
     """Folder of the checkpoints; empty is <run folder>/checkpoints."""
     ckpt_async: bool = key(False, when=CHECKPOINTS)
-    """Write checkpoints while training continues, from a copy in host memory; the next one waits for the previous."""
+    """Write checkpoints from a copy in host memory while training continues; the next one waits for the previous."""
     ckpt_rollouts: bool = key(True, when=CHECKPOINTS)
-    """Keep in checkpoints what has been generated and not yet trained, so that a resumed run need not do it again."""
+    """Save rollouts that are generated and not yet trained in checkpoints, so a resumed run does not generate them
+    again."""
     resume_mode: str = key("auto", choices=("auto", "none", "latest"), pattern=r"\d+|.*/.*")
-    """Start a new run (none), or continue from the newest checkpoint in ckpt_path if there is one (latest); or from
-    that of a step (a number) or in a folder (a path with a slash), which must exist. auto is latest for a run_name that
-    has checkpoints, else none."""
+    """none: start a new run. latest: resume from the newest checkpoint in ckpt_path, if there is one. A number: from
+    the checkpoint of that step. A path with a slash: from that folder. auto: latest if run_name names a run with
+    checkpoints, otherwise none."""
     export_path: str = key("", open_ended=True)
-    """Write the final policy here as a Hugging Face folder; empty writes none."""
+    """Folder for the final policy in Hugging Face's format; empty writes none."""
     export_interval: int = key(0, low=0)
-    """Write the policy as a Hugging Face folder, <run folder>/exports/step_<n>, every so many steps."""
+    """Steps between exports of the policy to <run folder>/exports/step_<n>, in Hugging Face's format; 0 is off."""
     profile_steps: list[int] = key([], low=1)
     """Steps in which torch's profiler records the workers, into <run folder>/profile."""
     run_name: str = key("", open_ended=True)
@@ -184,19 +186,19 @@ class TrainerConfig(FaultToleranceConfig):
     logger: list[str] = key(["jsonl"], registry="skyasync.observability:TRACKERS", open_ended=True)
     """Trackers that receive the metrics."""
     terminal: str = key("auto", choices=("auto", "live", "lines"))
-    """A live view where standard output is a terminal, else a line per step; or one of both wherever it goes."""
+    """auto: a live panel on a terminal, otherwise one line per step; live and lines choose one of them."""
     seed: int = key(42, low=0)
-    """The one seed that governs the run; with vLLM, sampling depends on timing as well."""
+    """Random seed of the run; with vLLM, sampling also depends on timing."""
     step_timeout_s: float = key(1800.0, above=0.0)
-    """Seconds after which a step that has not ended is an error."""
+    """Maximum duration of a phase of a step in seconds; exceeding it is an error."""
     save_samples: int = key(4, low=0)
-    """Trajectories written to samples.jsonl per step."""
+    """Number of trajectories per step that are written to samples.jsonl."""
     dump_trajectories: bool = key(False)
-    """Write every trajectory that is trained to trajectories/step_<n>.parquet, for skyasync replay."""
+    """Write every trained trajectory to trajectories/step_<n>.parquet, for skyasync replay."""
     report: bool = key(True)
-    """Make report.html, a page about the run, at its end (skyasync report makes one any time)."""
+    """Write report.html at the end of the run (skyasync report makes it at any time)."""
     live_page: bool = key(False)
-    """Serve that page during the run, at a free port of 127.0.0.1, with alarms in words; the run prints its address."""
+    """Serve the report with alarms during the run, at a free port of 127.0.0.1; the run prints its address."""
 
 
 def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:

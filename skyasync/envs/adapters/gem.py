@@ -24,7 +24,7 @@ from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 
 #: What stands before the colon in gem's ids, such as "game:GuessTheNumber-v0-easy" and "rg:chain_sum".
-GEM_KINDS = ("game", "rg", "logic", "math", "code", "qa", "eval")
+GEM_FAMILIES = ("game", "rg", "logic", "math", "code", "qa", "eval")
 
 
 @ENVS.register("gem")
@@ -113,7 +113,7 @@ def _named(settings: Mapping[str, Any]) -> Callable[..., Foreign]:
     if not name:
         raise UserError("gem needs gem_env, as a column of the row or in environment.env_config: module:Class or an id")
     kind, colon, _ = name.partition(":")
-    if colon and kind not in GEM_KINDS:
+    if colon and kind not in GEM_FAMILIES:
         env_class: Callable[..., Foreign] = resolve_reference(name, kind="gem_env")
         return env_class
     try:
