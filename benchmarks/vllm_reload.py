@@ -27,11 +27,11 @@ def reload(worker: Any) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-    from skyasync.weight_sync.transfers.vllm_worker import have_experts_packed, retie
+    from skyasync.weight_sync.transfers.vllm_worker import reset_expert_kernels, retie
 
     engine = worker.weight_transfer_engine
     with set_current_vllm_config(worker.vllm_config):
-        have_experts_packed(engine.model)
+        reset_expert_kernels(engine.model)
         initialize_layerwise_reload(engine.model)
         engine.model.load_weights(worker.__dict__.pop("held_weights"))
         finalize_layerwise_reload(engine.model, engine.model_config)

@@ -422,7 +422,7 @@ class InferenceClient:
         await self.admit(index, engine)
         return index
 
-    async def let_go(self, index: int, patience_s: float) -> int:
+    async def remove(self, index: int, patience_s: float) -> int:
         """This engine gets no request any more, and its own continue at the others. Returns the number of these."""
         self.pool.router.healthy[index], self.pool.router.left[index] = False, True
         leaving = self._inflight.at(index)

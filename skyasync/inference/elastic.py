@@ -148,7 +148,7 @@ class ElasticEngines(RunExtension):
             self._warn(f"engine {name} stays: it is the last healthy one")
             return
         self._supervisor.forget(index)
-        moved = await self._client.let_go(index, LEAVING_S)
+        moved = await self._client.remove(index, LEAVING_S)
         del self._indexes[name]
         self.left += 1
         log.info("engine %s has left; %d requests go on at the others", name, moved)

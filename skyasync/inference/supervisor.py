@@ -54,7 +54,7 @@ class EngineSupervisor(RunExtension):
         heartbeat_timeout_s: an engine that does not answer within this time has failed.
         limit_s: how long a replacement may take to get its weights.
         timeline: restarts are recorded there; an attribute too.
-        turns: of engines and policy, if they share devices.
+        colocation: of engines and policy, if they share devices.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class EngineSupervisor(RunExtension):
         heartbeat_timeout_s: float,
         limit_s: float,
         timeline: Timeline | None = None,
-        turns: Colocation | None = None,
+        colocation: Colocation | None = None,
     ) -> None:
         self.failures = self.restarts = 0
         self.timeline = timeline or Timeline(None)
-        self._client, self._weights, self._limit_s, self._turns = client, weights, limit_s, turns
+        self._client, self._weights, self._limit_s, self._colocation = client, weights, limit_s, colocation
         self._heartbeat_s, self._timeout_s = heartbeat_s, heartbeat_timeout_s
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque()  # of the last hour
@@ -187,7 +187,7 @@ class EngineSupervisor(RunExtension):
         A shared device has memory for an engine only while the policy is in host memory: in the engines' turn.
         """
         what = f"the first weight sync of engine {index}"
-        if self._turns is None or (self._turns.hybrid and index not in self._turns.hybrid):
+        if self._colocation is None or (self._colocation.hybrid and index not in self._colocation.hybrid):
             async with ended_on_error(old.successor()) as engine:
                 await engine.start()
                 async with within(self._limit_s, what), self._weights.between_syncs() as update:
@@ -195,8 +195,8 @@ class EngineSupervisor(RunExtension):
                     await self._client.admit(index, engine)
             return update.version
         while True:
-            await self._turns.engines_turn()
-            async with self._weights.between_syncs() as update, self._turns.for_engines() as ours:
+            await self._colocation.wait_for_engines()
+            async with self._weights.between_syncs() as update, self._colocation.for_engines() as ours:
                 if not ours:  # the turn has ended during the wait for a sync
                     continue
                 async with ended_on_error(old.successor()) as engine:

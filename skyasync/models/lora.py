@@ -25,7 +25,7 @@ from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.models.fsdp.checkpoint import ADAPTER, full_weights, own_tensors
 from skyasync.models.heads import copy_own_part, load_causal_lm
 from skyasync.models.images import FAMILIES
-from skyasync.weight_sync.adapters import Adapter, base_mark, with_added
+from skyasync.weight_sync.adapters import Adapter, frozen_weights_id, with_added
 from skyasync.weight_sync.full_tensors import gathered, specs_in
 from skyasync.weight_sync.verify.digests import digest
 
@@ -160,7 +160,7 @@ class Adapters:
             with self.detached():
                 frozen = own_tensors(self._model)
             specs = specs_in(frozen, self.dtype)
-            self._base = base_mark(self.dtype, {n: digest(w.to(specs[n][0])) for n, w in gathered(frozen)})
+            self._base = frozen_weights_id(self.dtype, {n: digest(w.to(specs[n][0])) for n, w in gathered(frozen)})
         config: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
         config["target_modules"] = sorted({adapted.child for adapted in self._layers})
         scale = self._layers[0].layer.scaling[NAME]

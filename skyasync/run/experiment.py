@@ -283,7 +283,7 @@ class BasePPOExp:
             heartbeat_timeout_s=generator.heartbeat_timeout_s,
             limit_s=self.cfg.trainer.step_timeout_s,
             timeline=timeline,
-            turns=self.parts.colocation,
+            colocation=self.parts.colocation,
         )
 
     def get_elastic_engines(self, weight_sync: WeightSync, supervisor: EngineSupervisor) -> ElasticEngines:

@@ -113,7 +113,7 @@ class VirtualColocation:
         self._client, self._engines, self._settings = client, engines, settings
         self._hybrid, self._awake = len(engines) < len(client.engines), False
 
-    async def make_way_for_policy(self) -> None:
+    async def give_devices_to_policy(self) -> None:
         if self._awake:
             self._awake = False
             await (self._client.sleep(self._engines) if self._hybrid else self._client.cut())

@@ -198,7 +198,7 @@ class Phases:
             self._under_way.discard(this)
             self._last_s = self.now()
 
-    def quiet_s(self) -> float:
+    def idle_s(self) -> float:
         """Seconds since a step did something else than wait for another."""
         return 0.0 if self._under_way else self.now() - self._last_s
 

@@ -155,7 +155,7 @@ class PlanTasks:
         if not task._log_traceback or task not in self._failed:
             return
         now = self._loop.time()
-        quiet, most = min(self._phases.quiet_s(), now - since), since + self._phases.limit_s
+        quiet, most = min(self._phases.idle_s(), now - since), since + self._phases.limit_s
         if quiet < GRACE_S and now < most:
             self._loop.call_at(min(now + GRACE_S - quiet, most), self._check_taken, task, since)
             return

@@ -109,7 +109,7 @@ class WeightUpdates:
             began = self._phases.now()
             with self._phases.timed("sleep"):
                 async with self._phases.limited("sleep of the engines"):
-                    await self.colocation.make_way_for_policy()
+                    await self.colocation.give_devices_to_policy()
             self._sleep_s = self._phases.now() - began
 
     async def wake_engines(self) -> None:

@@ -25,7 +25,7 @@ class Adapter(NamedTuple):
     config: of peft's, as much as engines read.
     scale: alpha / rank.
     transposed: layers whose weight is ``[in, out]``.
-    base: dtype and content of the frozen weights (``base_mark``).
+    base: dtype and content of the frozen weights (``frozen_weights_id``).
     """
 
     weights: Mapping[str, Tensor]
@@ -66,6 +66,6 @@ def with_added(weight: Tensor, halves: tuple[Tensor, Tensor], scale: float, *, t
     return (weight + (added.T if transposed else added) * scale).to(weight.dtype)
 
 
-def base_mark(dtype: object, digests: Mapping[str, str]) -> str:
+def frozen_weights_id(dtype: object, digests: Mapping[str, str]) -> str:
     """Identifies frozen weights."""
     return f"{dtype} {content_of(digests)}"

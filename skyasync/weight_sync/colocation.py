@@ -58,7 +58,7 @@ class ColocatedClient(Destination, Protocol):
 
 
 class Colocation:
-    """Policy and engines take turns.
+    """Policy and engines take turns on the devices.
 
     Args:
         probe: the verification prompts that the policy will score.
@@ -77,18 +77,18 @@ class Colocation:
         self.hybrid = frozenset(hybrid)
         self._only = (self.hybrid,) if hybrid else ()  # the engines that sleep; all of them
         self.scores: list[list[float]] | None = None  # of the prompts, by the weights that are on the host
-        self.policy_is_here = True  # on the devices
+        self.policy_on_devices = True
         self.awake, self._changing = asyncio.Event(), asyncio.Lock()
         self.destination: Destination = engines if hybrid else ColocatedEngines(self)
 
     async def start(self, total_steps: int = 0) -> None:
         """Load the models, one side after the other; the engines come up awake."""
         await self.policy.start(total_steps)
-        await self.make_way_for_engines()
+        await self.give_devices_to_engines()
         await self.engines.start()
         self.awake.set()
         if self.hybrid:
-            await self.make_way_for_policy()
+            await self.give_devices_to_policy()
 
     @property
     def source(self) -> Source:
@@ -99,31 +99,31 @@ class Colocation:
     def engines_are_awake(self) -> bool:
         return self.awake.is_set()
 
-    async def engines_turn(self) -> None:
-        """Wait for it; it may be over when this returns."""
+    async def wait_for_engines(self) -> None:
+        """Wait until the engines have the devices; the policy may have them again when this returns."""
         await self.awake.wait()
 
     @asynccontextmanager
     async def for_engines(self) -> AsyncIterator[bool]:
-        """The turn does not change inside; whether it is the engines'."""
+        """The devices do not change hands inside; whether the engines have them."""
         async with self._changing:
             yield self.engines_are_awake
 
-    async def make_way_for_policy(self) -> None:
+    async def give_devices_to_policy(self) -> None:
         """Put the engines to sleep, and bring the policy back; nothing if it is there."""
         async with self._changing:
             if self.engines_are_awake:
                 await self.engines.sleep(*self._only)
                 self.awake.clear()
-            if not self.policy_is_here:
+            if not self.policy_on_devices:
                 await self.policy.onload()
-                self.policy_is_here, self.scores = True, None
+                self.policy_on_devices, self.scores = True, None
 
     async def wake(self) -> None:
         """Give hybrid engines the devices, and the weights that the others have."""
         async with self.weights.between_syncs() as update, self._changing:
             await self.policy.offload()
-            self.policy_is_here = False
+            self.policy_on_devices = False
             await self.engines.wake("weights", self.hybrid)
             await self.engines.update_weights(update, self.hybrid)
             await self.engines.wake("cache", self.hybrid)
@@ -138,57 +138,57 @@ class Colocation:
 
     def restart(self, policy: Policy) -> None:
         """Other processes have loaded the policy, and have it on the devices; the next sync wakes the engines."""
-        self.policy, self.policy_is_here, self.scores = policy, True, None
+        self.policy, self.policy_on_devices, self.scores = policy, True, None
 
-    async def make_way_for_engines(self) -> None:
+    async def give_devices_to_engines(self) -> None:
         self.scores = await self.policy.score(self.probe) if self.probe and not self.hybrid else []
         await self.policy.offload()
-        self.policy_is_here = False
+        self.policy_on_devices = False
 
 
 class ColocatedPolicy(WeightTransfer):
-    """The policy's transfer, in its turn. Parts are loaded in the engines' turn."""
+    """The policy's transfer while the policy has the devices. Parts are loaded while the engines have them."""
 
-    def __init__(self, turns: Colocation) -> None:
-        self._turns = turns
+    def __init__(self, colocation: Colocation) -> None:
+        self._colocation = colocation
 
     @property
     def transfer(self) -> WeightTransfer:
-        transfer = self._turns.policy.transfer
+        transfer = self._colocation.policy.transfer
         transfer.expects_late_engines, self.proves_content = self.expects_late_engines, transfer.proves_content
         return self
 
     async def score(self, sequences: Sequences) -> list[list[float]]:
         """For other prompts the policy comes back, next to engines that are awake if there is enough memory."""
-        turns = self._turns
-        if turns.policy_is_here:
-            return await turns.policy.score(sequences)
-        if turns.scores is not None and list(map(list, sequences)) == list(map(list, turns.probe)):
-            return turns.scores
-        await turns.policy.onload()
+        colocation = self._colocation
+        if colocation.policy_on_devices:
+            return await colocation.policy.score(sequences)
+        if colocation.scores is not None and list(map(list, sequences)) == list(map(list, colocation.probe)):
+            return colocation.scores
+        await colocation.policy.onload()
         try:
-            return await turns.policy.score(sequences)
+            return await colocation.policy.score(sequences)
         finally:
-            await turns.policy.offload()
+            await colocation.policy.offload()
 
     async def publish(self, version: int) -> WeightUpdate:
-        await self._turns.make_way_for_policy()
-        update = await self._turns.policy.transfer.publish(version)
+        await self._colocation.give_devices_to_policy()
+        update = await self._colocation.policy.transfer.publish(version)
         if update.backend != CUDA_IPC:
-            await self._turns.make_way_for_engines()
+            await self._colocation.give_devices_to_engines()
         return update
 
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
-        return await self._turns.policy.transfer.publish_whole(update)
+        return await self._colocation.policy.transfer.publish_whole(update)
 
     async def send(self, update: WeightUpdate) -> None:
-        await self._turns.policy.transfer.send(update)
+        await self._colocation.policy.transfer.send(update)
 
     async def release(self, update: WeightUpdate) -> None:
-        await self._turns.policy.transfer.release(update)
+        await self._colocation.policy.transfer.release(update)
 
     async def release_retained(self) -> None:
-        await self._turns.policy.transfer.release_retained()
+        await self._colocation.policy.transfer.release_retained()
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
         """What was sent in parts is read from the policy, while it is in host memory.
@@ -196,31 +196,31 @@ class ColocatedPolicy(WeightTransfer):
         Raises:
             WeightsMovedError: if it is not there.
         """
-        transfer = self._turns.policy.transfer
+        transfer = self._colocation.policy.transfer
         if transfer.proves_content:  # it has a copy in host memory: the policy need not be there
             return await transfer.for_late_engine(version)
-        async with self._turns.for_engines() as ours:
+        async with self._colocation.for_engines() as ours:
             if not ours:
                 raise WeightsMovedError("the policy is on its devices, and may be training")
             return await transfer.for_late_engine(version)
 
 
 class ColocatedEngines:
-    def __init__(self, turns: Colocation) -> None:
-        self._turns = turns
-        self.score = turns.engines.score
+    def __init__(self, colocation: Colocation) -> None:
+        self._colocation = colocation
+        self.score = colocation.engines.score
 
     @property
     def proves_weights(self) -> bool:
-        return self._turns.engines.proves_weights
+        return self._colocation.engines.proves_weights
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
-        turns, engines = self._turns, self._turns.engines
+        colocation, engines = self._colocation, self._colocation.engines
         unproven: Sequence[str] | None = None
         await engines.wake("weights")
         if update.backend == CUDA_IPC:
             try:
-                parts = turns.policy.transfer.parts(update)
+                parts = colocation.policy.transfer.parts(update)
                 async with afterwards(parts.aclose):
                     async for part in parts:
                         unproven = await engines.update_weights(part)
@@ -232,9 +232,9 @@ class ColocatedEngines:
                 except Exception as another:
                     error.add_note(f"and then, while the engines were put to sleep: {another!r}")
                 raise
-            await turns.make_way_for_engines()
+            await colocation.give_devices_to_engines()
         else:
             unproven = await engines.update_weights(update)
         await engines.wake("cache")
-        turns.awake.set()
+        colocation.awake.set()
         return unproven

@@ -102,7 +102,7 @@ class Command:
         self._pool = EnvPool(lambda: self._host(env), 2, env)
         self._revival = EngineSupervisor(
             self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S,
-            limit_s=600, turns=self._colocation,
+            limit_s=600, colocation=self._colocation,
         )  # fmt: skip
         self._generator = EpisodeGenerator(
             self._client, self._pool, cast(Any, Letters()), 1024, EpisodeLimits(), apply_chat_template=False

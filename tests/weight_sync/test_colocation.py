@@ -113,7 +113,7 @@ async def test_loading_and_a_step_take_the_devices_in_turn() -> None:
     assert device.calls == ["load policy (7 steps)", "score", "offload", "load engines"]
     assert turns.engines_are_awake
     device.calls.clear()
-    await turns.make_way_for_policy()
+    await turns.give_devices_to_policy()
     assert not turns.engines_are_awake
     device.trained += 1
     await sync.sync(1)
@@ -129,7 +129,7 @@ async def test_loading_and_a_step_take_the_devices_in_turn() -> None:
 async def test_a_verification_finds_engines_that_have_other_weights() -> None:
     device, turns, sync = made()
     await turns.start()
-    await turns.make_way_for_policy()
+    await turns.give_devices_to_policy()
     device.trained += 1
     await sync.sync(1)
     device.loaded -= 1
@@ -144,7 +144,7 @@ async def test_what_is_no_probe_is_scored_by_a_policy_that_is_there() -> None:
     device.engine_weights = device.cache = False  # there is enough memory
     assert await turns.source.score([[7, 8]]) == [[-1.0]]
     assert device.calls == ["onload", "score", "offload"]
-    await turns.make_way_for_policy()
+    await turns.give_devices_to_policy()
     device.calls.clear()
     assert await turns.source.score([[7, 8]]) == [[-1.0]]
     assert device.calls == ["score"]
@@ -161,10 +161,10 @@ def test_no_order_of_calls_puts_both_on_the_devices(steps: list[str]) -> None:
         version = 0
         for step in steps:
             if step == "train":
-                await turns.make_way_for_policy()
+                await turns.give_devices_to_policy()
                 device.trained += 1
             elif step == "way":
-                await turns.make_way_for_policy()
+                await turns.give_devices_to_policy()
             elif step == "sync":
                 version += 1
                 await sync.sync(version)

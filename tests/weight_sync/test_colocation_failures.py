@@ -104,7 +104,7 @@ class Run:
         self.sync.expects_late_engines = True
         self.supervisor = EngineSupervisor(
             self.client, self.sync, max_restarts=9, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S, limit_s=600,
-            turns=self.turns,
+            colocation=self.turns,
         )  # fmt: skip
         self.steps = self.asked = 0
 
@@ -123,7 +123,7 @@ class Run:
         return {int(version) for answer in answers for version in answer.versions}
 
     async def train(self) -> None:
-        await self.turns.make_way_for_policy()
+        await self.turns.give_devices_to_policy()
         await asyncio.sleep(5.0)
 
     async def hand_over(self) -> None:
@@ -190,7 +190,7 @@ def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engi
         await run.step()
         await run.generate()
         if moment != "generating":
-            await run.turns.make_way_for_policy()
+            await run.turns.give_devices_to_policy()
         if moment == "publishing":
             await run.turns.source.transfer.publish(2)
         assert run.turns.engines_are_awake == (moment == "generating")

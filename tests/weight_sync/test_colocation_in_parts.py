@@ -68,7 +68,7 @@ async def test_the_policy_stays_for_all_parts_and_goes_before_the_caches_wake() 
     device, turns, sync = made()
     await turns.start()
     for version in (1, 2, 3):
-        await turns.make_way_for_policy()
+        await turns.give_devices_to_policy()
         device.trained += 1
         device.calls.clear()
         await sync.sync(version)
@@ -83,7 +83,7 @@ async def test_the_policy_stays_for_all_parts_and_goes_before_the_caches_wake() 
 async def test_where_the_policy_dies_in_between_the_engines_sleep_and_the_next_sync_brings_all(part: int) -> None:
     device, turns, sync = made()
     await turns.start()
-    await turns.make_way_for_policy()
+    await turns.give_devices_to_policy()
     device.fails_at = part
     device.calls.clear()
     with pytest.raises(RuntimeError, match="a rank has failed"):
@@ -103,11 +103,11 @@ async def test_where_the_policy_dies_in_between_the_engines_sleep_and_the_next_s
 async def test_an_engine_that_comes_late_is_given_weights_while_the_policy_is_in_host_memory() -> None:
     device, turns, sync = made()
     await turns.start()
-    await turns.make_way_for_policy()
+    await turns.give_devices_to_policy()
     await sync.sync(1)
     async with sync.between_syncs() as update:
         assert (update.backend, update.info) == ("shared_memory", {"trained": device.trained})
-    await turns.make_way_for_policy()
+    await turns.give_devices_to_policy()
     source: Any = turns.source
     with pytest.raises(WeightsMovedError, match="may be training"):
         await source.transfer.for_late_engine(1)

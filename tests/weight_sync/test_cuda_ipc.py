@@ -125,7 +125,7 @@ def test_an_engine_is_told_of_its_own_handle_alone_and_one_without_a_rank_beside
 def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) -> None:
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from skyasync.weight_sync.transfers.vllm_worker import as_vllms
+    from skyasync.weight_sync.transfers.vllm_worker import ipc_update_info
 
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     buffer = torch.arange(4, dtype=torch.uint8)
@@ -134,7 +134,7 @@ def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) ->
     sent = own_part(message([packed]), 0)
     came = MsgpackDecoder().decode(MsgpackEncoder().encode({"update_info": sent}))["update_info"]
     assert came == sent
-    theirs = as_vllms(came)
+    theirs = ipc_update_info(came)
     (arguments,) = theirs.ipc_handles.values()  # type: ignore[union-attr]
     assert cpu_ipc.opened(*arguments).tolist() == [0, 1, 2, 3]
     monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda _: (None, arguments))

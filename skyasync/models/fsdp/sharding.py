@@ -84,7 +84,7 @@ class Mesh:
             mesh = init_device_mesh(
                 device_type, (shape.data // shape.expert, shape.expert), mesh_dim_names=(SHARD, EXPERT)
             )
-            quiet_about_two_dimensions()
+            silence_mesh_warning()
             return cls(shape, whole, data_group=dist.group.WORLD, expert=mesh[EXPERT], expert_shard=mesh[SHARD])
         if shape.non_data == shape.pipeline == 1:
             if fsdp_size in (0, shape.ranks):
@@ -96,7 +96,7 @@ class Mesh:
         sizes, names = (shape.data, shape.context, shape.tensor), (DATA, CONTEXT, TENSOR)
         stages, outer = ((shape.pipeline,), (PIPELINE,)) if shape.pipeline > 1 else ((), ())
         mesh = init_device_mesh(device_type, (*stages, *sizes), mesh_dim_names=(*outer, *names))
-        quiet_about_two_dimensions()
+        silence_mesh_warning()
         groups = [mesh[name].get_group() if size > 1 else None for name, size in zip(names, sizes, strict=True)]
         data_group, context_group, tensor_group = groups
         pipeline = PipelineGroups.of(mesh) if shape.pipeline > 1 else None
@@ -104,7 +104,7 @@ class Mesh:
         return cls(shape, shard, tensor, data_group, context_group, tensor_group, pipeline)
 
 
-def quiet_about_two_dimensions() -> None:
+def silence_mesh_warning() -> None:
     """torch warns of every kind of parameter that two dimensions shard: gathering it takes two collectives."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 

@@ -69,5 +69,5 @@ class WeightReader:
             weights, digests = self.buffers.read(info), info["digests"]
             if info.get("late"):
                 return ReceivedWeights(weights, digests, stays=True)
-            return ReceivedWeights(weights, digests, in_place=self.buffers.lies_there, stays=True)
+            return ReceivedWeights(weights, digests, in_place=self.buffers.is_in_place, stays=True)
         return ReceivedWeights(*read_file(info["path"]))

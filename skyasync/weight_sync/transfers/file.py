@@ -244,11 +244,11 @@ def read_weights(path: str) -> dict[str, Tensor]:
         FileNotFoundError: if it is not there; most likely its writer runs on another machine.
     """
     if not Path(path).exists():
-        raise not_here(path)
+        raise missing_file_error(path)
     return load_file(path)
 
 
-def not_here(path: str) -> FileNotFoundError:
+def missing_file_error(path: str) -> FileNotFoundError:
     """The error for weights that this machine does not have."""
     if path.startswith("/proc/") and not Path(path).parent.exists():  # memory of a process
         return FileNotFoundError(f"{path} is gone: the process that had these weights in its memory has ended")

@@ -12,7 +12,7 @@ buffer, which no engine reads after a weight sync.
 
 That an engine has, or reads, what was sent is proven in two halves. The bytes: the buffer is read again and compared
 with the digests of what was sent, once for all engines (``BufferWriter.prove``). The address: a reader cannot write to
-its mapping, so a tensor that is at its own address in it is that tensor (``BufferReader.lies_there``); another one is
+its mapping, so a tensor that is at its own address in it is that tensor (``BufferReader.is_in_place``); another one is
 compared itself. A late engine compares all tensors.
 """
 
@@ -35,7 +35,7 @@ from torch import Tensor
 from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, bytes_of, from_message
 from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
-from skyasync.weight_sync.transfers.file import not_here
+from skyasync.weight_sync.transfers.file import missing_file_error
 from skyasync.weight_sync.update import WeightUpdate
 from skyasync.weight_sync.verify.digests import digest, refuse
 
@@ -189,7 +189,7 @@ class BufferReader:
         """
         file = tuple(info["file"])
         if not os.path.exists(info["path"]) or _identity(info["path"]) != file:
-            raise not_here(info["path"])
+            raise missing_file_error(info["path"])
         tensors = self._mapped.pop(file, None)
         if tensors is None:
             with open(info["path"], "rb") as buffer, warnings.catch_warnings():
@@ -200,7 +200,7 @@ class BufferReader:
         self._mapped[file] = tensors
         return dict(tensors)
 
-    def lies_there(self, name: str, tensor: Tensor) -> bool:
+    def is_in_place(self, name: str, tensor: Tensor) -> bool:
         """Whether it is the one that was read last by this name, where its writer has it."""
         last = next(reversed(self._mapped.values()), {})
         return name in last and tensor.is_set_to(last[name])

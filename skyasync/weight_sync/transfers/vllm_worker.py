@@ -114,7 +114,7 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self.device.type == "cpu":
-            have_experts_packed(self.model)
+            reset_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
         model: Any = self.model
         model.load_weights(weights)
@@ -164,7 +164,7 @@ class PartLoader:
             return
         if part["part"] != self._loaded:
             raise WeightSyncError(f"weight sync: received part {part['part']}, expected part {self._loaded}")
-        message = as_vllms(part)
+        message = ipc_update_info(part)
         own_gpu = str(torch.cuda.get_device_properties(self._engine.device.index).uuid)
         if part["handle"]["gpu"] != own_gpu:
             raise WeightSyncError(
@@ -203,7 +203,7 @@ class SumCheck:
         return model.load_weights(weights)
 
 
-def as_vllms(part: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
+def ipc_update_info(part: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
     """A part for vLLM, with the arguments of torch's ``rebuild_cuda_tensor``."""
     handle, size = part["handle"], int(part["handle"]["size"])
     arguments = (
@@ -232,7 +232,7 @@ def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
     method.process_weights_after_loading(head)
 
 
-def have_experts_packed(model: torch.nn.Module) -> None:
+def reset_expert_kernels(model: torch.nn.Module) -> None:
     """Let the next load set up the kernels of experts again.
 
     vLLM packs experts for its CPU kernels where it makes such a kernel, and makes it once: weights that came later

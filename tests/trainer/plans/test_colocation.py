@@ -76,7 +76,7 @@ class Turns:
             setattr(part, name, self._noting(name, getattr(part, name)))
         run.trainer.weight_updates.colocation = self
 
-    async def make_way_for_policy(self) -> None:
+    async def give_devices_to_policy(self) -> None:
         self.made.append("policy")
         self.engines_are_awake = False
 

@@ -140,7 +140,7 @@ async def test_a_hybrid_engine_that_fails_while_it_computes_is_replaced_and_noth
     run = LocalRun(Hybrid, cfg, RecordingClient)
     supervisor = EngineSupervisor(
         run.client, run.weight_sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30,
-        turns=run.colocation,
+        colocation=run.colocation,
     )  # fmt: skip
     run.trainer.extensions.append(supervisor)
     run.client.engines[1] = failing = Failing(run.client.engines[1].config)

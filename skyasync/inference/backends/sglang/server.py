@@ -27,7 +27,7 @@ from skyasync.inference.interface import (
     SamplingParams,
 )
 from skyasync.inference.remote import INFO, RemoteEngine, RemoteRequest
-from skyasync.weight_sync.transfers.file import not_here
+from skyasync.weight_sync.transfers.file import missing_file_error
 from skyasync.weight_sync.update import WeightUpdate
 
 GENERATE = "/generate"
@@ -181,7 +181,7 @@ def _as_folder(file: Path) -> Iterator[Path]:
         FileNotFoundError: if this machine does not have it.
     """
     if not file.exists():
-        raise not_here(str(file))
+        raise missing_file_error(str(file))
     folder = file.with_suffix("")
     link = folder / "model.safetensors"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from skyasync.inference.backends.transformers.model import EmbeddedModel
-from skyasync.weight_sync.adapters import Adapter, base_mark, with_added
+from skyasync.weight_sync.adapters import Adapter, frozen_weights_id, with_added
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights, put_changes
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.verify.digests import digest, digests_of, holds, refuse
@@ -65,7 +65,7 @@ class AdapterMerger:
         own = self._model.tensors()
         if not self._digests:
             digests = digests_of(own)
-            mark = base_mark(self._model.dtype, {name: digests[name] for name in self._model.own_names()})
+            mark = frozen_weights_id(self._model.dtype, {name: digests[name] for name in self._model.own_names()})
             if adapter.base.partition(" ")[0] == str(self._model.dtype) and adapter.base != mark:
                 raise WeightSyncError(
                     "the frozen weights of the transformers engine are not those of the trainer, whose adapters it was "
