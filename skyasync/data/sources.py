@@ -55,6 +55,8 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
         return reasoning.rows(task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, evaluation=is_eval)
     if (suffix := Path(source).suffix) in FILES:
         path = check_file(source)
+        if suffix == ".jsonl" and _is_of_a_server(path):
+            return list(_translated(source, partial(_json_lines, path, [0]), 0))
         from datasets import load_dataset
         from datasets.exceptions import DatasetGenerationError
 
@@ -131,6 +133,12 @@ def check_file(source: str) -> Path:
         close = nearest(path.name, [file.name for file in path.parent.glob("*") if file.suffix in FILES], count=1)
         raise UserError(f"data file {source!r} does not exist{f': did you mean {close[0]!r}?' if close else ''}")
     return path
+
+
+def _is_of_a_server(path: Path) -> bool:
+    """Whether it is data of NeMo Gym. Its servers read the rows again, to which ``datasets`` adds entries of others."""
+    with path.open("rb") as file:
+        return b'"responses_create_params"' in file.readline()
 
 
 def is_saved(folder: Path) -> bool:

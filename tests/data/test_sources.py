@@ -46,6 +46,24 @@ def test_json_lines_and_parquet_say_the_same(tmp_path):
     assert found(tmp_path / "d.jsonl") == found(tmp_path / "d.parquet") == ROWS
 
 
+def test_rows_that_a_server_reads_again_have_no_entries_of_other_rows(tmp_path):
+    given = [
+        {
+            "responses_create_params": {
+                "input": "q",
+                "tools": [{"name": name, "parameters": {"properties": {name: {}}}}],
+            },
+            "metadata": {name: 1},
+        }
+        for name in ("add", "look_up")
+    ]
+    (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, given)))
+    assert found(tmp_path / "d.jsonl") == given
+    (tmp_path / "d.jsonl").write_text('{"responses_create_params": {}}\n{')
+    with pytest.raises(UserError, match=r"cannot be read: row 1 is not valid JSON"):
+        found(tmp_path / "d.jsonl")
+
+
 def test_a_function_of_a_module_and_of_a_file(tmp_path):
     (tmp_path / "helper.py").write_text("TEXT = 'from the helper'\n")
     (tmp_path / "mine.py").write_text("import helper\ndef rows():\n    return [{'prompt': helper.TEXT}]\n")
