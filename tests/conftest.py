@@ -19,7 +19,14 @@ from xdist.scheduler import LoadFileScheduling
 
 import skyasync  # noqa: F401  (before Ray, whose workers must not start through uv)
 from skyasync.envs import ENVS
-from tests.warm import FAILURES, TEMPORARY, nursery, warm_children, warm_engines_on_ray, warm_workers
+from tests.fork_server import (
+    FAILURES,
+    TEMPORARY,
+    fork_ray_workers,
+    fork_spawned_processes,
+    import_vllm_in_ray_workers,
+    start_fork_server,
+)
 
 # Examples take longer on a busy machine; their time is no property of the code under test.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,14 +65,14 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-DOOR = "SKYASYNC_TESTS_NURSERY"
+FORK_SOCKET = "SKYASYNC_TESTS_FORK_SOCKET"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """The processes of ``-n 2`` share one fork server."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
-        shared = nursery()
-        os.environ[DOOR] = str(shared.__enter__())
+        shared = start_fork_server()
+        os.environ[FORK_SOCKET] = str(shared.__enter__())
         config.add_cleanup(lambda: shared.__exit__(None, None, None))
 
 
@@ -75,23 +82,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def warm_processes() -> Iterator[Path]:
-    if DOOR in os.environ:
-        yield Path(os.environ[DOOR])
+def fork_socket() -> Iterator[Path]:
+    if FORK_SOCKET in os.environ:
+        yield Path(os.environ[FORK_SOCKET])
         return
-    with nursery() as door:
-        yield door
+    with start_fork_server() as fork_socket:
+        yield fork_socket
 
 
 @pytest.fixture(scope="module")
-def engines_session(warm_processes: Path) -> Iterator[None]:
+def engines_session(fork_socket: Path) -> Iterator[None]:
     """The processes of vLLM engines that a test starts are forks with vLLM imported."""
-    with warm_children(warm_processes, vllm=True):
+    with fork_spawned_processes(fork_socket, vllm=True):
         yield
 
 
 @pytest.fixture(scope="session")
-def ray_session(warm_processes: Path) -> Iterator[None]:
+def ray_session(fork_socket: Path) -> Iterator[None]:
     """A running Ray cluster, with more CPU slots than the machine has: tests count actors, not cores."""
     import ray
 
@@ -99,7 +106,7 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
 
     tempfile.gettempdir()  # kept: this process's files, and Ray's, would be in this folder
     with (
-        warm_workers(warm_processes),
+        fork_ray_workers(fork_socket),
         tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as folder,
         mock.patch.dict(os.environ, {TEMPORARY: folder}),
     ):
@@ -113,9 +120,9 @@ def ray_session(warm_processes: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def engines_on_ray(ray_session: None, warm_processes: Path) -> Iterator[None]:
+def engines_on_ray(ray_session: None, fork_socket: Path) -> Iterator[None]:
     """The Ray actors of vLLM engines that a test's run starts have vLLM imported, too."""
-    with warm_engines_on_ray(warm_processes):
+    with import_vllm_in_ray_workers(fork_socket):
         yield
 
 

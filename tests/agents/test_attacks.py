@@ -27,7 +27,7 @@ from skyasync.agents.api import types
 from skyasync.agents.calls import ModelCall
 from skyasync.agents.recorder import AgentChat
 from skyasync.agents.session import INLINE, MOST_STORED, STORED_CHARACTERS, Session
-from tests.agents.served import HELLO, Scripted, entered, real_endpoint, scripted, url
+from tests.agents.endpoints import HELLO, Scripted, entered, real_endpoint, scripted, url
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

@@ -17,7 +17,7 @@ from skyasync.agents.connection_limits import ConnectionLimits
 from skyasync.agents.server import Endpoint
 from skyasync.inference.client import InferenceClient
 from skyasync.interop.skyrl.generators import OpenEndpoint
-from tests.agents.served import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
+from tests.agents.endpoints import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

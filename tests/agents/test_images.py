@@ -22,7 +22,7 @@ from skyasync.models.token_model import TokenModel
 from skyasync.rollout.collate import collate
 from skyasync.rollout.tokenizer import load_tokenizer
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
-from tests.agents.served import HELLO, chat, entered, real_endpoint, scripted, url
+from tests.agents.endpoints import HELLO, chat, entered, real_endpoint, scripted, url
 from tests.models.tiny_vision import logprobs, noise, save_tiny
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

@@ -25,7 +25,7 @@ from skyasync.inference.client import InferenceClient
 from skyasync.rollout.types import Segment
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.agents.served import (
+from tests.agents.endpoints import (
     EPISODE,
     HELLO,
     MAX_MODEL_LEN,

@@ -22,7 +22,7 @@ from skyasync.agents import calls
 from skyasync.agents.recorder import sequences
 from skyasync.inference.interface import GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
-from tests.agents.served import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
+from tests.agents.endpoints import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
 from tests.agents.test_apis import CALL, OURS, THEIRS, ask, theirs
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

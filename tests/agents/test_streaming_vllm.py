@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.agents.served import real_endpoint
+from tests.agents.endpoints import real_endpoint
 from tests.agents.test_streaming import (
     quick,
     test_a_stream_says_in_pieces_what_the_engine_makes_and_the_record_is_whole,

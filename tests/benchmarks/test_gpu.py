@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import gpu
-from tests.warm import program
+from tests.fork_server import program
 
 PROGRAM = """
 import json, sys, tempfile
@@ -48,8 +48,8 @@ def test_a_worker_updates_packed_and_padded_without_ray_or_vllm():
 
 
 @pytest.mark.slow
-def test_the_command_has_a_line_for_every_case_and_the_reason_of_one_that_fails(warm_processes, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "executable", program(warm_processes))
+def test_the_command_has_a_line_for_every_case_and_the_reason_of_one_that_fails(fork_socket, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", program(fork_socket))
     monkeypatch.setattr(sys, "argv", ["gpu", "--toy"])
     first, *_, last = gpu.cases("", toy=True)
     monkeypatch.setattr(gpu, "cases", lambda only, toy: [replace(first, updates=0), last])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lean_logprobs, update_speed
-from tests.warm import program
+from tests.fork_server import program
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +42,8 @@ def test_trees_compute_fewer_tokens_and_learn_the_same(small, monkeypatch, capsy
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory")
-def test_every_pass_has_its_memory_beside_the_plain_one(warm_processes, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "executable", program(warm_processes))
+def test_every_pass_has_its_memory_beside_the_plain_one(fork_socket, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", program(fork_socket))
     monkeypatch.setattr(sys, "argv", ["lean_logprobs", "--tokens=512", "--vocabulary=20000"])
     passes = lean_logprobs.PASSES[::3]  # the simplest, and the one with most options
     monkeypatch.setattr(lean_logprobs, "PASSES", passes)

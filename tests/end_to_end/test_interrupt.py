@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.observability.run_dir import read_status
-from tests import warm
+from tests import fork_server
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment
 
@@ -25,8 +25,8 @@ STATUS = 130  # the exit status in shells of a program that Ctrl-C ended
 
 
 @pytest.fixture
-def skyasync(warm_processes: Path) -> list[str]:
-    return [warm.program(warm_processes), "-m", "skyasync"]
+def skyasync(fork_socket: Path) -> list[str]:
+    return [fork_server.program(fork_socket), "-m", "skyasync"]
 
 
 STREAMED = ("trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.ckpt_on_exit=true")

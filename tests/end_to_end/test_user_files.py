@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests import warm
+from tests import fork_server
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Trained, arguments, outside_environment
 
@@ -95,9 +95,9 @@ def run_program(python: str, source: str, folder: Path, model: str, *overrides: 
     return Trained(folder / "run")
 
 
-def test_a_loop_and_a_loss_in_a_users_file(tmp_path: Path, models: dict[str, str], warm_processes: Path) -> None:
+def test_a_loop_and_a_loss_in_a_users_file(tmp_path: Path, models: dict[str, str], fork_socket: Path) -> None:
     run = run_program(
-        warm.program(warm_processes), LOOP_AND_LOSS, tmp_path, models["tied"],
+        fork_server.program(fork_socket), LOOP_AND_LOSS, tmp_path, models["tied"],
         "trainer.algorithm.policy_loss_type=plain", "trainer.algorithm.extra.scale=3.0",
         "trainer.max_training_steps=2",
     )  # fmt: skip
@@ -107,11 +107,11 @@ def test_a_loop_and_a_loss_in_a_users_file(tmp_path: Path, models: dict[str, str
 
 @pytest.mark.matrix
 def test_environments_in_a_users_file_on_a_cluster_that_is_joined(
-    ray_session: None, tmp_path: Path, models: dict[str, str], warm_processes: Path
+    ray_session: None, tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(ROWS % (digit, digit) for digit in range(8)))
     run = run_program(
-        warm.program(warm_processes), ENVIRONMENTS, tmp_path, models["tied"],
+        fork_server.program(fork_socket), ENVIRONMENTS, tmp_path, models["tied"],
         "environment.env_class=user_main:Short", "environment.env_config.best=0.5", "data.train_data=rows.jsonl",
         "trainer.max_training_steps=2", f"ray.address={ray.get_runtime_context().gcs_address}",
     )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.leaks import temporary_files
 from tests.end_to_end import leftovers
 from tests.end_to_end.conftest import models, train
-from tests.warm import TEMPORARY
+from tests.fork_server import TEMPORARY
 
 __all__ = ["models", "no_temporary_files", "train"]
 

@@ -15,7 +15,7 @@ import pytest
 
 from skyasync import TrainerCallback
 from skyasync.config.schema import Config
-from tests.faults.heard import Heard
+from tests.faults.warnings_file import Heard
 
 SIZE_MIB = 64
 BALLAST = "ballast"

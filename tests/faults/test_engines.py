@@ -10,7 +10,7 @@ from skyasync.__main__ import command
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, read_lines
-from tests.faults.ends import FOUND, Ends, EnginesEnd
+from tests.faults.engine_failures import FOUND, Ends, EnginesEnd
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_temporary_files")]
 

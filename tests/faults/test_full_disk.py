@@ -13,7 +13,7 @@ from skyasync.utils import manifest
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained
 from tests.faults.disk import FULL, READ_ONLY, WELL, Broken, empty, small_disk
-from tests.faults.lives import check
+from tests.faults.restarted_command import check
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 

@@ -14,12 +14,12 @@ import pytest
 from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 from skyasync.trainer.plans import PLANS
-from tests import warm
+from tests import fork_server
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines
 from tests.end_to_end.test_interrupt import wait_until
-from tests.faults.lives import left_of
-from tests.faults.processes import SEEN, Kills
+from tests.faults.process_failures import SEEN, Kills
+from tests.faults.restarted_command import left_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -47,8 +47,8 @@ CASES = {
 }
 PROGRAM = """
 from skyasync import main
-from tests.faults.lives import left_of
-from tests.faults.processes import Killed
+from tests.faults.restarted_command import left_of
+from tests.faults.process_failures import Killed
 
 class Mine(Killed):
     def __init__(self, cfg):
@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_command(
-    case: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
+    case: str, train: Train, tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
     kills, scratch = KILLS[case], Path(tempfile.mkdtemp(prefix="kill"))  # short: sockets' paths begin with it
@@ -72,7 +72,7 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
     places = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
     with output.open("w") as terminal:
         program = subprocess.Popen(
-            [warm.program(warm_processes), tmp_path / "program.py", *given],
+            [fork_server.program(fork_socket), tmp_path / "program.py", *given],
             env={**outside_environment(), **places}, stdout=terminal, stderr=subprocess.STDOUT,
         )  # fmt: skip
     end = max(kills) // 2 * 2 + 2

@@ -26,7 +26,7 @@ from skyasync.inference.interface import (
     SamplingParams,
 )
 from skyasync.inference.ray_engine import MESSAGE_TOKENS, RayEngine, messages
-from tests.inference.listed import listed
+from tests.inference.output_lists import listed
 
 
 def test_lists_become_arrays_and_arrays_stay_themselves():

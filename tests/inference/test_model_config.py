@@ -15,7 +15,7 @@ from skyasync.models.config import complaints, load_config, overrides, overrides
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.roles import ROLES
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.weight_sync.pair import running
+from tests.weight_sync.policy_and_engine import running
 
 PROBE = [[*range(1, 200)], [7, 200, 31, 5] * 40]
 SCALED = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 777.0}

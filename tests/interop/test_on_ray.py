@@ -11,7 +11,7 @@ from skyasync import BasePPOExp, load_config
 from skyasync.algorithms import POLICY_LOSSES
 from skyasync.envs import ENVS
 from skyasync.interop.skyrl import BasePPOExp as SkyRLExp
-from tests import warm
+from tests import fork_server
 from tests.end_to_end.runs import Trained, outside_environment
 from tests.interop.harness import model
 from tests.interop.skyrl.files import environment, hooks, loss, one_step_off, printed
@@ -100,8 +100,8 @@ def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Pat
 
 
 @pytest.mark.matrix
-def test_a_program_whose_experiment_is_a_task(tmp_path: Path, warm_processes: Path) -> None:
-    program = [warm.program(warm_processes), str(FILES / "skyrl" / "files" / "entry_point.py")]
+def test_a_program_whose_experiment_is_a_task(tmp_path: Path, fork_socket: Path) -> None:
+    program = [fork_server.program(fork_socket), str(FILES / "skyrl" / "files" / "entry_point.py")]
     judged = f"environment.reward_funcs=['{FILES}/odd.py:odd']"
     arguments = settings(tmp_path, judged, "trainer.algorithm.policy_loss_type=peers_plain")
     subprocess.run([*program, *arguments], check=True, timeout=280, env=outside_environment())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory import CASES, Case, estimated, measured
-from tests.warm import program
+from tests.fork_server import program
 
 CHECKED = ("llama", "qwen3, tied")
 
@@ -19,28 +19,28 @@ CHECKED = ("llama", "qwen3, tied")
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in CHECKED], ids=lambda case: case.name)
-def test_planned_peaks_are_within_8_percent_of_measured_ones(case: Case, warm_processes: Path) -> None:
-    check(replace(case, rows=2, micro_batch_tokens=128, prompt=32, response=96), warm_processes, within=0.08)
+def test_planned_peaks_are_within_8_percent_of_measured_ones(case: Case, fork_socket: Path) -> None:
+    check(replace(case, rows=2, micro_batch_tokens=128, prompt=32, response=96), fork_socket, within=0.08)
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_planned_peaks_with_a_short_state_are_within_10_percent_too(warm_processes: Path) -> None:
+def test_planned_peaks_with_a_short_state_are_within_10_percent_too(fork_socket: Path) -> None:
     """A model with fewer layers: packing the state into bytes is slow on a CPU."""
     case = next(case for case in CASES if case.name == "llama, both")
     smaller = case.model | {"num_hidden_layers": 2, "vocab_size": 8000}
-    check(replace(case, model=smaller, rows=2, micro_batch_tokens=256), warm_processes)
+    check(replace(case, model=smaller, rows=2, micro_batch_tokens=256), fork_socket)
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_planned_peaks_with_adapters_are_within_10_percent_too(warm_processes: Path) -> None:
+def test_planned_peaks_with_adapters_are_within_10_percent_too(fork_socket: Path) -> None:
     """With larger micro-batches: without optimizer state, a process's constant memory would be a large part."""
     case = next(case for case in CASES if case.name == "llama, adapters")
-    check(replace(case, rows=4), warm_processes)
+    check(replace(case, rows=4), fork_socket)
 
 
-def check(case: Case, door: Path, within: float = 0.10) -> None:
-    found = measured(case, exact=True, python=program(door))
+def check(case: Case, fork_socket: Path, within: float = 0.10) -> None:
+    found = measured(case, exact=True, python=program(fork_socket))
     for phase, planned in estimated(case).items():
         assert planned == pytest.approx(found[phase], rel=within), (phase, planned >> 20, found[phase] >> 20)

@@ -17,7 +17,7 @@ from skyasync.weight_sync.verify.digests import digests_of
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.planning.models import configuration
 from tests.trainer.plans.local_run import LocalRun, config, without_times
-from tests.weight_sync.pair import running
+from tests.weight_sync.policy_and_engine import running
 
 PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
 LORA = {"rank": 4, "alpha": 8.0, "sync": "adapter"}

@@ -260,16 +260,16 @@ async def check_two_ranks_and_two_engines(
 
 
 @pytest.fixture
-def ranks(warm_processes: Path) -> Iterator[Ranks]:
-    two = Ranks(2, warm_processes)
+def ranks(fork_socket: Path) -> Iterator[Ranks]:
+    two = Ranks(2, fork_socket)
     yield two
     two.close()
 
 
 @pytest.fixture
-def other(warm_processes: Path) -> Iterator[Ranks]:
+def other(fork_socket: Path) -> Iterator[Ranks]:
     """A process for a third engine."""
-    one = Ranks(1, warm_processes)
+    one = Ranks(1, fork_socket)
     yield one
     one.close()
 

@@ -173,7 +173,7 @@ def step(rank: Rank, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True])
 async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
-    engines_session: None, warm_processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+    engines_session: None, fork_socket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     from tests.inference.backends.vllm.models import save_model
 
@@ -181,7 +181,7 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
     monkeypatch.setattr(setup, "WORKER_EXTENSION", "tests.weight_sync.cpu_ipc.WorkerExtension")
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.generator.backend = str(tmp_path), "vllm"
-    ranks = Ranks(2, warm_processes)
+    ranks = Ranks(2, fork_socket)
     engine = VLLMEngine(EngineConfig(
         str(tmp_path), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25, weight_sync_backend="cuda_ipc"
     ))  # fmt: skip

@@ -16,7 +16,7 @@ from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.workers.dispatch import memory_transfer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times
-from tests.weight_sync.pair import running
+from tests.weight_sync.policy_and_engine import running
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ from skyasync.weight_sync.verify import digests
 from skyasync.weight_sync.verify.log_probabilities import gap
 from skyasync.workers.dispatch import memory_transfer
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.weight_sync.pair import (
+from tests.weight_sync.policy_and_engine import (
     LAYER,
     SWAPPED,
     arriving,

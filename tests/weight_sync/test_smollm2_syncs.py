@@ -16,7 +16,7 @@ from skyasync.rollout.tokenizer import load_tokenizer
 from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.weight_sync.verify.log_probabilities import choose_probe
-from tests.weight_sync.pair import arriving, never_fails, running, stale_layer
+from tests.weight_sync.policy_and_engine import arriving, never_fails, running, stale_layer
 from tests.weight_sync.worker_faults import update_with
 
 MODEL = cache_folder() / FOLDER

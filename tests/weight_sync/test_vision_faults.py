@@ -19,7 +19,7 @@ from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from skyasync.weight_sync.verify.log_probabilities import choose_probe
 from tests.models.tiny_vision import answers_of, noise, prompt, save_tiny
-from tests.weight_sync.pair import Pair, arriving, never_fails, running
+from tests.weight_sync.policy_and_engine import Pair, arriving, never_fails, running
 from tests.weight_sync.worker_faults import WITHOUT, update_with
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from skyasync.weight_sync.adapters import read_adapter
 from skyasync.weight_sync.transfers.file import write_encoded
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.weight_sync.pair import running
+from tests.weight_sync.policy_and_engine import running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.recipe, pytest.mark.timeout(600)]
 

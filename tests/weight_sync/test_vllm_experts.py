@@ -5,7 +5,7 @@ import pytest
 from benchmarks.sync_gaps import PROBE, Shape, measure, save
 from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.update import WeightSyncError
-from tests.weight_sync.pair import running
+from tests.weight_sync.policy_and_engine import running
 from tests.weight_sync.worker_faults import EXPERTS, update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.recipe, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers.dispatch import memory_transfer
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.weight_sync.pair import LAYER, SWAPPED, losing_a_bit, never_fails, running
+from tests.weight_sync.policy_and_engine import LAYER, SWAPPED, losing_a_bit, never_fails, running
 from tests.weight_sync.worker_faults import looks, update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -15,7 +15,7 @@ from skyasync.inference.interface import EngineConfig, GenerationRequest, Sampli
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
-from tests.inference.listed import listed
+from tests.inference.output_lists import listed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-from tests.weight_sync.pair import LAYER, SWAPPED
+from tests.weight_sync.policy_and_engine import LAYER, SWAPPED
 
 #: ... and a tensor: flips the lowest bit of the last element of this rank's part, after all checks of received bytes.
 BIT_OF = "bit of "

@@ -148,10 +148,10 @@ def episodes(count: int = 2, turns: int = 4, branches: int = 3, seed: int = 0) -
 
 
 @pytest.fixture(scope="module")
-def ranks(warm_processes: Path) -> Iterator[Callable[[int], Ranks]]:
+def ranks(fork_socket: Path) -> Iterator[Callable[[int], Ranks]]:
     """``ranks(2)``: the file's two processes, without Ray."""
     groups: dict[int, Ranks] = {}
-    yield lambda count: groups.setdefault(count, Ranks(count, warm_processes))
+    yield lambda count: groups.setdefault(count, Ranks(count, fork_socket))
     for group in groups.values():
         group.close()
 

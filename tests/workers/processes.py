@@ -1,4 +1,4 @@
-"""Ranks in processes without Ray: forks of a process that has imported the libraries (``tests.warm``).
+"""Ranks in processes without Ray: forks of a process that has imported the libraries (``tests.fork_server``).
 
 A function of a test module is called on all ranks at once, with the rank's ``Rank`` first. The error of one rank is
 raised here; the other ranks, which may wait for it in a collective, are then killed, and the next call starts new ones.
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from skyasync.config.schema import Config
 from skyasync.workers.model_worker import LOOPBACK, ModelWorker
-from tests.warm import warm_children
+from tests.fork_server import fork_spawned_processes
 
 ANSWER_S = 120.0
 LEFT_BEHIND_S = 2.0
@@ -38,11 +38,11 @@ class Ranks:
     """``count`` processes; started when first called.
 
     Args:
-        door: address of the fork server.
+        fork_socket: address of the fork server.
     """
 
-    def __init__(self, count: int, door: Path) -> None:
-        self.count, self._door = count, door
+    def __init__(self, count: int, fork_socket: Path) -> None:
+        self.count, self._door = count, fork_socket
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -96,7 +96,7 @@ class Ranks:
         for rank in range(self.count):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, self.count), daemon=True)
-            with warm_children(self._door):
+            with fork_spawned_processes(self._door):
                 process.start()
             there.close()
             self._processes.append(process)

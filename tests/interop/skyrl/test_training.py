@@ -36,7 +36,7 @@ from tests.interop.skyrl.files import (
 pytestmark = pytest.mark.slow
 
 ENVS.pop("measure", None)  # which importing the file has registered: it exists for these tests alone
-JUDGED = ("environment.reward_funcs=[tests.interop.odd:odd]", "data.label_key=answer")
+JUDGED = ("environment.reward_funcs=[tests.interop.odd_reward:odd]", "data.label_key=answer")
 SPECS = [{**row, "reward_spec": {"ground_truth": row["answer"]}} for row in ROWS]
 
 

@@ -18,7 +18,7 @@ from tinker.lib.api_future_impl import QueueState
 
 from skyasync.interop.tinker.server import NOT_SUPPORTED
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.interop.tinker.served import KEY, tinker_server, with_sdk
+from tests.interop.tinker.local_server import KEY, tinker_server, with_sdk
 from tests.interop.tinker.test_training import FIRST, datum
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]

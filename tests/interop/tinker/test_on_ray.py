@@ -21,7 +21,7 @@ import tinker
 from tinker import types
 
 from examples.tinker.arithmetic import learn
-from tests.interop.tinker.served import KEY
+from tests.interop.tinker.local_server import KEY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::FutureWarning")]
 START_S = 240.0

@@ -17,7 +17,7 @@ from tinker import types
 
 from skyasync.interop.tinker import training, turns
 from tests.inference.tiny_llama import EOS, save_tiny_llama
-from tests.interop.tinker.served import tinker_server, with_sdk
+from tests.interop.tinker.local_server import tinker_server, with_sdk
 from tests.interop.tinker.test_training import ADAM, FIRST, losses_of
 
 pytestmark = pytest.mark.slow

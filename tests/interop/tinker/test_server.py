@@ -15,7 +15,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.interop.tinker.experiment import Address, TinkerExperiment
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.interop.tinker.served import tinker_server
+from tests.interop.tinker.local_server import tinker_server
 
 pytestmark = pytest.mark.slow
 

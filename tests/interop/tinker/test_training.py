@@ -22,7 +22,7 @@ from tinker.lib.public_interfaces.training_client import TrainingClient
 from skyasync.interop.tinker import training
 from skyasync.interop.tinker.server import CLIENT_CONFIG
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.interop.tinker.served import tinker_server, with_sdk
+from tests.interop.tinker.local_server import tinker_server, with_sdk
 from tests.interop.tinker.test_losses import encoded
 
 pytestmark = pytest.mark.slow

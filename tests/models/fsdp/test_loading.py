@@ -74,7 +74,7 @@ MODELS: dict[str, tuple[PreTrainedConfig, Callable[[Path], None] | None]] = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, warm_processes: Path) -> Iterator[dict[str, Any]]:
+def found(tmp_path_factory: pytest.TempPathFactory, fork_socket: Path) -> Iterator[dict[str, Any]]:
     """Results of four processes by name: on 4 ranks, then on 2 of them, then on 1."""
     folder = tmp_path_factory.mktemp("models")
     for name, (config, change) in MODELS.items():
@@ -82,7 +82,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, warm_processes: Path) -> Ite
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         if change is not None:
             change(folder / name)
-    ranks = Ranks(RANKS, warm_processes)
+    ranks = Ranks(RANKS, fork_socket)
     ranks.call(examine, folder)
     ranks.close()
     results: dict[str, Any] = {}

@@ -141,7 +141,7 @@ def anonymous_bytes() -> int:
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.matrix) for case in CASES]
 )
-def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(warm_processes: Path, case: str) -> None:
+def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(fork_socket: Path, case: str) -> None:
     shape, kept = CASES[case].shape, CASES[case].kept
     if case.endswith("nf4"):
         pytest.importorskip("bitsandbytes")
@@ -153,7 +153,7 @@ def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(warm_proce
                 model = saved.from_config(made, dtype=torch.bfloat16)
             model.to_empty(device="cpu").tie_weights()
             model.save_pretrained(f"{folder}/{name}")
-        ranks = Ranks(RANKS, warm_processes)
+        ranks = Ranks(RANKS, fork_socket)
         held = ranks.call(load, folder, CASES[case])
         ranks.close()
     size = sum(p.numel() for p in model.parameters()) * kept.itemsize

@@ -11,7 +11,7 @@ from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state
 from skyasync.utils import manifest
-from tests.trainer.checkpoint.saved import saved
+from tests.trainer.checkpoint.example_checkpoint import saved
 from tests.virtual_time import virtual_time
 
 

@@ -17,7 +17,7 @@ from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, glance
 from skyasync.utils import manifest
-from tests.trainer.checkpoint.saved import saved
+from tests.trainer.checkpoint.example_checkpoint import saved
 
 WEIGHTS = "policy/shard-00001.safetensors"
 

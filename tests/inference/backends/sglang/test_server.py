@@ -28,7 +28,7 @@ from skyasync.inference.interface import EngineConfig, GenerationOutput, Generat
 from skyasync.inference.remote import check_servers
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from tests.inference.backends.sglang.stand_in import KEY, StandIn
+from tests.inference.backends.sglang.fake_server import KEY, StandIn
 from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
 
 TOLERANCE = 1e-4

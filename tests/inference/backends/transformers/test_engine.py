@@ -41,7 +41,7 @@ from skyasync.models.token_model import TokenModel
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.inference.listed import Listed, listed
+from tests.inference.output_lists import Listed, listed
 from tests.inference.tiny_llama import EOS, VOCABULARY, save_tiny_llama
 
 pytestmark = pytest.mark.slow

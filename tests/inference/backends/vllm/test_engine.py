@@ -33,9 +33,9 @@ from skyasync.models.token_model import TokenModel
 from skyasync.rollout.generator_api import sampling_params
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests import warm
+from tests import fork_server
 from tests.inference.backends.vllm.models import EOS, VOCABULARY, perturb, publish, save_model, token_logprobs
-from tests.inference.listed import Listed, listed
+from tests.inference.output_lists import Listed, listed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -510,7 +510,7 @@ async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
     assert not is_there(folder), "sockets and other temporary files of its processes"
 
 
-async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: Path, warm_processes: Path) -> None:
+async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: Path, fork_socket: Path) -> None:
     save_model(tmp_path, tied=False)
     program = (
         "import asyncio, sys\n"
@@ -526,7 +526,7 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
     )
     script, temporary = tmp_path / "parent.py", tempfile.mkdtemp(prefix="t-")
     script.write_text(program)
-    python, environment = warm.program(warm_processes, vllm=True), {**os.environ, "TMPDIR": temporary}
+    python, environment = fork_server.program(fork_socket, vllm=True), {**os.environ, "TMPDIR": temporary}
     parent = await asyncio.create_subprocess_exec(python, str(script), stdout=subprocess.PIPE, env=environment)
     assert parent.stdout is not None
     line = b""

@@ -34,12 +34,12 @@ from skyasync.weight_sync.delta import DeltaEncoder, Encoded
 from skyasync.weight_sync.tensors import specs_of
 from skyasync.weight_sync.transfers.file import remove_weights, write_encoded
 from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError, WeightUpdate
+from tests.fork_server import interpreter
 from tests.inference.backends.vllm.models import perturb, publish, token_logprobs
-from tests.inference.listed import Listed, listed
+from tests.inference.output_lists import Listed, listed
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens
 from tests.trainer.plans.local_run import config as run_config
-from tests.warm import interpreter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -64,10 +64,10 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def serving(fork_socket: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
     settings = ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "16", "--stream-interval", "4"]
     settings += ["--kv-cache-memory-bytes", "134217728", "--uvicorn-log-level", "error"]
-    command = [interpreter(door, vllm=True), "-c", SERVE, str(folder), *settings]
+    command = [interpreter(fork_socket, vllm=True), "-c", SERVE, str(folder), *settings]
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     process = subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL)
     try:
@@ -78,10 +78,12 @@ def serving(door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[by
 
 
 @contextmanager
-def serving_with(patch: pytest.MonkeyPatch, door: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def serving_with(
+    patch: pytest.MonkeyPatch, fork_socket: Path, folder: Path, port: int
+) -> Iterator[subprocess.Popen[bytes]]:
     """The server requires a key, which the tests have."""
     patch.setenv(KEY_VARIABLE, KEY)
-    with serving(door, folder, port) as process:
+    with serving(fork_socket, folder, port) as process:
         yield process
 
 
@@ -98,11 +100,11 @@ async def until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(warm_processes: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+async def server(fork_socket: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     folder = tmp_path_factory.mktemp("untied")
     model = LlamaForCausalLM.from_pretrained(save_tiny_llama(folder, tied=False, head_dim=32))
     port = free_port()
-    with pytest.MonkeyPatch.context() as patch, serving_with(patch, warm_processes, folder, port) as process:
+    with pytest.MonkeyPatch.context() as patch, serving_with(patch, fork_socket, folder, port) as process:
         url = f"http://127.0.0.1:{port}"
         await until_it_answers(url, process)
         yield Running(url, str(folder), model)

@@ -32,7 +32,7 @@ from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.transfers.shared_memory import BufferWriter
 from skyasync.weight_sync.update import WeightUpdate
 from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
-from tests.weight_sync.pair import SWAPPED
+from tests.weight_sync.policy_and_engine import SWAPPED
 from tests.weight_sync.worker_faults import BIT_OF, strike, update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

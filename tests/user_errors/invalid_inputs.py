@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-HERE = "tests.refusals.parts"
+HERE = "tests.user_errors.parts"
 ALGORITHM = "trainer.algorithm"
 FOUR = ["trainer.placement.policy_num_gpus_per_node=4"]
 ADAPTERS = ["generator.backend=vllm", "trainer.policy.lora.rank=4", "trainer.policy.lora.sync=adapter"]
@@ -54,8 +54,8 @@ INPUTS = [
     (["data.train_data={x}/empty.jsonl"], "empty.jsonl", "no rows"),
     (["data.train_data={x}/empty.parquet"], "empty.parquet", "no rows"),
     (["data.train_data={x}/broken.jsonl"], "broken.jsonl", "cannot be read"),
-    (["data.train_data=tests.refusals.parts:no_rows"], "no_rows", "no rows"),
-    (["data.train_data=tests.refusals.parts:wrong_rows"], "no column 'prompt'", "did you mean 'promt'"),
+    (["data.train_data=tests.user_errors.parts:no_rows"], "no_rows", "no rows"),
+    (["data.train_data=tests.user_errors.parts:wrong_rows"], "no column 'prompt'", "did you mean 'promt'"),
     (["data.train_data={x}/rows.parquet", "data.prompt_key=questoin"], "'questoin'", "did you mean 'question'"),
     (["data.prompt_key=txt"], "no column 'txt' (data.prompt_key)", "prompt"),
     (["data.label_key=answr"], "no column 'answr' (data.label_key)", "did you mean 'answer'"),
@@ -63,7 +63,7 @@ INPUTS = [
     (["data.train_data=reasoning_gym:spel_backward"], "spel_backward", "did you mean 'spell_backward'"),
     (["environment.env_class=gsm9k"], "unknown environment 'gsm9k'", "did you mean 'gsm8k'"),
     (["environment.env_class={x}/none.py:Env"], "none.py does not exist", "environment"),
-    (["environment.env_class=tests.refusals.parts:Envv"], "unknown attribute 'Envv'", "environment"),
+    (["environment.env_class=tests.user_errors.parts:Envv"], "unknown attribute 'Envv'", "environment"),
     (["trainer.logger=[jsonl,wandb]"], "wandb is not installed", 'uv pip install "skyasync[wandb]"'),
     (["generator.engine_kwargs.block_size=16"], "generator.engine_kwargs={block_size: 16}", "generator.backend=vllm"),
     (["generator.backend=vllm", "generator.engine_kwargs.seed=3"], "engine_kwargs.seed", "trainer.seed"),
@@ -77,7 +77,7 @@ INPUTS = [
      "cuda_ipc", "trainer.placement.colocate_all=true"),
     (["generator.backend=vllm", "trainer.placement.colocate_all=true"], "colocate_all=true", "CPU"),
     (["environment.env_class=''", "generator.agent_program={x}/none.py:run"], "does not exist", "agent_program"),
-    (["environment.env_class=''", "generator.agent_program=tests.refusals.parts:rnu"], "'rnu'", "agent_program"),
+    (["environment.env_class=''", "generator.agent_program=tests.user_errors.parts:rnu"], "'rnu'", "agent_program"),
     (["generator.agent_func_path={x}/none.py", "environment.env_class=''"], "agent_func_path", "does not exist"),
     (["trainer.runs_dir={x}/rows.jsonl/runs"], "trainer.runs_dir", "cannot be written"),
     (["trainer.ckpt_interval=1", "trainer.ckpt_path={x}/rows.jsonl/ckpt"], "trainer.ckpt_path", "cannot be written"),
@@ -171,7 +171,7 @@ PARTS = [
     ([f"environment.env_class={HERE}:Stepless"], "Stepless", "step(action)"),
     ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, Gymnastic"),
     ([f"environment.env_class={HERE}:Gymnastic"], "step returns a tuple", "a dictionary with observations, reward and"),
-    (["environment.env_class=tests.refusals.parts:Gymnastic"], "step returns a tuple", "a dictionary"),
+    (["environment.env_class=tests.user_errors.parts:Gymnastic"], "step returns a tuple", "a dictionary"),
     ([f"environment.reward_funcs=[{HERE}:with_info]", "environment.env_class=reward"],
      "with_info' returns a tuple", "return a number, or a mapping"),
     ([f"environment.reward_funcs=[{HERE}:no_number]", "environment.env_class=reward"], "no_number", "return a number"),

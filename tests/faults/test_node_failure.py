@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
+from tests import fork_server
 from tests.end_to_end.runs import Trained, arguments, outside_environment
-from tests.faults.lives import check, left_of
+from tests.faults.restarted_command import check, left_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
 
 
 def test_a_run_goes_on_when_the_node_of_an_engine_goes_away(
-    tmp_path: Path, models: dict[str, str], warm_processes: Path
+    tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
     run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -62,7 +62,7 @@ def test_a_run_goes_on_when_the_node_of_an_engine_goes_away(
     )  # fmt: skip
     with output.open("w") as terminal:
         done = subprocess.run(
-            [warm.program(warm_processes), tmp_path / "program.py", tmp_path, str(GONE_BEHIND), *given],
+            [fork_server.program(fork_socket), tmp_path / "program.py", tmp_path, str(GONE_BEHIND), *given],
             env={**outside_environment(), "TMPDIR": str(scratch), "MARK": mark},
             stdout=terminal, stderr=subprocess.STDOUT, timeout=200, check=False,
         )  # fmt: skip

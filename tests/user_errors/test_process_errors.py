@@ -12,13 +12,13 @@ import pytest
 
 from skyasync import BasePPOExp, BaseTextEnv, RayPPOTrainer, TrainerCallback, main
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
-from tests import warm
+from tests import fork_server
 from tests.inference.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.slow
 
-HERE = "tests.refusals.test_failures"
-LIGHT = "tests.refusals.light"
+HERE = "tests.user_errors.test_process_errors"
+LIGHT = "tests.user_errors.light_reward"
 
 
 class StepRaises(BaseTextEnv):
@@ -153,9 +153,9 @@ def test_a_failure_in_a_process_is_one_line_and_its_traceback_is_in_the_run_s_fo
     assert_told(capfd.readouterr().err, text, tmp_path / "run" / "error.txt")
 
 
-def test_so_it_is_on_the_command_line(model: Path, tmp_path: Path, warm_processes: Path) -> None:
+def test_so_it_is_on_the_command_line(model: Path, tmp_path: Path, fork_socket: Path) -> None:
     ran = subprocess.run(
-        [warm.program(warm_processes), "-m", "skyasync", *arguments(FAILURES["an engine"][0], model, tmp_path)],
+        [fork_server.program(fork_socket), "-m", "skyasync", *arguments(FAILURES["an engine"][0], model, tmp_path)],
         capture_output=True, text=True, timeout=120,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip

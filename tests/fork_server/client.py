@@ -17,17 +17,18 @@ IMPORTS_S = 120.0  # on a busy machine; on an idle one they take five
 
 def main() -> int:
     files = _open_files()
-    with _nursery() as nursery:
-        wish = json.dumps({"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files}).encode()
-        socket.send_fds(nursery, [len(wish).to_bytes(4, "big")], files)
-        nursery.sendall(wish)
-        answers = nursery.makefile("r")
-        child = int(answers.readline())
+    with _connect() as server:
+        fields = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd(), "files": files}
+        request = json.dumps(fields).encode()
+        socket.send_fds(server, [len(request).to_bytes(4, "big")], files)
+        server.sendall(request)
+        answers = server.makefile("r")
+        fork = int(answers.readline())
         if "SKYASYNC_PROGRAM" in os.environ:  # the fork has another process group, since it has its own session
-            signal.signal(signal.SIGTERM, lambda *_: os.killpg(child, signal.SIGTERM))
-            signal.signal(signal.SIGINT, lambda *_: os.killpg(child, signal.SIGINT))
+            signal.signal(signal.SIGTERM, lambda *_: os.killpg(fork, signal.SIGTERM))
+            signal.signal(signal.SIGINT, lambda *_: os.killpg(fork, signal.SIGINT))
         else:
-            signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
+            signal.signal(signal.SIGTERM, lambda *_: os.kill(fork, signal.SIGTERM))
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         code = int(answers.readline() or 1)
     if code < 0:
@@ -43,22 +44,22 @@ def _open_files() -> list[int]:
     return sorted(number for number in numbers if os.path.exists(f"/proc/self/fd/{number}"))
 
 
-def _nursery() -> socket.socket:
+def _connect() -> socket.socket:
     """Wait until the server has finished its imports, which began with the tests.
 
     Raises:
         FileNotFoundError: if the imports take too long, or have failed.
     """
-    address = os.environ["SKYASYNC_NURSERY"]
+    address = os.environ["SKYASYNC_FORK_SOCKET"]
     ray_imports_vllm = os.path.exists(os.environ.get("SKYASYNC_ENGINES", ""))  # the likely reason: a test says so
     if ray_imports_vllm and not address.endswith(".vllm"):
         address += ".vllm"
-    nursery = socket.socket(socket.AF_UNIX)
+    server = socket.socket(socket.AF_UNIX)
     deadline = time.monotonic() + IMPORTS_S
     while True:
         try:
-            nursery.connect(address)
-            return nursery
+            server.connect(address)
+            return server
         except FileNotFoundError:
             if time.monotonic() > deadline or os.path.exists(f"{os.path.dirname(address)}/failed"):
                 raise

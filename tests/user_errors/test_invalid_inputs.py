@@ -17,7 +17,7 @@ import skyasync.run.ray_cluster
 from skyasync import BasePPOExp, TrainerCallback, main
 from skyasync.preflight import parts
 from skyasync.rollout.tokenizer import quick_tokenizer
-from tests.refusals.wrong import INPUTS, NO_EFFECT, PARTS
+from tests.user_errors.invalid_inputs import INPUTS, NO_EFFECT, PARTS
 
 SECONDS = 3.0
 PARTS_FILE = Path(__file__).with_name("parts.py")
@@ -32,7 +32,7 @@ def arguments(overrides: list[str], inputs: Path, runs: Path) -> list[str]:
         "trainer.runs_dir": runs,
         "trainer.max_prompt_length": 64,
         "generator.backend": "transformers",
-        "environment.env_class": "tests.refusals.parts:Env",
+        "environment.env_class": "tests.user_errors.parts:Env",
         "data.train_data": inputs / "rows.jsonl",
     }
     return [f"{key}={value}" for key, value in {**usual, **given}.items()]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.axes import cases, make, of_rank
+from benchmarks.parallelism import cases, make, of_rank
 from tests.workers.processes import Ranks
 
 
@@ -11,11 +11,11 @@ def measured(rank, case, folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_find_what_one_finds(warm_processes, tmp_path):
+def test_two_ranks_find_what_one_finds(fork_socket, tmp_path):
     one, *_, divided = [case for case in cases(toy=True, updates=1) if case.name == "mixture" and case.ranks < 4]
     assert divided.axes == "tensor 2, expert 2"
     make(one, str(tmp_path))
-    ranks = Ranks(2, warm_processes)
+    ranks = Ranks(2, fork_socket)
     try:
         found = ranks.call(measured, divided, str(tmp_path))
     finally:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained
-from tests.faults.heard import Heard
-from tests.faults.lives import as_if_nothing_had_been, check, of_plan
+from tests.faults.restarted_command import as_if_nothing_had_been, check, of_plan
+from tests.faults.warnings_file import Heard
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_temporary_files")]
 

@@ -1,6 +1,6 @@
 """Pause of engines by in-flight weight updates, and a check that no request is lost.
 
-    OMP_NUM_THREADS=1 uv run -m benchmarks.swap_stall [--backends transformers vllm] [--hidden 256] [--swaps 5]
+    OMP_NUM_THREADS=1 uv run -m benchmarks.update_stall [--backends transformers vllm] [--hidden 256] [--swaps 5]
 
 A Llama of 6 layers, 64 requests of 200 tokens in flight, a weight update every 30 tokens, one thread. Weights are sent
 as in a run: published into memory that the engine has mapped, while it computes; then it is paused. The buffer is

@@ -3,7 +3,7 @@
 A request to its second socket gets a fork of its child, which has vLLM imported as well.
 
 Invariant: the server never runs a Python thread or a tensor operation, and never imports Ray: Ray's workers would end
-at once. A fork has the arguments, environment, folder and open files of the client process (``stand_in.py``), which
+at once. A fork has the arguments, environment, folder and open files of the client process (``client.py``), which
 ends when the fork ends, with the same status. A fork whose client has ended is killed. All of them end with the tests.
 """
 
@@ -100,21 +100,21 @@ MOST_FILES = 250  # limit of one message
 def serve(path: str) -> None:
     """Serve requests to ``path`` and ``path.vllm`` until the input of this process is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    doors = {_open_door(f"{path}.vllm"): OF_ENGINES}
+    listeners = {_listen(f"{path}.vllm"): OF_ENGINES}
     _import((*OF_RUNS, *OF_RAY, *OF_TESTS))
-    door = _open_door(path)
-    while sys.stdin not in (ready := select.select([door, *doors, sys.stdin], [], [])[0]):
-        for more in doors.keys() & ready:
-            names = doors.pop(more)
+    listener = _listen(path)
+    while sys.stdin not in (ready := select.select([listener, *listeners, sys.stdin], [], [])[0]):
+        for more in listeners.keys() & ready:
+            names = listeners.pop(more)
             if os.fork() == 0:
-                door.close()
-                door, doors = more, {}
+                listener.close()
+                listener, listeners = more, {}
                 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
                 _import(names)
             else:
                 more.close()
-        if door in ready:
-            _answer(door)
+        if listener in ready:
+            _accept(listener)
 
 
 def _import(names: tuple[str, ...]) -> None:
@@ -129,67 +129,67 @@ def _import(names: tuple[str, ...]) -> None:
     gc.freeze()  # so that garbage collection in a fork does not visit, and thereby copy, these pages
 
 
-def _open_door(path: str) -> socket.socket:
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(f"{path}.closed")
-    door.listen(64)
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{path}.closed")
+    listener.listen(64)
     os.rename(f"{path}.closed", path)  # the socket is listening before it has its name
-    return door
+    return listener
 
 
-def _answer(door: socket.socket) -> None:
-    asker, _ = door.accept()
+def _accept(listener: socket.socket) -> None:
+    client, _ = listener.accept()
     if os.fork() == 0:
-        door.close()
-        _raise_a_child(asker)
-    asker.close()
+        listener.close()
+        _fork_and_report(client)
+    client.close()
 
 
-def _raise_a_child(asker: socket.socket) -> None:
+def _fork_and_report(client: socket.socket) -> None:
     """Fork, send the child's number to the client, and its status when it ends."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    length, files, _, _ = socket.recv_fds(asker, 4, MOST_FILES)
-    wish = json.loads(asker.makefile("rb").read(int.from_bytes(length, "big")))
+    length, files, _, _ = socket.recv_fds(client, 4, MOST_FILES)
+    request = json.loads(client.makefile("rb").read(int.from_bytes(length, "big")))
     child = os.fork()
     if child == 0:
-        asker.close()
-        _become(wish, dict(zip(wish["files"], files, strict=True)))
+        client.close()
+        _run_request(request, dict(zip(request["files"], files, strict=True)))
         os._exit(0)
     for file in files:
         os.close(file)
-    asker.sendall(f"{child}\n".encode())
-    if asker in select.select([asker, os.pidfd_open(child)], [], [])[0]:  # killed: its status says nothing more
+    client.sendall(f"{child}\n".encode())
+    if client in select.select([client, os.pidfd_open(child)], [], [])[0]:  # killed: its status says nothing more
         os.kill(child, signal.SIGKILL)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    asker.sendall(f"{code}\n".encode())
+    client.sendall(f"{code}\n".encode())
     os._exit(0)
 
 
-def _become(wish: dict[str, Any], files: dict[int, int]) -> None:
+def _run_request(request: dict[str, Any], files: dict[int, int]) -> None:
     """Run the program of the interpreter that the client replaces."""
-    argv, is_program = wish["argv"], wish["env"].pop("SKYASYNC_PROGRAM", None) is not None
+    argv, is_program = request["argv"], request["env"].pop("SKYASYNC_PROGRAM", None) is not None
     if is_program:
         os.setsid()
     else:
         os.setpgid(0, 0)  # Ray ends a worker with its whole process group
-    _lay_out(files)
+    _set_descriptors(files)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
-    os.environ.update(wish["env"])
+    os.environ.update(request["env"])
     tempfile.tempdir = None  # read again from the environment
-    os.chdir(wish["cwd"])
-    multiprocessing.set_executable(str(Path(os.environ["SKYASYNC_NURSERY"]).with_name("python")))
+    os.chdir(request["cwd"])
+    multiprocessing.set_executable(str(Path(os.environ["SKYASYNC_FORK_SOCKET"]).with_name("python")))
     if is_program:
-        _look_unborn()
+        _reset_process_state()
         _run_program(argv)
     elif "-c" in argv:
-        _look_unborn()
+        _reset_process_state()
         sys.argv = argv[argv.index("-c") :]
         exec(sys.argv.pop(1), {"__name__": "__main__"})
     else:
         sys.argv = _without_setup(argv)
-        _look_unborn()
+        _reset_process_state()
         sys.path[0] = str(Path(sys.argv[0]).parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
 
@@ -199,10 +199,10 @@ def _run_program(argv: list[str]) -> None:
     folder = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
     sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(REPOSITORY)]
     import skyasync  # noqa: F401  (before Ray, as in every program)
-    from tests.warm import warm_workers
+    from tests.fork_server import fork_ray_workers
 
-    door = Path(os.environ["SKYASYNC_NURSERY"].removesuffix(".vllm"))
-    with warm_workers(door):
+    listener = Path(os.environ["SKYASYNC_FORK_SOCKET"].removesuffix(".vllm"))
+    with fork_ray_workers(listener):
         if argv[0] == "-m":
             sys.argv = argv[1:]
             runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
@@ -212,7 +212,7 @@ def _run_program(argv: list[str]) -> None:
         sys.exit(0)  # flushes output and calls exit handlers inside
 
 
-def _lay_out(files: dict[int, int]) -> None:
+def _set_descriptors(files: dict[int, int]) -> None:
     """Give each file the descriptor that it has in the client."""
     above = max(*files, *files.values()) + 1
     aside = {number: fcntl.fcntl(file, fcntl.F_DUPFD, above) for number, file in files.items()}
@@ -222,7 +222,7 @@ def _lay_out(files: dict[int, int]) -> None:
         os.close(file)
 
 
-def _look_unborn() -> None:
+def _reset_process_state() -> None:
     """Set what imports have fixed already: threads and compilation by the environment, and new random numbers."""
     import numpy as np
     import torch

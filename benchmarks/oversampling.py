@@ -1,6 +1,6 @@
 """Time saved by oversampling, and its effect on the lengths of trained responses.
 
-    uv run -m benchmarks.spares [--samples 8] [--prompts 32] [--batches 2000]
+    uv run -m benchmarks.oversampling [--samples 8] [--prompts 32] [--batches 2000]
 
 Response lengths are drawn (log-normal, sigma 1; or one in ten nine times as long; cut at 16 means), all samples of a
 batch run at the same time, one token per step: the bound for engines with slots for all. A group is complete with its

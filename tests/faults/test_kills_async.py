@@ -1,4 +1,4 @@
-"""As ``test_deaths``, for plans that generate while they train: finished groups are not lost either."""
+"""As ``test_kills``, for plans that generate while they train: finished groups are not lost either."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 import ray
 
 from tests.end_to_end.runs import Train
-from tests.faults.lives import as_if_nothing_had_been, twenty_deaths
+from tests.faults.restarted_command import as_if_nothing_had_been, twenty_deaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("plan", ["one_step_off", "fully_async"])
 def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
-    plan: str, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
+    plan: str, train: Train, tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
     address = ray.get_runtime_context().gcs_address
-    run, settings = twenty_deaths(plan, tmp_path, warm_processes, models["tied"], address)
+    run, settings = twenty_deaths(plan, tmp_path, fork_socket, models["tied"], address)
     if plan == "one_step_off":  # the other plan trains first the groups that finish first
         as_if_nothing_had_been(run, settings, train)

@@ -1,6 +1,6 @@
 """Speed and memory of an update whose ranks divide rows, columns, matrices or experts (``trainer.parallel``).
 
-    OMP_NUM_THREADS=1 python -m benchmarks.axes [--only mixture] [--updates 3] [--toy]
+    OMP_NUM_THREADS=1 python -m benchmarks.parallelism [--only mixture] [--updates 3] [--toy]
 
 Every line is the same model, batch and library, on 1, 2 or 4 ranks: processes of one thread each, over gloo.
 

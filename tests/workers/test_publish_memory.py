@@ -67,13 +67,13 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
     ],
     ids=["llama", "eight experts", "adapters"],
 )
-def test_no_way_out_has_a_second_copy_of_the_weights(warm_processes: Path, shape, ways: list[str]) -> None:
+def test_no_way_out_has_a_second_copy_of_the_weights(fork_socket: Path, shape, ways: list[str]) -> None:
     with TemporaryDirectory() as folder:
         for name, made in (("tiny", shape(**TINY)), ("large", shape())):
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
             model.to_empty(device="cpu").save_pretrained(f"{folder}/{name}")
-        ranks = Ranks(RANKS, warm_processes)
+        ranks = Ranks(RANKS, fork_socket)
         held = ranks.call(leave, folder, ways)
         ranks.close()
     size = sum(p.numel() for p in model.parameters()) * 4

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests import fork_server
 from tests.end_to_end.runs import Trained, arguments, outside_environment
-from tests.faults.lives import check, left_of
+from tests.faults.restarted_command import check, left_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -80,7 +80,7 @@ if __name__ == "__main__":
 
 
 def test_engines_of_another_node_get_the_weights_by_broadcast(
-    tmp_path: Path, models: dict[str, str], warm_processes: Path
+    tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
     names = {"sync": False, "one_step_off": True}  # whether the engine of that node is killed
     output, mark = tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
@@ -93,7 +93,7 @@ def test_engines_of_another_node_get_the_weights_by_broadcast(
     scratch = Path(tempfile.mkdtemp(prefix="node"))
     with output.open("w") as terminal:
         done = subprocess.run(
-            [warm.program(warm_processes), tmp_path / "program.py", tmp_path / "given.json"],
+            [fork_server.program(fork_socket), tmp_path / "program.py", tmp_path / "given.json"],
             env={**outside_environment(), "TMPDIR": str(scratch), "MARK": mark},
             stdout=terminal, stderr=subprocess.STDOUT, timeout=250, check=False,
         )  # fmt: skip

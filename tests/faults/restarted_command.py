@@ -18,13 +18,13 @@ from pathlib import Path
 from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 from skyasync.trainer.plans import PLANS
-from tests import warm
+from tests import fork_server
 from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.chaos.leaks import temporary_files
 from tests.end_to_end import leftovers
 from tests.end_to_end.parts import DATASET_SIZE
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines
-from tests.faults.deaths import DONE, DRIVER, FULL, drawn
+from tests.faults.kill_points import DONE, DRIVER, FULL, drawn
 
 BATCH, GONE_S, LIMIT_S = 8, 30.0, 300.0
 SETTINGS = (
@@ -37,7 +37,7 @@ SETTINGS = (
 AS_IF_NOTHING_HAD_BEEN = ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean")
 PROGRAM = """
 from skyasync import main
-from tests.faults.deaths import DeathsExperiment
+from tests.faults.kill_points import DeathsExperiment
 
 class Mine(DeathsExperiment):
     def __init__(self, cfg):
@@ -101,7 +101,7 @@ def _living(mark: str, *, joined: bool) -> list[str]:
     return leftovers.of_processes(mark) + (leftovers.of_the_cluster() if joined else [])
 
 
-def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str) -> tuple[Trained, list[str]]:
+def twenty_deaths(plan: str, folder: Path, fork_socket: Path, model: str, address: str) -> tuple[Trained, list[str]]:
     """A run whose controller and program are killed at ten points each, and its settings.
 
     Args:
@@ -113,7 +113,7 @@ def twenty_deaths(plan: str, folder: Path, door: Path, model: str, address: str)
     program.write_text(PROGRAM.replace("POINTS", repr(list(map(tuple, points)))))
     joining = [f"ray.address={address}"] if address else []
     given = arguments(*settings, *joining, runs=folder, model=model)
-    lives = Lives([warm.program(door), program, *given], folder, joins=address != "")
+    lives = Lives([fork_server.program(fork_socket), program, *given], folder, joins=address != "")
     drivers = sum(point.whom == DRIVER for point in points)
     lives.to_the_end(most=1 + drivers)
     done = read_rows(run.folder / DONE)

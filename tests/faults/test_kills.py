@@ -1,7 +1,7 @@
 """The controller and the program are killed at ten points each in one run: the same command resumes, and nothing is
 lost.
 
-These plans have nothing in flight while they train. ``test_deaths_ahead`` has the others, so that another process runs
+These plans have nothing in flight while they train. ``test_kills_async`` has the others, so that another process runs
 it.
 """
 
@@ -13,16 +13,16 @@ import pytest
 import ray
 
 from tests.end_to_end.runs import Train
-from tests.faults.lives import as_if_nothing_had_been, twenty_deaths
+from tests.faults.restarted_command import as_if_nothing_had_been, twenty_deaths
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]
 
 
 @pytest.mark.parametrize("plan, own", [("sync", True), ("streamed", False)])
 def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
-    plan: str, own: bool, train: Train, tmp_path: Path, models: dict[str, str], warm_processes: Path
+    plan: str, own: bool, train: Train, tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
     """``own``: with a Ray cluster of its own, started again at once; otherwise on a cluster that stays."""
     address = "" if own else ray.get_runtime_context().gcs_address
-    run, settings = twenty_deaths(plan, tmp_path, warm_processes, models["tied"], address)
+    run, settings = twenty_deaths(plan, tmp_path, fork_socket, models["tied"], address)
     as_if_nothing_had_been(run, settings, train)

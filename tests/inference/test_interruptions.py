@@ -15,7 +15,7 @@ from skyasync.inference.inflight import continuation
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
-from tests.inference.listed import Listed, listed
+from tests.inference.output_lists import Listed, listed
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
-from tests.faults.changing import SEEN, Changed
+from tests.faults.engine_list_changes import SEEN, Changed
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
