@@ -51,7 +51,7 @@ def ask(client: AsyncAnthropic, messages: Any, **options: Any) -> Any:
     return client.messages.create(**{"model": "any", "max_tokens": 6, "messages": messages, **options})
 
 
-async def test_all_forms_ask_the_same_of_the_engine_and_record_the_same(real: Any) -> None:
+async def test_all_apis_send_the_engine_the_same_request_and_record_the_same(real: Any) -> None:
     async with entered(real.endpoint) as (ours, session), theirs(url(real.endpoint), session) as client:
         extra = {"extra_body": {"temperature": 0.0}}
         told = [{"role": "system", "content": "Be short."}, *HELLO]
@@ -188,7 +188,7 @@ async def test_what_responses_ask_for_and_cannot_have_is_refused_by_name(tokeniz
     assert session.recorder.calls == []
 
 
-async def test_an_engines_failure_has_each_forms_shape(tokenizer: Any) -> None:
+async def test_an_engine_failure_has_the_schema_of_each_api(tokenizer: Any) -> None:
     failure = RuntimeError("out of memory")
     async with scripted(tokenizer, failure, failure) as (ours, session, _):
         async with theirs(str(ours.base_url), session) as client:

@@ -105,7 +105,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for(endpoint: Endpoint, m
         writer.close()
 
 
-async def test_a_strangers_body_is_not_read(endpoint: Endpoint) -> None:
+async def test_the_body_of_a_request_without_a_key_is_not_read(endpoint: Endpoint) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
     writer.write(HEAD + b"Content-Length: 30000000\r\n\r\n")
     assert (await reader.readline()).startswith(b"HTTP/1.1 401")
@@ -127,7 +127,7 @@ async def test_a_call_may_take_longer_than_a_request_may_take_to_come(
         assert (await chat(client.with_options(max_retries=0), HELLO)).choices[0].message.content == "7"
 
 
-async def test_strangers_cannot_take_the_descriptors_that_the_run_needs(
+async def test_clients_without_a_key_cannot_use_up_the_runs_descriptors(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "_limits", endpoint._limits)
@@ -146,7 +146,9 @@ async def test_strangers_cannot_take_the_descriptors_that_the_run_needs(
     assert ConnectionLimits().loopback is False
 
 
-async def test_strangers_shut_no_episode_out(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_clients_without_a_key_do_not_shut_out_episodes(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A client that has shown a key keeps its connection, and a new one with a key gets in."""
     monkeypatch.setattr(endpoint._limits, "_most", 3)
     async with entered(endpoint) as (_, session):

@@ -167,7 +167,7 @@ async def test_sessions_of_one_task_are_one_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["mask", "keep"])
-async def test_sessions_that_never_end_and_places_nobody_takes_are_given_up(tmp_path: Path, on_error: str) -> None:
+async def test_sessions_that_never_end_or_never_start_fail(tmp_path: Path, on_error: str) -> None:
     async with online(tmp_path, timeout_s=0.3, on_error=on_error) as found:
         playing = found.play(0, 1, samples=2)
         quiet = await opened(found, task="a")  # ... and no client opens the second session of this task

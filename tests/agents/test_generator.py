@@ -187,7 +187,7 @@ async def test_a_reward_that_is_no_number_stays_with_its_episode_where_its_step_
     assert math.isnan(bad.rewards[0]) and bad.trajectories[0].actions and good.rewards == [3.0]
 
 
-async def test_a_thread_that_hangs_is_left_alone_and_its_key_is_dead() -> None:
+async def test_a_hanging_thread_is_abandoned_and_its_key_is_invalid() -> None:
     engine = Engine(lambda _: "yes")
     rules = EpisodeLimits(timeout_s=3.0, on_error="mask")
     agent_programs.released.clear()

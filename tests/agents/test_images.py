@@ -79,7 +79,7 @@ async def test_an_image_that_is_no_sound_data_url_is_rejected(real: Any, given: 
             await chat(client, [{"role": "user", "content": [part]}])
 
 
-async def test_all_forms_read_the_same_images(real: Any) -> None:
+async def test_all_apis_read_the_same_images(real: Any) -> None:
     first, second = noise(1), noise(2)
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(first.data).decode()}
     picture = {"type": "image", "source": source}

@@ -102,7 +102,7 @@ def test_a_parser_raises_for_nothing_and_what_was_sure_stays(name: str, pieces: 
         ("pythonic", "[" + "f(a=1)," * 30_000 + "]"),
     ],
 )
-def test_a_model_that_repeats_a_mark_for_ever_holds_nobody_up(name: str, text: str) -> None:
+def test_a_delimiter_repeated_without_end_does_not_block_the_event_loop(name: str, text: str) -> None:
     began = time.process_time()
     assert tool_parser(name, tokenizer()).read(text, [CALCULATOR])[1] == []
     assert time.process_time() - began < 1.0
@@ -137,7 +137,7 @@ def test_each_look_at_a_reply_is_the_beginning_of_the_next(opened: bool, pieces:
         told = said.reasoning, said.text
 
 
-def test_marks_that_are_special_tokens_are_read_and_not_shown() -> None:
+def test_delimiters_that_are_special_tokens_are_parsed_and_not_shown() -> None:
     from examples.tiny.model import Recipe
 
     marked: Any = Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
@@ -241,7 +241,7 @@ TEMPLATES = {
     ],
 )
 @pytest.mark.parametrize("sent_back", [True, False])
-def test_what_was_taken_apart_is_gone_on_from_as_it_was_sampled(
+def test_a_parsed_reply_is_continued_from_its_sampled_tokens(
     template: str, tools: str, said: str, sent_back: bool
 ) -> None:
     from examples.tiny.model import Recipe

@@ -43,7 +43,7 @@ def read_and_written(sequence: list[Segment]) -> list[tuple[list[int], Segment]]
 
 
 @given(episodes())
-def test_every_call_is_one_action_behind_exactly_what_it_had_read(calls: list[RecordedCall]) -> None:
+def test_every_call_is_one_action_after_exactly_the_tokens_it_read(calls: list[RecordedCall]) -> None:
     found = [pair for sequence in sequences(calls) for pair in read_and_written(sequence)]
     assert len(found) == len(calls)
     for c in calls:

@@ -48,7 +48,7 @@ async def real(model: str, tokenizer: Any) -> AsyncIterator[SimpleNamespace]:
         yield found
 
 
-async def test_a_conversation_is_recorded_as_the_engine_computed_it_also_over_a_weight_swap(real: Any) -> None:
+async def test_a_conversation_is_recorded_as_computed_also_across_a_weight_update(real: Any) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(real.model)
     weights = {name: weight.detach() for name, weight in loaded.named_parameters()}
     loaded = AutoModelForCausalLM.from_pretrained(real.model)
@@ -132,7 +132,7 @@ async def test_plain_completions_go_on_from_token_ids(real: Any) -> None:
     assert [s.kind for s in sequence] == ["prompt", "action", "observation", "action"]
 
 
-async def test_a_prompt_without_room_is_refused_with_openais_code(real: Any) -> None:
+async def test_a_prompt_that_is_too_long_is_rejected_with_openais_code(real: Any) -> None:
     async with entered(real.endpoint) as (client, session):
         with pytest.raises(openai.BadRequestError, match=r"generator\.max_model_len") as caught:
             await chat(client, [{"role": "user", "content": "7 " * MAX_MODEL_LEN}])
@@ -255,7 +255,7 @@ async def test_what_the_objective_cannot_do_right_is_refused_where_episodes_are_
     assert len(session.recorder.calls) == 2
 
 
-async def test_without_a_living_episodes_key_nobody_gets_in(real: Any) -> None:
+async def test_only_the_key_of_a_running_episode_is_accepted(real: Any) -> None:
     async with aiohttp.ClientSession() as http:
 
         async def status(authorization: str) -> int:
@@ -315,7 +315,7 @@ async def test_calls_that_run_when_their_episode_ends_are_ended_in_the_engine(to
     assert session.recorder.calls == []
 
 
-async def test_who_hangs_up_leaves_nothing_behind(tokenizer: Any) -> None:
+async def test_a_closed_connection_leaves_nothing(tokenizer: Any) -> None:
     async with scripted(tokenizer, None) as (client, session, engine):
         impatient = asyncio.create_task(chat(client, HELLO))
         await until(lambda: engine.requests)

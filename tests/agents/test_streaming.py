@@ -139,7 +139,7 @@ async def test_a_program_that_has_read_enough_may_return_its_score_first(tokeniz
     assert len(sequences(session.recorder.calls)) == 1, "it continued from the tokens that it had received"
 
 
-async def test_every_forms_events_are_put_together_by_its_client(tokenizer: Any) -> None:
+async def test_the_client_of_each_api_assembles_its_events(tokenizer: Any) -> None:
     said = f"{THOUGHT}Let me see. {CALL}"
     async with scripted(tokenizer, engine=Stepped(tokenizer, *[said] * 3), reasoning="think") as (ours, session, _):
         async with ours.chat.completions.stream(model="any", messages=HELLO, tools=[CALCULATOR]) as events:

@@ -48,7 +48,7 @@ def test_corrections_by_hand(name: str, expected: list[float]) -> None:
     torch.testing.assert_close(weight.double(), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_a_bad_sample_that_the_policy_has_left_behind_is_masked() -> None:
+def test_a_bad_sample_that_the_policy_makes_less_likely_is_masked() -> None:
     advantages = torch.tensor([[-1.0] * 3, [-1.0] * 3], dtype=torch.float64)
     tensors = {
         "proximal": WEIGHTS.log(),

@@ -42,7 +42,7 @@ def test_trees_compute_fewer_tokens_and_learn_the_same(small, monkeypatch, capsy
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory")
-def test_every_pass_has_its_memory_beside_the_plain_one(fork_socket, monkeypatch, capsys):
+def test_the_memory_of_every_pass_is_printed_with_the_plain_one(fork_socket, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", program(fork_socket))
     monkeypatch.setattr(sys, "argv", ["lean_logprobs", "--tokens=512", "--vocabulary=20000"])
     passes = lean_logprobs.PASSES[::3]  # the simplest, and the one with most options

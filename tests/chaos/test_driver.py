@@ -76,7 +76,7 @@ def test_a_command_that_ends_by_itself_is_started_again_and_its_end_is_told(tmp_
 
 @pytest.mark.fault
 @pytest.mark.slow
-def test_processes_are_struck_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_processes_are_signalled_and_the_same_command_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(RUN)
     folder, scratch, said = tmp_path / "run", tmp_path / "scratch", list[str]()
     scratch.mkdir()

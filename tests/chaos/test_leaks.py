@@ -36,7 +36,7 @@ def scratch(monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_rays_folder_is_among_the_temporary_files_and_left_only_if_nobody_removes_it(scratch: Path) -> None:
+def test_rays_folder_is_a_temporary_file_and_reported_only_if_it_stays(scratch: Path) -> None:
     folder = private_folder()
     try:
         assert Path(folder).parent == scratch

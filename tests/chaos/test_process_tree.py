@@ -35,7 +35,7 @@ def test_ray_titles_say_what_a_process_is(title, target):
     assert list(parts([Process(1, "1", title)])) == ([target] if target else [])
 
 
-def test_descendants_are_found_and_struck_and_nothing_else_is():
+def test_only_descendants_are_found_and_signalled():
     root = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, env={**os.environ, "MARK": "m-4711"})
     try:
         assert root.stdout is not None

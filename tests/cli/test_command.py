@@ -34,7 +34,7 @@ def test_help_lists_every_verb_and_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("subcommand", ["export", "report", "runs", "rollout", "evaluate", "replay", "completion"])
-def test_a_verbs_help_imports_no_model_library(subcommand: str) -> None:
+def test_help_of_a_subcommand_imports_no_model_library(subcommand: str) -> None:
     said, modules = imported_by(subcommand, "--help")
     assert f"skyasync {subcommand}" in said
     assert modules & {"torch", "ray", "transformers", "datasets", "matplotlib"} == set()

@@ -232,7 +232,7 @@ def test_a_reference_on_the_policys_devices_may_repeat_the_number_of_its_ranks(m
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off"])
-def test_a_plans_key_in_a_users_file_is_judged_even_at_its_default(plan: str, tmp_path: Path) -> None:
+def test_a_plans_key_in_a_users_file_is_checked_even_at_its_default(plan: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     written = {"trainer": {"policy": {"model": {"path": "m"}}, "plan": plan, "partial_rollout": "keep"}}
     file.write_text(yaml.safe_dump(written))
@@ -260,7 +260,7 @@ def test_a_plan_fixed_by_the_experiment_counts_instead_of_the_key() -> None:
     load_config(UNCORRECTED, plan="sync")
 
 
-def test_a_user_s_registered_loss_is_judged_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_registered_loss_is_checked_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_behaviour(current, behaviour, advantages): ...
     def with_anchor(current, anchor, advantages): ...
 

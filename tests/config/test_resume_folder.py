@@ -23,7 +23,7 @@ def checkpoint(folder: Path, name: str, when: float) -> None:
     os.utime(made, (100 - when, 100 - when))  # as after a copy
 
 
-def test_it_goes_on_in_the_folder_beside_it_that_has_checkpoints(tmp_path: Path) -> None:
+def test_the_run_resumes_in_the_newest_folder_with_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     checkpoint(tmp_path, "mine-2", 50.0)
     checkpoint(tmp_path, "mine-3", 40.0)

@@ -28,7 +28,7 @@ def test_partial_rollout_needs_a_plan_with_requests_in_flight(plan: str, partial
     assert problems("fully_async", partial_rollout=partial_rollout) == []
 
 
-def test_a_ratio_ahead_needs_the_staleness_it_leads_to() -> None:
+def test_the_generation_ratio_needs_the_staleness_that_it_causes() -> None:
     (problem,) = problems("fully_async", async_generation_ratio=2.5, max_staleness=2)
     assert "raise trainer.max_staleness to 3" in problem
     assert problems("fully_async", async_generation_ratio=2.5, max_staleness=3) == []

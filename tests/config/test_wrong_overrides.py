@@ -115,7 +115,7 @@ def test_the_last_value_of_a_key_counts_and_a_line_names_them(caplog: pytest.Log
     assert load_config(["trainer.seed=1", "trainer.seed=1"]).trainer.seed == 1 and not caplog.messages
 
 
-def test_an_entry_behind_its_mapping_is_added_and_a_mapping_given_again_replaces_it() -> None:
+def test_an_entry_after_its_mapping_is_added_and_a_second_mapping_replaces_the_first() -> None:
     entries = ["environment.env_config={a: 1}", "environment.env_config.b=2", "environment.env_config.b=3"]
     assert load_config(entries).environment.env_config == {"a": 1, "b": 3}
 

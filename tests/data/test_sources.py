@@ -158,7 +158,7 @@ def test_a_hub_out_of_reach_is_one_line():
     assert ended.stdout.count("\n") == 1
 
 
-def test_places_are_made_absolute_and_names_left_alone(tmp_path, monkeypatch):
+def test_paths_become_absolute_and_names_stay(tmp_path, monkeypatch):
     write(tmp_path / "set" / "train.jsonl", ["a"])
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)

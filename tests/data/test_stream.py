@@ -226,7 +226,7 @@ def test_a_mark_and_a_position_are_all_that_a_resumed_run_needs(
 
 
 @pytest.mark.parametrize("buffer", [1, 7, 50, 300])
-def test_rows_are_read_once_a_pass_though_prompts_ahead_are_in_flight(buffer: int) -> None:
+def test_rows_are_read_once_a_pass_although_later_prompts_are_in_flight(buffer: int) -> None:
     rows = Rows(1000)
     stream = rows.stream(buffer, total=2000, window=60)
     assert stream.rows == buffer and stream.steps() == 667

@@ -20,7 +20,7 @@ from skyasync.rewards.answer_match import final_number
         ("", None),
     ],
 )
-def test_the_final_number_is_the_last_behind_the_mark(text, number):
+def test_the_final_number_is_the_last_one_after_the_delimiter(text, number):
     assert final_number(text) == number
 
 

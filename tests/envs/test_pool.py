@@ -72,7 +72,7 @@ def lived(name):
 
 
 @virtual_time
-async def test_an_episode_is_begun_stepped_and_closed_once():
+async def test_an_episode_is_started_stepped_and_closed_once():
     pool = local_pool(workers=2)
     assert (await begin(pool, "a", turns=2))[-1]["content"] == "a"
     first = await pool.step("a", "x")
@@ -212,7 +212,7 @@ class Instant(Logged):
 
 
 @virtual_time
-async def test_an_episode_that_costs_nothing_makes_no_trip_and_lives_as_any_other():
+async def test_an_instant_environment_runs_in_the_controller_like_any_other():
     ENVS["logged"] = Instant
     pool, (worker,) = slow_pool()
     await asyncio.gather(begin(pool, "a", turns=2), begin(pool, "b", fails="step"), begin(pool, "c"))
@@ -240,7 +240,7 @@ async def test_an_episode_that_costs_nothing_is_answered_in_its_callers_turn():
 
 
 @virtual_time
-async def test_one_that_awaits_goes_on_when_its_caller_is_cancelled_and_is_closed_behind_it():
+async def test_an_async_step_continues_after_its_caller_is_cancelled_and_is_closed_afterwards():
     class Waiting(Instant):
         async def step(self, action):
             await asyncio.sleep(1)
@@ -270,7 +270,7 @@ async def test_one_that_cancels_itself_is_an_error_of_its_own():
 
 
 @virtual_time
-async def test_a_worker_that_gives_no_sign_of_life_is_lost_with_its_episodes_and_replaced():
+async def test_a_worker_without_a_heartbeat_is_replaced_and_its_episodes_are_lost():
     pool, workers = slow_pool(workers=2, seconds=1.0, step_timeout_s=30.0)
     await asyncio.gather(begin(pool, "a", turns=9), begin(pool, "b", turns=9), begin(pool, "c", turns=9))
     workers[0].seconds = 1e9
@@ -285,7 +285,7 @@ async def test_a_worker_that_gives_no_sign_of_life_is_lost_with_its_episodes_and
 
 
 @virtual_time
-async def test_a_worker_that_dies_fails_what_it_ran_at_once_and_says_why():
+async def test_the_episodes_of_a_failed_worker_fail_at_once_with_the_reason():
     pool, workers = slow_pool()
     await begin(pool, "a")
     workers[0].broken = ConnectionError("the actor failed")
@@ -325,7 +325,7 @@ class Awaiting(Logged):
 
 
 @virtual_time
-async def test_environments_that_await_wait_beside_each_other_and_answers_come_as_they_finish():
+async def test_async_environments_wait_concurrently_and_answer_as_they_finish():
     ENVS["logged"] = Awaiting
     pool, ended = local_pool(), []
 
@@ -437,7 +437,7 @@ class Late(LocalTransport):
 
 
 @virtual_time
-async def test_an_episode_that_begins_anew_has_nothing_of_the_one_before_whose_end_is_late():
+async def test_a_restarted_episode_is_independent_of_the_former_one_whose_end_is_late():
     ENVS["counting"] = Counting
     own = EnvSettings({})
     pool = EnvPool(lambda: Late(Episodes(own), own.step_timeout_s), 1, own)

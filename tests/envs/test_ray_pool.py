@@ -54,13 +54,13 @@ async def episode(pool, name, action="go"):
     return await pool.step(name, action)
 
 
-async def test_a_thousand_episodes_run_in_all_workers_and_their_errors_stay_apart(pool):
+async def test_a_thousand_episodes_run_in_all_workers_and_their_errors_are_separate(pool):
     pool = pool(workers=2, step_timeout_s=60.0)
     results = await asyncio.gather(*(episode(pool, f"e{i}") for i in range(1000)))
     assert len({result["metrics"]["pid"] for result in results}) == 2
 
 
-async def test_a_process_that_dies_takes_its_episodes_along_and_another_one_takes_its_place(pool):
+async def test_a_failed_process_loses_its_episodes_and_is_replaced(pool):
     pool = pool(workers=1)
     first = (await episode(pool, "a"))["metrics"]["pid"]
     dead, _ = await asyncio.gather(

@@ -66,7 +66,7 @@ def test_where_code_cannot_run_the_run_is_refused_before_it_starts(capsys):
         RowChecks(settings("reward_funcs=[code_tests]")).check({**row, "label": ["assert all(f(i) > i for i in [1])"]})
 
 
-def test_numbers_beside_the_reward_become_metrics():
+def test_further_numbers_of_a_reward_become_metrics():
     reward, metrics = judged("7", f"reward_funcs={HERE}:everything", label="7", source="book")
     assert (reward, metrics["everything/prompt_length"], metrics["everything/columns"]) == (1.0, 8.0, 2.0)
 
@@ -92,14 +92,14 @@ def test_a_rows_own_functions_come_before_the_runs_and_after_its_domains():
     assert judged("7.0", "domains.sums.reward_funcs=math_verify", **row)[0] == 1.0
 
 
-def test_nobody_to_judge_a_row_is_an_error():
+def test_a_row_without_a_reward_function_is_an_error():
     with pytest.raises(UserError, match=r"a row without a domain: set environment.reward_funcs$"):
         judged("7")
     with pytest.raises(UserError, match=r"unknown domain 'math': did you mean 'maths'.*reward_funcs is empty"):
         judged("7", "domains.maths.reward_funcs=[exact_match]", domain="math")
 
 
-def test_no_verdict_in_time_is_counted_or_ends_the_run():
+def test_a_timed_out_reward_is_counted_or_ends_the_run():
     short = (f"reward_funcs={HERE}:hangs", "reward_timeout_s=0.5")
     assert judged("hang", *short) == (0.0, {"hangs": 0.0, "hangs/no_reward": 1.0})
     with pytest.raises(TimeoutError, match=r"functions:hangs gave no reward within 0.5 s \(environment.reward_timeo"):
@@ -152,7 +152,7 @@ async def test_a_function_that_the_program_registers_is_the_environments_too():
 
 
 @pytest.mark.parametrize(("funcs", "instant"), [("[exact_match]", True), (f"[exact_match,{HERE}:length]", False)])
-def test_a_row_whose_functions_are_all_quick_is_judged_without_a_process(funcs, instant):
+def test_a_row_with_quick_functions_only_is_rewarded_without_a_process(funcs, instant):
     config = env_settings(settings(f"reward_funcs={funcs}"))
     assert env_factory("reward").instant(config, {"label": "7"}) is instant
 

@@ -171,7 +171,7 @@ async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worke
 
 @pytest.mark.parametrize("env", [Difficult, AsyncDifficult])
 @pytest.mark.parametrize("action", KINDS)
-async def test_what_is_raised_besides_exceptions_is_told_at_once_and_leaves_no_thread_behind(action, env, monkeypatch):
+async def test_other_raised_errors_than_exceptions_are_reported_at_once_and_leave_no_thread(action, env, monkeypatch):
     monkeypatch.setattr("skyasync.utils.rpc.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=PATIENCE_S / 2) as caller:
         await caller.begin(env, "a", "b")

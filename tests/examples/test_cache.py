@@ -31,7 +31,7 @@ def test_existing_folder_is_not_made_again(tmp_path):
     assert (tmp_path / "thing" / "file").read_text() == "made"
 
 
-def test_failed_making_leaves_nothing_behind(tmp_path):
+def test_a_failed_build_leaves_no_files(tmp_path):
     def make(folder: Path) -> None:
         (folder / "half").write_text("")
         raise RuntimeError("out of disk")

@@ -62,7 +62,7 @@ def test_a_run_whose_engine_was_killed_is_replayed_to_the_same_weights(train: Tr
 
 
 @pytest.mark.vllm
-def test_a_run_outlives_the_death_of_its_only_engines_core(train: Train, engines_session: None) -> None:
+def test_a_run_survives_the_failure_of_its_only_engines_core(train: Train, engines_session: None) -> None:
     ends: Ends = [("rollout", "kill core")]
     run = train(
         "trainer.plan=fully_async", "trainer.max_training_steps=12", "generator.backend=vllm", *SETTINGS,

@@ -30,7 +30,7 @@ AT_ONCE, BEHIND = "trainer.ckpt_async=false", "trainer.ckpt_async=true"
         ("streamed", AT_ONCE, FULL), ("fully_async", BEHIND, READ_ONLY),
     ],
 )  # fmt: skip
-def test_a_run_lives_on_while_the_disk_takes_nothing_and_ends_in_one_line_when_that_lasts(
+def test_a_run_continues_while_the_disk_is_full_and_ends_with_one_line_if_it_stays_full(
     plan: str, way: str, first: str, train: Train, tmp_path: Path
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:

@@ -49,7 +49,9 @@ def spiking(plan: type[RayPPOTrainer], **settings: Any) -> Run:
 
 
 @every_plan
-def test_a_gap_behind_a_sync_warns(plan: type[RayPPOTrainer], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_probability_difference_after_a_sync_warns(
+    plan: type[RayPPOTrainer], caplog: pytest.LogCaptureFixture
+) -> None:
     run = spiking(plan).train()
     assert run.tracker.of("spikes/count") == {2: 1.0}
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -57,7 +59,7 @@ def test_a_gap_behind_a_sync_warns(plan: type[RayPPOTrainer], caplog: pytest.Log
 
 
 @every_plan
-def test_a_gap_behind_a_sync_ends_the_run(plan: type[RayPPOTrainer]) -> None:
+def test_a_log_probability_difference_after_a_sync_ends_the_run(plan: type[RayPPOTrainer]) -> None:
     run = spiking(plan, trainer__on_spike="raise")
     with pytest.raises(UserError, match=r"step 2: sync/logprob_gap=0\.75 .*trainer\.on_spike=raise"):
         run.train()

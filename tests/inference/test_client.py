@@ -183,7 +183,7 @@ async def test_a_request_that_is_not_answered_in_time_is_a_timeout_that_names_it
 
 
 @virtual_time
-async def test_a_cancelled_caller_disturbs_nobody():
+async def test_a_cancelled_caller_does_not_disturb_others():
     client = InferenceClient([Engine()])
     tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(3)]
     await asyncio.sleep(0.5)
@@ -313,7 +313,7 @@ async def test_engines_that_share_devices_load_one_after_the_other(at_once, wave
 
 
 @virtual_time
-async def test_an_engine_that_is_silent_behind_its_start_ends_the_start():
+async def test_an_engine_that_is_silent_after_its_start_ends_the_start():
     class Silent(Engine):
         async def stats(self):
             await asyncio.Event().wait()

@@ -95,7 +95,7 @@ async def test_what_a_leaving_one_has_goes_on_at_the_others_and_no_token_is_made
 
 
 @virtual_time
-async def test_one_that_hangs_or_dies_while_it_leaves_is_not_waited_for(tmp_path: Path) -> None:
+async def test_an_engine_that_hangs_or_fails_while_it_leaves_is_not_waited_for(tmp_path: Path) -> None:
     async with Changing(tmp_path, engines=3) as run:
         tasks = ask(run, 9, tokens=20)
         await asyncio.sleep(5.5)
@@ -108,7 +108,7 @@ async def test_one_that_hangs_or_dies_while_it_leaves_is_not_waited_for(tmp_path
 
 
 @virtual_time
-async def test_one_that_is_dead_may_leave_and_is_not_started_again(tmp_path: Path) -> None:
+async def test_a_failed_engine_may_leave_and_is_not_restarted(tmp_path: Path) -> None:
     async with Changing(tmp_path) as run:
         tasks = ask(run, 2)
         await asyncio.sleep(2.5)
@@ -120,7 +120,7 @@ async def test_one_that_is_dead_may_leave_and_is_not_started_again(tmp_path: Pat
 
 
 @virtual_time
-async def test_one_that_joined_and_died_is_replaced_as_the_others(tmp_path: Path) -> None:
+async def test_an_engine_that_joined_and_failed_is_replaced_like_others(tmp_path: Path) -> None:
     async with Changing(tmp_path) as run:
         run.want("0", "1", "x")
         await asyncio.sleep(6)
@@ -177,7 +177,7 @@ async def test_a_server_that_cannot_join_yet_is_asked_again(tmp_path: Path, capl
 
 
 @virtual_time
-async def test_a_newcomer_whose_weights_are_wrong_is_ended_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_joining_engine_with_wrong_weights_is_shut_down_and_the_run_continues(tmp_path: Path) -> None:
     async with Changing(tmp_path) as run:
         run.weights.fault = WeightSyncError("it does not hold what was sent")
         run.want("0", "1", "2")

@@ -31,7 +31,7 @@ async def test_what_began_while_an_engine_was_asked_is_heard_of_from_its_first_t
     assert unanswered.so_far(["new"])["new"].token_ids.tolist() == [6, 8]
 
 
-async def test_news_that_may_be_those_of_an_earlier_request_of_the_same_name_are_not_believed() -> None:
+async def test_progress_that_may_belong_to_an_earlier_request_of_the_same_name_is_ignored() -> None:
     for asked, leaving in (({"a": piece("a")}, set[str]()), ({}, {"a"})):
         unanswered = InflightTable()
         unanswered["a"] = piece("a")

@@ -138,7 +138,7 @@ def test_a_continuation_asks_for_what_is_missing_under_a_stream_of_its_own() -> 
     assert len(seeds) == 10 and 7 not in seeds
 
 
-async def test_news_are_told_once_and_the_answer_is_whole(client: InferenceClient) -> None:
+async def test_progress_is_reported_once_and_the_answer_is_complete(client: InferenceClient) -> None:
     (engine,) = client.engines
     told: dict[str, list[tuple[int, float, int]]] = {request.request_id: [] for request in requests(8)}
     tasks = [asyncio.create_task(client.generate(request)) for request in requests(8)]

@@ -40,7 +40,7 @@ async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "shutdown"])
-async def test_every_call_of_an_engine_that_was_ended_is_that_of_a_dead_one(ray_session: None, end: str) -> None:
+async def test_every_call_of_an_engine_that_was_shut_down_fails(ray_session: None, end: str) -> None:
     """A caller may have started its call before the engine was shut down: the call has to fail as well."""
 
     async def generate() -> None:

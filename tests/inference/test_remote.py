@@ -117,7 +117,7 @@ def test_versions_are_of_this_run_or_none() -> None:
     assert versions_of([], 0).tolist() == []  # type: ignore[union-attr]
 
 
-def test_news_are_of_one_version_also_behind_an_update() -> None:
+def test_progress_has_one_version_also_after_an_update() -> None:
     begun = RemoteRequest(GenerationRequest("r", [1], SamplingParams()), 7)
     begun.receive([5], [-1.0])
     begun.receive([5], [-1.0])

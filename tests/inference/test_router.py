@@ -56,7 +56,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(1, 4), st.lists(st.integers(0, 2000), min_size=4, max_size=4))
-def test_what_is_charged_is_given_back_and_the_dead_get_nothing(events: list, count: int, capacity: list[int]) -> None:
+def test_load_is_released_and_failed_engines_get_no_requests(events: list, count: int, capacity: list[int]) -> None:
     routes, there = Router(count), list[Charge]()
     set_capacity(routes, capacity)
     began: dict[str, int] = {}
@@ -98,7 +98,7 @@ def test_engines_that_are_alike_differ_by_one_request_at_most(sizes: list[tuple[
     assert max(outstanding) - min(outstanding) <= largest
 
 
-def test_an_engine_whose_cache_is_full_is_passed_over_while_another_has_room() -> None:
+def test_an_engine_with_a_full_cache_is_skipped_while_another_has_free_space() -> None:
     routes = Router(2)
     set_capacity(routes, [100, 0])
     chosen = [routes.choose(request(str(i), 10, 30)) for i in range(7)]
@@ -295,7 +295,7 @@ async def in_line(count: int) -> tuple[list[Small], float]:
     return engines, asyncio.get_running_loop().time()
 
 
-def test_requests_wait_in_the_client_while_all_engines_are_full_and_nobody_starves() -> None:
+def test_requests_wait_in_the_client_while_all_engines_are_full_and_none_starves() -> None:
     engines, _ = run_virtual(in_line(300))
     assert max(engine.most for engine in engines) <= 100
     for engine in engines:

@@ -124,7 +124,7 @@ def test_auto_names_what_decides(installed: bool, line: str, monkeypatch: pytest
         ("vllm", "delta", 0, "merged", False, False),
     ],
 )
-def test_weights_that_something_is_put_into_are_not_lent(
+def test_weights_that_are_modified_are_not_shared(
     backend: str, mode: str, rank: int, sync: str, lends: bool, computed_on: bool
 ) -> None:
     cfg = config(backend=backend)

@@ -216,7 +216,7 @@ def check(answers: list[GenerationOutput], tokens: int = 12) -> None:
 
 
 @virtual_time
-async def test_requests_of_a_dead_engine_go_on_at_the_other_from_the_tokens_that_are_known() -> None:
+async def test_requests_of_a_failed_engine_continue_at_the_other_from_their_known_tokens() -> None:
     async with Run() as run:
         tasks = ask(run, 4)
         await asyncio.sleep(7.5)
@@ -248,7 +248,7 @@ async def test_without_an_engine_the_requests_own_limit_holds() -> None:
 
 
 @virtual_time
-async def test_an_engine_that_hangs_is_dead_after_the_limit_and_its_process_is_ended() -> None:
+async def test_a_hanging_engine_counts_as_failed_after_the_timeout_and_its_process_is_killed() -> None:
     async with Run() as run:
         tasks = ask(run, 4, tokens=20)
         await asyncio.sleep(3.5)
@@ -262,7 +262,7 @@ async def test_an_engine_that_hangs_is_dead_after_the_limit_and_its_process_is_e
 
 @pytest.mark.parametrize("end", ["kill", "hang"])
 @virtual_time
-async def test_an_engine_that_dies_in_a_sync_is_left_out_of_it_and_gets_the_new_version_afterwards(end: str) -> None:
+async def test_an_engine_that_fails_in_a_sync_is_left_out_and_gets_the_new_version_afterwards(end: str) -> None:
     async with Run() as run:
         tasks = ask(run, 4, tokens=30)
         await asyncio.sleep(3.3)
@@ -289,7 +289,7 @@ async def test_engines_send_heartbeats_in_time_however_many_there_are_and_few_of
 
 
 @virtual_time
-async def test_a_newcomer_that_comes_while_the_others_are_paused_is_paused_too() -> None:
+async def test_a_replacement_engine_is_paused_if_the_others_are() -> None:
     async with Run() as run:
         run.kill(1)
         await asyncio.sleep(2.5)  # a heartbeat has found it
@@ -301,7 +301,7 @@ async def test_a_newcomer_that_comes_while_the_others_are_paused_is_paused_too()
 
 
 @virtual_time
-async def test_when_all_restarts_are_used_the_run_ends_with_the_error_of_the_death() -> None:
+async def test_when_all_restarts_are_used_the_run_ends_with_the_error_of_the_engine() -> None:
     async with Run(restarts=2) as run:
         tasks = ask(run, 2, tokens=99)
         for _ in range(3):
@@ -325,7 +325,7 @@ async def test_restarts_are_counted_by_the_hour() -> None:
 
 
 @virtual_time
-async def test_a_newcomer_that_dies_while_it_loads_costs_another_restart() -> None:
+async def test_a_replacement_engine_that_fails_while_it_loads_costs_another_restart() -> None:
     async with Run(restarts=3) as run:
         run.machine.broken_starts = 2
         run.kill(1)
@@ -338,7 +338,7 @@ async def test_a_newcomer_that_dies_while_it_loads_costs_another_restart() -> No
 
 
 @virtual_time
-async def test_weights_that_do_not_arrive_in_a_newcomer_end_the_run() -> None:
+async def test_weights_that_do_not_arrive_in_a_replacement_engine_end_the_run() -> None:
     async with Run() as run:
         run.weights.fault = WeightSyncError("the engine received other bytes")
         run.kill(1)
@@ -348,7 +348,7 @@ async def test_weights_that_do_not_arrive_in_a_newcomer_end_the_run() -> None:
 
 
 @virtual_time
-async def test_without_a_survivor_a_death_is_the_error_of_the_requests_that_the_engine_had() -> None:
+async def test_without_another_engine_the_failure_is_the_error_of_the_engines_requests() -> None:
     run = Run()
     tasks = ask(run, 4)
     await asyncio.sleep(2.5)
@@ -358,7 +358,7 @@ async def test_without_a_survivor_a_death_is_the_error_of_the_requests_that_the_
 
 
 @virtual_time
-async def test_an_engine_without_news_lives_as_long_as_it_answers_and_its_requests_begin_anew() -> None:
+async def test_an_engine_without_progress_is_alive_while_it_answers_and_its_requests_start_again() -> None:
     class Silent(Engine):
         progress = InferenceEngine.progress
 
@@ -373,7 +373,7 @@ async def test_an_engine_without_news_lives_as_long_as_it_answers_and_its_reques
 
 
 @virtual_time
-async def test_a_dead_engine_counts_nothing_and_is_not_asked_to_score() -> None:
+async def test_a_failed_engine_has_no_counters_and_gets_no_scoring_request() -> None:
     async with Run() as run:
         run.kill(1)
         assert [s.generated_tokens for s in await run.client.stats()] == [7, 0]

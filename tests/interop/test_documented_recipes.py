@@ -50,7 +50,7 @@ def script(folder: Path, text: str, name: str = "run.sh") -> SourceRecipe:
     return read_recipe([str(folder / name)])
 
 
-def test_keys_that_are_ours_as_well_stand_beside_others(tmp_path: Path) -> None:
+def test_keys_that_are_also_ours_may_stand_next_to_others(tmp_path: Path) -> None:
     words = [
         "trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=true",
         "trainer.placement.policy_num_gpus_per_node=4", "trainer.placement.ref_num_gpus_per_node=4",
@@ -103,7 +103,7 @@ def test_models_that_are_colocated_share_the_policy_s_devices(asynchronous: bool
         assert "it shares the policy's devices" in found.why(f"{model}.num_gpus_per_node")
 
 
-def test_engines_beside_the_policy_take_all_its_devices(tmp_path: Path) -> None:
+def test_colocated_engines_use_all_devices_of_the_policy(tmp_path: Path) -> None:
     found = of(tmp_path, "verl", "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
                "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.hybrid_engine=true")  # fmt: skip
     assert (found["generator.num_inference_engines"], found["generator.inference_engine_tensor_parallel_size"]) == (
@@ -168,7 +168,7 @@ def roll(folder: Path, **more: object) -> Translation:
     return Translation(read_recipe([str(folder / "recipe.yaml")]), folder)
 
 
-def test_a_group_that_nobody_names_is_one_response(tmp_path: Path) -> None:
+def test_an_unnamed_group_size_is_one_response(tmp_path: Path) -> None:
     found = roll(tmp_path)
     assert (found["trainer.train_batch_size"], found["generator.n_samples_per_prompt"]) == (1024, 1)
     assert found["trainer.policy_mini_batch_size"] == 0
@@ -190,7 +190,7 @@ def test_a_variable_of_the_file_is_no_reward_model_and_validation_pauses_generat
     assert roll(tmp_path, async_generation_ratio=0)["trainer.eval_mode"] == "overlap"
 
 
-def test_axes_engine_options_and_recomputation_are_carried_over(tmp_path: Path) -> None:
+def test_mesh_dimensions_engine_options_and_recomputation_are_translated(tmp_path: Path) -> None:
     found = roll(tmp_path)
     assert found["trainer.parallel.tensor"] == 2
     assert found["trainer.policy.gradient_checkpointing"] is True

@@ -185,7 +185,7 @@ def test_no_key_of_a_system_gets_a_fuzzy_hint(system: str) -> None:
 
 
 @pytest.mark.parametrize(("system", "theirs", "ours"), FLAGS, ids=[f"{flag[0]}:{flag[1]}" for flag in FLAGS])
-def test_a_drawn_flag_is_answered_as_judged_by_hand(system: str, theirs: str, ours: str) -> None:
+def test_a_drawn_flag_has_the_answer_that_was_decided_by_hand(system: str, theirs: str, ours: str) -> None:
     row = systems()[system].table.find(theirs)
     assert row is not None
     hint = unknown_key(theirs, KEYS)
@@ -199,7 +199,7 @@ def test_a_drawn_flag_is_answered_as_judged_by_hand(system: str, theirs: str, ou
         assert systems()[system].title in hint or "did you mean" in hint
 
 
-def test_two_hundred_flags_are_judged() -> None:
+def test_two_hundred_flags_have_an_answer() -> None:
     assert len(FLAGS) == len({(system, key) for system, key, _ in FLAGS}) == 200
     assert {system for system, *_ in FLAGS} == set(systems())
 
@@ -256,7 +256,7 @@ def test_responses_are_said_as_prompts_with_the_number() -> None:
     assert "no whole number of groups" in refused("generation_batch_size=12")[0]
 
 
-def test_a_name_that_ours_ends_in_too_is_told_apart() -> None:
+def test_a_name_with_the_ending_of_one_of_ours_is_distinguished() -> None:
     [problem] = refused("train_batch_size=128")
     assert "trainer.policy_mini_batch_size=16" in problem
     assert "trainer.train_batch_size is another key" in problem
@@ -279,7 +279,7 @@ def test_a_value_of_another_system_is_answered_with_ours(override: str, hint: st
     assert hint in problem
 
 
-def test_a_value_that_nobody_knows_gets_no_such_hint() -> None:
+def test_an_unknown_value_gets_no_such_hint() -> None:
     assert value_hint("trainer.seed", "abc") == ""
 
 

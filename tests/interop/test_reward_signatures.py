@@ -42,7 +42,7 @@ def file_with(tmp_path, code):
         "{'rewards': torch.tensor([2.0]), 'scores': [1.0], 'extra_logs': {'length': torch.tensor(4.0), 'why': 'good'}}",
     ],
 )
-def test_a_batch_function_gets_lists_and_may_answer_in_each_of_its_forms(returned, tmp_path):
+def test_a_batch_function_gets_lists_and_may_return_any_documented_form(returned, tmp_path):
     code = f"""
 import torch
 
@@ -163,7 +163,7 @@ def test_the_signature_decides_the_form(parameters, form):
     assert signature_of(eval(f"lambda {parameters}: 0")).name == form
 
 
-def test_openrlhfs_names_are_there_while_its_file_loads_and_gone_behind_it(tmp_path):
+def test_openrlhfs_modules_exist_only_while_its_file_loads(tmp_path):
     code = (
         "import torch\nfrom openrlhf.utils import extract_boxed_answer, grade_answer\n"
         "from openrlhf.utils.logging_utils import init_logger\nlogger = init_logger(__name__)\n"

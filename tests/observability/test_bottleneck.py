@@ -79,7 +79,7 @@ def test_the_part_that_was_made_slow_is_named(plan: str, slow: dict[str, Any], n
     assert said.startswith(named) or (plan == "sync" and f"take turns, {named} longer" in said), said
 
 
-def test_where_neither_worked_in_a_plan_without_overlap_nobody_takes_turns() -> None:
+def test_a_plan_without_overlap_and_with_idle_sides_names_the_idle_time() -> None:
     row = {"step": 1, "time/step_s": 2.0, "idle/trainer": 0.79, "idle/engines": 0.79}
     assert summarise([row]).limit.startswith("neither trainer nor engines worked for 58% of the time")
 

@@ -86,7 +86,7 @@ def test_samples_that_do_not_fit_on_the_disk_leave_no_torn_line(tmp_path):
     assert [json.loads(line)["text"] for line in run.samples.read_text().splitlines()] == ["first", "fourth"]
 
 
-def test_a_ledger_line_that_a_full_disk_did_not_take_is_written_when_there_is_room(tmp_path):
+def test_a_ledger_line_that_failed_on_a_full_disk_is_written_later(tmp_path):
     run = RunDirectory(tmp_path, "run")
     run.write_ledger(1, {"trained": ["e0-i0"]})
     with files_end_at(run.ledger.stat().st_size + 10):

@@ -35,7 +35,7 @@ def holder(folder: Path) -> subprocess.Popen[str]:
     return started
 
 
-def test_a_second_command_is_told_who_trains_there_and_a_killed_one_hinders_nobody(tmp_path: Path) -> None:
+def test_a_second_command_names_the_first_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
     first = holder(tmp_path)
     try:
         for _ in range(2):  # the rejected command has changed nothing

@@ -65,7 +65,7 @@ def panels(screen: Screen) -> list[str]:
     return [line for line in screen.shown if line.startswith(("step ", "reward ", "waits ", "speed "))]
 
 
-def test_what_anybody_writes_stays_whole_above_the_panel_and_is_there_behind_it(tmp_path: Path) -> None:
+def test_other_output_stays_complete_above_the_panel_and_after_it(tmp_path: Path) -> None:
     terminal = InTerminal(DRIVER, str(tmp_path), "end", width=60)
     assert terminal.ended() == 0
     screen = terminal.screen
@@ -107,7 +107,7 @@ def test_ctrl_c_and_errors_leave_the_terminal_and_their_traceback_whole(tmp_path
     assert shown.index("torn") < shown.index("Traceback (most recent call last):")
 
 
-def test_a_killed_driver_leaves_no_mode_behind_and_what_was_written_in_its_file(tmp_path: Path) -> None:
+def test_a_killed_driver_leaves_no_terminal_mode_and_its_output_in_its_file(tmp_path: Path) -> None:
     terminal = InTerminal(DRIVER, str(tmp_path), "kill")
     assert terminal.ended() == 128 + signal.SIGKILL
     assert terminal.screen.modes == []

@@ -98,7 +98,7 @@ def test_a_metric_that_is_no_number_is_named(value):
         plain_metrics({"reward/mean": value})
 
 
-def test_a_failing_tracker_is_reported_once_and_stops_nobody(run, caplog):
+def test_a_failing_tracker_is_reported_once_and_does_not_stop_others(run, caplog):
     class Failing:
         def log(self, metrics, step):
             raise ConnectionError("no route")
@@ -129,7 +129,7 @@ def test_a_failing_tracker_is_reported_once_and_stops_nobody(run, caplog):
     ]
 
 
-def test_what_a_full_disk_did_not_take_is_written_when_there_is_room(run, caplog):
+def test_rows_that_failed_on_a_full_disk_are_written_later(run, caplog):
     tracker = MultiTracker(["jsonl"], run)
     tracker.log({"a": 1.0}, 1)
     with files_end_at(run.metrics.stat().st_size + 20):

@@ -87,7 +87,7 @@ async def test_laps_follow_each_other():
 
 
 @virtual_time
-async def test_an_engine_that_began_anew_counts_from_nothing_and_a_dead_one_not_at_all():
+async def test_a_restarted_engine_counts_from_zero_and_a_failed_one_not_at_all():
     found = await lap(Counters((50.0, 5000), (50.0, 5000)), Counters((3.0, 200), (0.0, 0)))
     assert found["throughput/tokens_per_s"] == 20.0
     assert found["idle/engines"] == pytest.approx(0.85)

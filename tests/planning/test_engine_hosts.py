@@ -54,7 +54,7 @@ def test_there_is_no_such_host_on_one_node_or_where_weights_go_from_gpu_to_gpu(c
     assert host(cfg, machine) is None
 
 
-def test_engines_beside_a_policy_of_one_node_are_on_it_and_servers_have_hosts_of_their_own() -> None:
+def test_engines_of_a_policy_on_one_node_are_on_that_node_and_servers_have_their_own_hosts() -> None:
     cfg = settings()
     cfg.trainer.placement.colocate_all = True
     assert host(cfg, GPUS) is None

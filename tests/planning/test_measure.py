@@ -57,7 +57,7 @@ def test_a_rank_needs_what_torchs_tracker_counts_in_a_hand_written_fsdp2_loop() 
     assert not dist.is_initialized()
 
 
-def test_weights_gradients_and_moments_are_divided_by_the_ranks_that_shard_them(folder: Path) -> None:
+def test_weights_gradients_and_optimizer_state_are_divided_by_the_ranks_that_shard_them(folder: Path) -> None:
     cfg = settings(folder)
     parameters = read_shape(cfg.trainer.policy.model.path).parameters
     one, four = policy(cfg, 1), policy(cfg, 4)
@@ -114,7 +114,7 @@ def test_gradients_that_are_added_up_once_are_whole_until_then(folder: Path) -> 
     assert more == pytest.approx(4 * parameters * 3 / 4, rel=0.2)
 
 
-def test_adapters_leave_weights_without_gradients_and_moments(folder: Path) -> None:
+def test_with_adapters_weights_have_no_gradients_and_no_optimizer_state(folder: Path) -> None:
     cfg = settings(folder, hidden_size=256, intermediate_size=256)
     whole = policy(cfg)
     cfg.trainer.policy.lora.rank = 4
@@ -203,7 +203,7 @@ def test_what_fails_in_the_workers_code_is_one_line_that_names_the_model(
     assert "\n" not in str(caught.value) and not dist.is_initialized()
 
 
-def test_a_critic_has_a_head_of_one_number_and_a_reference_no_moments(folder: Path) -> None:
+def test_a_critic_has_a_head_of_one_number_and_a_reference_no_optimizer_state(folder: Path) -> None:
     cfg = settings(folder)
     cfg.trainer.algorithm.advantage_estimator = "gae"
     shape = read_shape(cfg.trainer.policy.model.path)

@@ -148,7 +148,7 @@ def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
     assert memory.cache_bytes_per_token(QWEN_7B, 2, 4) == memory.cache_bytes_per_token(QWEN_7B, 2, 8)
 
 
-def test_an_advice_keeps_ranks_that_the_axes_divide() -> None:
+def test_advice_keeps_ranks_that_the_mesh_divides() -> None:
     machine, cfg = replace(EIGHT, gpu_memory=48 * GIB), settings(ranks=2, engines=2)
     cfg.trainer.parallel.tensor = 2
     advice = advise(cfg, make_plan(cfg, QWEN_7B, machine, reckoned()), reckoned())
@@ -173,7 +173,7 @@ def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(monkeypatch: p
     assert plan.gpus_requested == 9 and place(plan, "critic").when == "update"
 
 
-def test_a_teacher_has_a_shape_of_its_own_beside_the_policy_or_apart() -> None:
+def test_a_teacher_has_its_own_shape_colocated_with_the_policy_or_not() -> None:
     cfg = settings()
     cfg.trainer.teacher.model.path = "larger"
     plan = make_plan(cfg, SMALL, EIGHT, reckoned(SMALL, teacher=QWEN_7B))
@@ -186,7 +186,7 @@ def test_a_teacher_has_a_shape_of_its_own_beside_the_policy_or_apart() -> None:
     assert teacher.lines["weights"] == pytest.approx(QWEN_7B.parameters, rel=1e-6)
 
 
-def test_a_critic_is_counted_without_a_head_over_the_vocabulary_beside_the_policy_or_apart() -> None:
+def test_a_critic_is_counted_without_a_vocabulary_head_colocated_with_the_policy_or_not() -> None:
     cfg = settings()
     cfg.trainer.algorithm.advantage_estimator = "gae"
     plan = make_plan(cfg, QWEN_7B, EIGHT, reckoned())
@@ -337,7 +337,7 @@ def test_sizes_are_read_with_their_units(text: str, size: float) -> None:
 
 
 @pytest.mark.parametrize("machine", [EIGHT, replace(EIGHT, gpus=0)], ids=["gpus", "cpu"])
-def test_a_checkpoint_written_behind_training_is_in_memory_all_the_while(machine: Machine) -> None:
+def test_an_asynchronous_checkpoint_is_in_memory_all_the_time(machine: Machine) -> None:
     def host(behind: bool) -> dict[str, int]:
         cfg = settings()
         cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, behind

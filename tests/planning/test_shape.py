@@ -40,7 +40,7 @@ def test_parameters_are_those_of_transformers_modules(name: str, tmp_path: Path)
         ("abcdefgh", (8,)),
     ],
 )
-def test_depths_differ_by_whole_periods_behind_what_comes_once(kinds: str, depths: tuple[int, ...]) -> None:
+def test_depths_differ_by_whole_periods_after_layers_that_occur_once(kinds: str, depths: tuple[int, ...]) -> None:
     assert _depths(kinds) == depths
 
 

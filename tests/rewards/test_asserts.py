@@ -61,7 +61,7 @@ def test_a_call_that_must_equal_a_literal_is_sent_alone(given: object, wanted: o
         ("import numpy\nnumpy.testing.assert_allclose(f(1), 99)\nassert g(1) == 99", ["import numpy", "f(1)", "g(1)"]),
     ],
 )
-def test_what_is_expected_stays_behind(test: str, sent: list[str]) -> None:
+def test_expected_results_stay_in_the_reward_process(test: str, sent: list[str]) -> None:
     found = split(test)
     assert [source for _, source in found.steps] == sent
     assert "99" in found.check
@@ -83,7 +83,7 @@ def test_what_is_expected_stays_behind(test: str, sent: list[str]) -> None:
         "assert f(1)" + ".a" * 900,
     ],
 )
-def test_what_cannot_be_told_apart_is_refused_in_a_line(test: str) -> None:
+def test_a_test_that_cannot_be_split_is_rejected_in_one_line(test: str) -> None:
     with pytest.raises(UserError, match=r"reward function code_tests: the test '") as raised:
         split(test)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 400
@@ -103,6 +103,6 @@ def test_what_cannot_be_told_apart_is_refused_in_a_line(test: str) -> None:
         "self.assertEqual(f(1), 99)\nassert f(2)",
     ],
 )
-def test_no_verdict_is_left_to_the_process_of_the_code(test: str) -> None:
+def test_a_test_whose_result_the_code_would_decide_is_rejected(test: str) -> None:
     with pytest.raises(UserError, match="leaves it to the code's process to decide"):
         split(test)

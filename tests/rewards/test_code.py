@@ -51,7 +51,7 @@ def test_all_tests_earn_one_and_some_nothing_but_their_share() -> None:
     ],
     ids=["function", "method", "asserts", "stdin as JSON", "threads"],
 )  # fmt: skip
-def test_the_fields_forms_of_tests_are_read(program: str, label: Any) -> None:
+def test_the_usual_formats_of_tests_are_read(program: str, label: Any) -> None:
     assert judged(program, label)["reward"] == 1.0
 
 

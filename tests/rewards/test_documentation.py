@@ -43,7 +43,7 @@ def test_the_configurations_load(tmp_path: Path) -> None:
     assert sets.trainer.eval_k == [1, 8, 16] and set(sets.data.val_sets) == {"gsm8k", "aime"}
 
 
-def test_the_row_can_be_judged() -> None:
+def test_the_row_of_the_page_has_a_reward() -> None:
     (text,) = blocks("json")
     row = json.loads(text)
     row.pop("prompt")

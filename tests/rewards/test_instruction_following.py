@@ -73,7 +73,7 @@ def test_every_instruction_is_tried_above() -> None:
 
 
 @given(st.text(), st.sampled_from([(name, arguments) for name, arguments, *_ in CASES]))
-def test_whatever_a_model_says_is_judged(text: str, asked: tuple[str, dict[str, Any]]) -> None:
+def test_any_response_has_a_result(text: str, asked: tuple[str, dict[str, Any]]) -> None:
     assert isinstance(follows(text, *asked), bool)
 
 
@@ -131,7 +131,7 @@ def test_a_label_may_say_it_all(written: Any) -> None:
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "ox"}]}, "must be a list of words"),
     ],
 )  # fmt: skip
-def test_a_row_that_cannot_be_judged_is_told_before_the_run(row: dict[str, Any], line: str) -> None:
+def test_a_row_that_cannot_be_graded_is_reported_before_the_run(row: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
         instruction_following.check({"label": None, **row})  # type: ignore[attr-defined]
 

@@ -70,7 +70,7 @@ async def test_without_a_cache_only_a_question_under_way_is_shared() -> None:
     assert len(server.seen) == 2
 
 
-async def test_who_gives_up_waiting_takes_the_verdict_from_nobody() -> None:
+async def test_a_caller_that_times_out_does_not_cancel_the_grade_of_others() -> None:
     async with judging("yes") as (judge, server):
         first, second = (asyncio.ensure_future(judge.score(known("4"))) for _ in range(2))
         await asyncio.sleep(0)
@@ -143,7 +143,7 @@ async def test_a_question_that_is_refused_is_counted_at_once() -> None:
 
 
 @pytest.mark.parametrize(("status", "key"), [(401, "api_key_env"), (403, "api_key_env"), (404, "base_url, .*model")])
-async def test_a_server_that_refuses_whoever_asks_ends_the_run_and_no_key_is_told(
+async def test_a_server_that_rejects_all_requests_ends_the_run_and_no_key_is_shown(
     status: int, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -154,7 +154,7 @@ async def test_a_server_that_refuses_whoever_asks_ends_the_run_and_no_key_is_tol
     assert "***" in str(raised.value) and "sk-very-secret" not in f"{raised.value}{caplog.text}"
 
 
-async def test_prose_is_no_verdict_and_nothing_but_prose_ends_the_run() -> None:
+async def test_prose_is_no_grade_and_only_prose_ends_the_run() -> None:
     async with judging("I like it.") as (judge, _):
         scores = [await judge.score(known(str(n))) for n in range(ILLEGIBLE - 1)]
         assert all(score.no_reward and score.reward == 0.0 for score in scores)
@@ -228,7 +228,7 @@ async def test_a_server_that_is_there_is_fit_to_begin_with(reply: Any) -> None:
         await probe(server)
 
 
-async def test_nobody_at_the_address() -> None:
+async def test_no_server_at_the_address() -> None:
     async with serving("1") as server:
         url = server.url
     with pytest.raises(UserError, match=r"environment.judges.j: http://127.0.0.1.* does not answer: .*refused|Connect"):

@@ -73,7 +73,7 @@ def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hangs", "holds_the_interpreter", "hangs_politely", "leaves"])
-def test_a_function_without_a_verdict_counts_as_nothing_and_the_next_call_works(name):
+def test_a_function_without_a_result_counts_as_no_reward_and_the_next_call_works(name):
     lost, other = scores(name, "length", response="hang, leave", limit_s=0.5)
     assert (lost.reward, lost.no_reward) == (0.0, True)
     assert other.reward > 0
@@ -81,7 +81,7 @@ def test_a_function_without_a_verdict_counts_as_nothing_and_the_next_call_works(
         assert scores(name)[0].reward == 1.0
 
 
-def test_a_function_that_calls_exit_gives_no_verdict():
+def test_a_function_that_calls_exit_has_no_result():
     assert scores("leaves", response="exit")[0].no_reward
 
 

@@ -41,14 +41,14 @@ def test_a_process_is_kept_until_it_is_lost(judge):
     assert process(judge) != first
 
 
-def test_what_a_call_has_left_to_happen_is_no_verdict_on_the_next(judge):
+def test_delayed_effects_of_a_call_are_not_the_result_of_the_next(judge):
     first = process(judge)
     assert judge.call("l", named("leaves_later"), {"response": ""}, 5.0).reward == 1.0
     soon(lambda: not lives(first))
     assert process(judge) != first
 
 
-def test_a_module_that_cannot_be_loaded_is_an_error_and_not_a_lost_verdict(judge, tmp_path):
+def test_a_module_that_cannot_be_loaded_is_an_error_and_not_a_lost_result(judge, tmp_path):
     (tmp_path / "leaving.py").write_text("import os\nos._exit(1)\ndef f(response): ...\n")
     with pytest.raises(UserError, match="cannot be loaded: it ended its process"):
         judge.call("f", portable(len, f"{tmp_path}/leaving.py:f"), {"response": ""}, 5.0)

@@ -404,9 +404,7 @@ def test_whatever_stands_in_the_answers_is_data(lines: list[bytes]) -> None:
     st.sampled_from(["", "os._exit(0)", "raise SystemExit", "1/0", "sys.stdout = None", "print(3)", "os.kill(0, 9)"]),
 )
 @settings(max_examples=20, deadline=None)
-def test_whatever_a_program_writes_on_any_descriptor_it_gets_a_verdict(
-    writes: list[tuple[int, bytes]], end: str
-) -> None:
+def test_any_output_on_any_descriptor_has_a_result(writes: list[tuple[int, bytes]], end: str) -> None:
     program = f"import os, sys\nfor d, data in {writes!r}:\n    try: os.write(d, data)\n    except OSError: pass\n{end}"
     verdict = judged(program, {"inputs": ["", ""], "outputs": [SECRET, SECRET]}, "auto")
     assert verdict["reward"] == 0.0 and verdict["ended"] in (0.0, 1.0)

@@ -140,7 +140,7 @@ SAID = [user("1 > 0?"), {"role": "assistant", "content": "<think>\n3 > 1\n</thin
     ],
     ids=["keeps", "adds", "drops"],
 )
-def test_a_turn_begins_anew_where_the_template_shows_something_else_than_what_was_sampled(template, shows):
+def test_a_turn_starts_a_new_row_if_the_template_shows_other_tokens_than_were_sampled(template, shows):
     found = chat(template)
     action = [*tokens_of("<think>\n3 > 1\n</think>\n\n13"), tokenizer().eos_token_id]
     observation = found.observation([user("more")], action)
@@ -152,7 +152,7 @@ def test_a_turn_begins_anew_where_the_template_shows_something_else_than_what_wa
         assert tokenizer().decode(anew) == tokenizer().decode(found.prompt(SAID[:1])) + shows
 
 
-def test_other_tokens_for_the_same_text_are_no_reason_to_begin_anew():
+def test_other_tokens_of_the_same_text_do_not_start_a_new_row():
     found, said = chat(DROPS_THOUGHTS), [user("1 > 0?"), {"role": "assistant", "content": "13"}, user("more")]
     letters = [t for letter in "13" for t in tokens_of(letter)]
     action = [*letters, tokenizer().eos_token_id]
@@ -183,7 +183,7 @@ def test_a_template_without_ends_of_messages_is_refused_for_several_turns():
         found.observation([user("more")], [1])
 
 
-def test_messages_that_differ_in_any_field_are_framed_apart():
+def test_messages_that_differ_in_any_field_are_tokenized_separately():
     named = "{% for message in messages %}{{ message.get('name', '') + message['content'] + '<|im_end|>' }}{% endfor %}"
     found = chat(named)
     first, second = (found.prompt([{**user("x"), "name": name}]).tolist() for name in "ab")

@@ -30,7 +30,7 @@ class Visits:
             self.events.append(f"{name}]")
 
 
-async def test_closing_waits_for_those_inside_and_holds_newcomers_back() -> None:
+async def test_closing_waits_for_rollouts_inside_and_keeps_new_ones_outside() -> None:
     visits = Visits()
     await asyncio.gather(visits.rollout("a", 5), visits.rollout("b", 2), visits.hold("x"), visits.rollout("c", 1))
     assert visits.events == ["+a", "+b", "-b", "-a", "[x", "x]", "+c", "-c"]

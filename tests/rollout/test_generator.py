@@ -101,7 +101,7 @@ class Thoughtful(RecordedEnv):
 
 @virtual_time
 @pytest.mark.parametrize("as_shown", [True, False])
-async def test_a_turn_whose_context_the_template_shows_anew_is_a_row_of_its_own(as_shown):
+async def test_a_turn_with_a_changed_context_is_a_separate_row(as_shown):
     """The second reply has no reasoning, so the third turn extends the second."""
     speaks, asked = deepcopy(tokenizer()), prompts(Thoughtful, 1)
     speaks.chat_template = DROPS_THOUGHTS
@@ -216,7 +216,7 @@ async def test_no_sequence_exceeds_max_model_len():
 
 
 @virtual_time
-async def test_a_prompt_that_leaves_no_room_is_refused_with_its_name_and_the_keys():
+async def test_a_prompt_that_is_too_long_is_rejected_with_its_name_and_the_keys():
     asked = prompts(Once, 1)
     length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
     with pytest.raises(UserError, match=rf"e0-i0-r0 has {length} tokens.*generator\.max_model_len={length}"):
@@ -237,7 +237,7 @@ async def test_an_error_in_one_environment_names_the_episode_and_cancels_the_oth
 
 
 @virtual_time
-async def test_a_metric_that_groups_are_filtered_by_is_missed_at_the_first_group_and_not_behind_the_whole_rollout():
+async def test_a_missing_filter_metric_is_an_error_at_the_first_group():
     asked, engine = prompts(Countdown, 3), ScriptedEngine(lambda _: "yes")
     one_by_one = generator(engine, max_turns=1, metric="turnz", in_flight=1)
     with pytest.raises(UserError, match=r"dynamic_sampling\.metric 'turnz': did you mean 'turns'"):

@@ -64,7 +64,7 @@ async def test_the_runs_own_engine_judges_between_its_other_requests() -> None:
     assert (asked.sampling.temperature, asked.sampling.max_tokens) == (0.5, 9)
 
 
-async def test_identical_responses_ask_the_engine_once_while_it_answers_and_anew_later() -> None:
+async def test_identical_responses_share_one_request_while_it_runs_and_not_later() -> None:
     generator, engine = playing("judges.self.engine=policy", "judges.self.parser=score", ASKED,
                                 "reward_funcs=[judge:self]")  # fmt: skip
     rows = [{"label": "7"}]
@@ -87,7 +87,7 @@ async def test_each_domain_has_its_judges_and_a_row_may_name_one() -> None:
     assert rewards == [5.0, 0.0, 4.0]
 
 
-async def test_an_episode_is_judged_while_others_are_played() -> None:
+async def test_an_episode_is_graded_while_others_are_generated() -> None:
     """The first grade comes before the engine has answered the second request, which waits for it."""
     judged = asyncio.Event()
 
@@ -119,7 +119,7 @@ async def test_a_server_that_is_gone_is_the_runs_error_and_names_the_episode() -
 
 
 @pytest.mark.parametrize("unjudged", ["zero", "raise"])
-async def test_a_response_without_a_verdict_is_zero_and_counted_or_ends_the_run(unjudged: str) -> None:
+async def test_a_response_without_a_grade_is_zero_and_counted_or_ends_the_run(unjudged: str) -> None:
     async with serving("Well.") as server:
         judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", f"reward_on_timeout={unjudged}"]
         generator, _ = playing(*judge, "reward_funcs=[judge:far, exact_match]")
@@ -132,14 +132,14 @@ async def test_a_response_without_a_verdict_is_zero_and_counted_or_ends_the_run(
     assert (trajectory.metrics["far"], trajectory.metrics["far/no_reward"]) == (0.0, 1.0)
 
 
-async def test_a_question_that_leaves_the_engine_no_room_is_counted() -> None:
+async def test_a_judge_prompt_that_is_too_long_is_counted() -> None:
     generator, _ = playing("judges.self.engine=policy", "judges.self.parser=score", "reward_funcs=[judge:self]",
                            f"judges.self.prompt='{{response}} {'long ' * 300}'")  # fmt: skip
     (trajectory,) = await played(generator, {"label": "7"})
     assert trajectory.metrics["self/no_reward"] == 1.0
 
 
-async def test_a_row_that_asks_for_nobody() -> None:
+async def test_a_row_with_an_unknown_judge_is_rejected() -> None:
     generator, _ = playing("judges.self.engine=policy", "reward_funcs=[exact_match]")
     with pytest.raises(UserError, match="unknown judge 'slef': did you mean 'self'"):
         await played(generator, {"label": "7", "reward_funcs": ["judge:slef"]})

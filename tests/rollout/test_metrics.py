@@ -59,7 +59,7 @@ def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
     [({"answer": 42}, "42"), ({"reward_spec": {"ground_truth": "13"}}, "13"), ({"label": 0, "answer": 1}, "0"),
      ({"label": ["assert f(1)"] * 1000}, str(["assert f(1)"] * 1000)[:2000])],
 )  # fmt: skip
-def test_a_sample_has_the_right_answer_beside_it(row, label):
+def test_a_sample_is_saved_with_the_right_answer(row, label):
     one = group(0.0)
     one.prompt.extras.update(row)
     assert sample_records([one], 1, decode=str)[0]["label"] == label

@@ -46,7 +46,7 @@ def test_what_is_read_is_what_was_written(groups: list[Group], tmp_path: Path) -
     assert files_of(tmp_path) == files_of(path.parent) == [path]
 
 
-def test_what_the_trainer_thought_stands_beside_each_sequence(groups: list[Group], tmp_path: Path) -> None:
+def test_the_trainers_log_probabilities_are_saved_with_each_sequence(groups: list[Group], tmp_path: Path) -> None:
     def trained(tokens: Ints) -> Floats | None:
         return None if tokens[0] == 9 else floats(tokens) / 2
 

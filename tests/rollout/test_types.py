@@ -24,7 +24,7 @@ def test_a_metric_takes_the_rewards_place_except_where_an_episode_was_given_up()
     assert group((-1.0, {"given_up": 1.0})).metric_values("score") == [-1.0]
 
 
-def test_a_metric_that_nobody_gives_is_refused_with_the_nearest():
+def test_an_unknown_metric_is_rejected_with_the_nearest_name():
     with pytest.raises(UserError, match=r"unknown metric in trainer\.algorithm\.dynamic_sampling\.metric 'scores': "
                                         r"did you mean 'score'\? allowed: score"):  # fmt: skip
         group((1.0, {"score": 0.25})).metric_values("scores")

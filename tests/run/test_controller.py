@@ -96,7 +96,7 @@ async def test_stopping_before_anything_runs_or_after_the_end_is_no_error():
     assert experiment.closed == 1
 
 
-async def test_a_cancellation_that_nobody_asked_for_is_an_error_and_not_a_stop():
+async def test_an_unrequested_cancellation_is_an_error_and_not_a_stop():
     with pytest.raises(RuntimeError, match="ended with CancelledError although the run was not stopped"):
         await Controller(Experiment(Trainer(asyncio.CancelledError())), {}).run()
 

@@ -65,7 +65,7 @@ def test_a_folder_that_holds_no_model_is_refused(tmp_path):
         model_path(str(tmp_path))
 
 
-def test_a_local_folder_becomes_absolute_since_workers_run_elsewhere(tmp_path, monkeypatch):
+def test_a_local_folder_becomes_absolute_since_workers_have_another_working_directory(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
@@ -140,7 +140,7 @@ def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
         (77, 3, None, 77),
     ],
 )
-def test_the_engines_longest_sequence_has_room_for_every_turn_unless_it_is_set(
+def test_the_engines_longest_sequence_fits_every_turn_unless_it_is_set(
     max_model_len, turns, context, expected, tmp_path
 ):
     cfg = Config()

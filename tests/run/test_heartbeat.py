@@ -63,7 +63,7 @@ def test_an_answer_forgives_the_silence_before_it() -> None:
     assert not controller.ended, "however long the program itself was stopped between its calls"
 
 
-def test_one_that_has_died_is_not_waited_for_and_without_a_limit_none_is_ended() -> None:
+def test_a_failed_controller_is_not_waited_for_and_without_a_timeout_none_is_killed() -> None:
     dead = Controller(ray.exceptions.RayActorError())
     assert heartbeat(dead).ask(0) is None and not dead.ended
     slow = Controller(*[SILENCE] * 100)

@@ -91,7 +91,7 @@ def test_a_flood_is_shown_in_part_and_says_where_the_rest_is(logs: ProcessLogs, 
     assert (logs.folder / "controller-7.log").read_text().count("again") == 3 * BURST
 
 
-def test_an_error_brings_the_last_lines_of_processes_that_speak_of_errors_and_of_the_one_that_died(
+def test_an_error_shows_the_last_lines_of_processes_with_errors_and_of_the_failed_one(
     logs: ProcessLogs,
 ) -> None:
     logs(batch("well", pid=8, name="_EngineActor"))
@@ -103,7 +103,7 @@ def test_an_error_brings_the_last_lines_of_processes_that_speak_of_errors_and_of
     assert "engine-8" not in said and "policy-11" not in said
 
 
-def test_without_room_for_the_file_the_user_sees_it_all(tmp_path: Path, shown: Shown) -> None:
+def test_if_the_file_cannot_be_written_the_terminal_shows_all_output(tmp_path: Path, shown: Shown) -> None:
     (tmp_path / "logs").touch()
     ProcessLogs(tmp_path / "logs", shown)(batch("an engine's", name="_EngineActor"))
     assert shown == [("an engine's", False)]

@@ -32,7 +32,7 @@ def plan(cfg, gpus=True, with_reference=True):
     return plan_slots(cfg, gpus=gpus, roles=roles)
 
 
-def test_apart_every_rank_and_every_engine_has_a_bundle_of_its_own():
+def test_without_colocation_every_rank_and_every_engine_has_its_own_bundle():
     slots = plan(config(ranks=2, engines=3, ref=2, colocate_ref=False))
     assert (slots.of["policy"], slots.of["reference"], slots.of["engines"]) == ((0, 1), (2, 3), (4, 5, 6))
     assert len(slots.bundles) == 7
@@ -132,7 +132,7 @@ def test_an_actors_options_are_its_share_of_its_bundle():
         (1, True, 4, 4, (1, 1)),
     ],
 )
-def test_phases_that_take_turns_use_all_cores_and_the_policy_those_that_engines_beside_it_leave_idle(
+def test_alternating_phases_use_all_cores_and_a_concurrent_policy_those_that_engines_leave_idle(
     cores, overlap, ranks, engines, threads
 ):
     assert share_threads(config(ranks=ranks, engines=engines), cores, overlap=overlap) == threads

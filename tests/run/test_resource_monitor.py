@@ -103,7 +103,7 @@ def test_a_reading_that_fails_is_left_out(tmp_path: Path) -> None:
     assert watch._newest == {}
 
 
-def test_it_warns_once_before_a_checkpoint_no_longer_fits_and_again_when_room_has_come_and_gone(
+def test_it_warns_once_before_a_checkpoint_no_longer_fits_and_again_after_space_was_freed_and_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = a_watch(tmp_path, copies=True)

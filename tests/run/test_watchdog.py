@@ -80,9 +80,7 @@ def test_closing_waits_for_nothing_and_touches_no_other(tmp_path: Path) -> None:
     other.wait()
 
 
-def test_a_folders_name_leaves_room_for_the_addresses_of_sockets(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folders_name_is_short_enough_for_paths_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     deep = tmp_path / ("x" * 50)
     deep.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(deep))
@@ -104,7 +102,7 @@ def test_rays_token_is_readable_by_its_owner_alone(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_strangers_can_neither_read_rays_files_nor_ask_ray(ray_session: None) -> None:
+def test_other_users_can_neither_read_rays_files_nor_call_ray(ray_session: None) -> None:
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     private = session.parents[1]
     assert stat.S_IMODE(private.stat().st_mode) == 0o700 and private.stat().st_uid == os.getuid()

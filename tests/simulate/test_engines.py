@@ -47,7 +47,7 @@ def test_the_least_loaded_engine_gets_the_next_sequence() -> None:
 
 
 @pytest.mark.parametrize("prefill", [0.0, 0.5])
-def test_what_is_cut_starts_again_behind_the_prefill_of_all_it_has(prefill: float) -> None:
+def test_an_interrupted_request_continues_after_the_prefill_of_all_its_tokens(prefill: float) -> None:
     async def run() -> tuple[Counter[int], float]:
         engines = client(slots=1, prefill=prefill)
         sequence = engines.submit(2, 10)

@@ -41,7 +41,7 @@ def share(cfg: SimulationConfig, outcome: Outcome) -> float:
 
 
 @pytest.mark.parametrize("plan", ["one_step_off", "fully_async"])
-def test_balanced_and_without_tail_overlap_reaches_the_bound(plan: str) -> None:
+def test_balanced_and_without_stragglers_overlap_reaches_the_bound(plan: str) -> None:
     cfg = config()
     sync, outcome = simulate(cfg, "sync"), simulate(cfg, plan)
     bound = (sync.generate_s + work(cfg).training_s) / max(sync.generate_s, work(cfg).training_s)
@@ -69,7 +69,7 @@ def test_with_log_normal_tails_one_step_off_falls_to_what_theory_says() -> None:
     assert expected < 0.2
 
 
-def test_waiting_for_rollouts_at_a_swap_costs_what_partial_rollouts_save() -> None:
+def test_waiting_for_rollouts_at_a_weight_update_costs_what_partial_rollouts_save() -> None:
     keep, recompute, wait = (
         share(cfg, simulate(cfg, "fully_async"))
         for cfg in (config("lognormal", length_max=800, partial_rollout=p) for p in ("keep", "recompute", "wait"))

@@ -74,7 +74,7 @@ def ends(run):
 
 
 @pytest.mark.parametrize("plan", [AheadTrainer, ExitingTrainer])
-def test_a_task_that_nobody_awaits_ends_the_run_with_its_error_and_traceback(plan):
+def test_a_task_that_is_never_awaited_ends_the_run_with_its_error_and_traceback(plan):
     error, at = ends(run := failing(plan))
     assert isinstance(error, Broken) and str(error) == "no sample"
     assert "generate_ahead" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
@@ -124,7 +124,7 @@ def test_an_error_that_the_plan_takes_is_its_own_affair_however_late_it_takes_it
     assert run.trainer.global_step == run.trainer.total_steps
 
 
-def test_an_error_that_is_raised_anew_ends_the_run_once():
+def test_an_error_that_is_raised_again_ends_the_run_once():
     class Anew(TakingTrainer):
         async def train(self):
             async with self.running():

@@ -116,7 +116,7 @@ def test_a_model_on_the_engines_devices_waits_for_its_turn() -> None:
     assert run.tracker.of("time/step_s")[1] == pytest.approx(8.0)
 
 
-def test_whoever_fails_fails_the_step() -> None:
+def test_any_failure_fails_the_step() -> None:
     judge = Judge(seconds=0.5)
     run = judged(RayPPOTrainer, judge)
 

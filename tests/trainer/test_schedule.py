@@ -36,7 +36,7 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in folder.glob("step_*"))
 
 
-def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_in_addition_to_the_newest(tmp_path: Path) -> None:
     best = {"trainer__ckpt_best_metric": "my/score", "trainer__ckpt_keep": 1}
     run_of(tmp_path, 0.1, 0.5, 0.3, 0.5, 0.2, trainer__ckpt_interval=1, **best).train()
     assert steps(tmp_path) == [2, 5]
@@ -44,7 +44,7 @@ def test_the_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path) -> None:
     assert found is not None and (found.folder, found.value) == ("step_000002", 0.5)
 
 
-def test_a_better_step_is_saved_though_none_is_due(tmp_path: Path) -> None:
+def test_a_better_step_is_saved_although_no_checkpoint_is_scheduled(tmp_path: Path) -> None:
     run_of(tmp_path, 0.3, 0.1, 0.2, 0.4, 0.9, 0.0, trainer__ckpt_best_metric="my/score", trainer__ckpt_keep=0).train()
     assert steps(tmp_path) == [1, 4, 5, 6]  # 6 is the last step, which every run that saves has a checkpoint of
 
@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_knows_what_there_is_to_beat(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 4]
 
 
-def test_with_checkpoints_behind_training_the_best_is_the_one_that_was_written(tmp_path: Path) -> None:
+def test_with_asynchronous_checkpoints_the_best_is_the_one_that_was_written(tmp_path: Path) -> None:
     behind = {"trainer__ckpt_best_metric": "my/score", "trainer__ckpt_async": True, "trainer__ckpt_keep": 1}
     run = run_of(tmp_path, 0.1, 0.5, 0.3, trainer__ckpt_interval=1, **behind)
     run.faults["save", 2] = OSError("No space left on device")

@@ -118,7 +118,7 @@ def test_wandb_without_a_login_is_refused_and_with_one_is_not(
         ("on_step_end", "must take (self, trainer, metrics)"),
     ],
 )
-def test_a_callback_with_a_hook_that_nobody_calls_is_refused(
+def test_a_callback_with_an_unknown_hook_is_rejected(
     method: str, line: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = type("Mine", (TrainerCallback,), {method: lambda self, trainer: None})

@@ -170,7 +170,7 @@ def test_those_who_want_one_alone_share_none_and_wait_for_the_next_that_is_free(
     assert len(started) <= 2
 
 
-def test_one_alone_is_enough_where_nobody_else_asks():
+def test_sequential_callers_share_one_process():
     made, started = stands(8)
     for _ in range(3):
         with made.alone() as process:

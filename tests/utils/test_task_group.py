@@ -153,7 +153,7 @@ async def test_what_must_not_stop_in_the_middle_is_waited_for_when_its_caller_is
     assert ended == ["update"]
 
 
-async def test_ctrl_c_before_the_other_threads_task_has_begun_ends_it(monkeypatch):
+async def test_ctrl_c_before_the_other_threads_task_starts_ends_it(monkeypatch):
     """``asyncio.run`` in a thread is delayed until Ctrl-C has come."""
     came, began, real = threading.Event(), False, asyncio.run
 

@@ -148,7 +148,7 @@ def test_an_adapter_of_the_head_is_refused_where_the_engine_has_no_place_for_it(
     assert not any("lm_head" in problem for problem in check_config(cfg))
 
 
-def test_vllm_makes_room_for_the_next_rank_that_it_knows(model):
+def test_vllm_allocates_the_next_supported_rank(model):
     assert [lora_arguments(rank, model)["max_lora_rank"] for rank in (1, 4, 8, 9, 500)] == [1, 8, 8, 16, 512]
     with pytest.raises(UserError, match=r"trainer.policy.lora.rank=600.*sync=merged"):
         lora_arguments(600, model)

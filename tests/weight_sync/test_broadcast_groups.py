@@ -184,7 +184,7 @@ async def running(engines: int = 2, *, recovers: bool = False) -> AsyncIterator[
         await run.supervisor.close()
 
 
-async def test_a_newcomer_meets_the_ranks_alone_and_the_next_sync_is_of_a_group_of_all() -> None:
+async def test_a_replacement_engine_joins_the_ranks_alone_and_the_next_sync_has_a_group_of_all() -> None:
     async with running() as run:
         run.engines[0].dead.set()
         await run.until(restarts=1)
@@ -205,7 +205,7 @@ async def test_the_only_engine_is_replaced_without_a_sync() -> None:
         run.check(1)
 
 
-async def test_while_the_weights_are_on_their_way_to_the_next_version_a_newcomer_waits_for_it() -> None:
+async def test_during_a_sync_a_replacement_engine_waits_for_the_new_version() -> None:
     async with running() as run:
         run.engines[1].starts.clear()
         run.engines[1].dead.set()
@@ -220,7 +220,7 @@ async def test_while_the_weights_are_on_their_way_to_the_next_version_a_newcomer
         assert len(run.engines[0].groups) == 2
 
 
-async def test_an_optimizer_step_waits_until_a_newcomer_has_the_weights() -> None:
+async def test_an_optimizer_step_waits_until_a_replacement_engine_has_the_weights() -> None:
     async with running() as run, run.sync.between_syncs() as update:
         step = asyncio.create_task(run.trainer.optimizer_step())
         await asyncio.sleep(0.1)
@@ -229,7 +229,7 @@ async def test_an_optimizer_step_waits_until_a_newcomer_has_the_weights() -> Non
     await step
 
 
-async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_ranks_find_newcomers() -> None:
+async def test_a_failure_in_a_sync_fails_all_members_and_new_ranks_use_replacement_engines() -> None:
     async with running() as run:
         await run.trainer.optimizer_step()
         first = list(run.engines)
@@ -250,7 +250,7 @@ async def test_a_death_inside_of_a_sync_takes_all_that_wait_there_and_the_next_r
         run.check(3)
 
 
-async def test_ranks_that_a_newcomer_does_not_meet_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_that_a_replacement_engine_cannot_join_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "SETTLE_S", 0.2)
     async with running() as run:
         with pytest.raises(EngineFailedError):
@@ -261,7 +261,7 @@ async def test_ranks_that_a_newcomer_does_not_meet_are_given_up(monkeypatch: pyt
             await run.trainer.optimizer_step()
 
 
-async def test_by_gloo_a_death_inside_of_a_sync_takes_nobody_and_the_others_get_the_weights_again() -> None:
+async def test_with_gloo_a_failure_in_a_sync_fails_no_other_member_and_they_get_the_weights_again() -> None:
     async with running(3, recovers=True) as run:
         await run.trainer.optimizer_step()
         run.engines[1].dies_in_sync = True

@@ -150,7 +150,7 @@ def free_devices() -> Iterator[None]:
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("moment", ["awake", "falling asleep", "asleep", "waking", "sync"])
-def test_an_engine_that_dies_is_replaced_in_the_engines_turn(moment: str, how: str, engines: int) -> None:
+def test_a_failed_engine_is_replaced_while_the_engines_have_the_devices(moment: str, how: str, engines: int) -> None:
     after_s = {"awake": 0.7, "falling asleep": 0.2, "asleep": 2.0, "waking": 0.2, "sync": 1.0 + SYNC_S / 2}[moment]
 
     @virtual_time

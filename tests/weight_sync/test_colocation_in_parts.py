@@ -80,7 +80,7 @@ async def test_the_policy_stays_for_all_parts_and_goes_before_the_caches_wake() 
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-async def test_where_the_policy_dies_in_between_the_engines_sleep_and_the_next_sync_brings_all(part: int) -> None:
+async def test_if_the_policy_fails_between_parts_the_engines_sleep_and_the_next_sync_sends_all(part: int) -> None:
     device, turns, sync = made()
     await turns.start()
     await turns.give_devices_to_policy()

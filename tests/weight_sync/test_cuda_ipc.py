@@ -70,9 +70,7 @@ def test_a_model_of_8b_takes_few_parts() -> None:
 
 
 @pytest.mark.parametrize("engines", [[], [1], [0, 2]])
-def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_for_each_engine_beside_it(
-    monkeypatch, engines
-) -> None:
+def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_per_colocated_engine(monkeypatch, engines) -> None:
     exports: list[torch.Tensor] = []
     monkeypatch.setattr(cuda_ipc, "PART_BYTES", 32)
     monkeypatch.setattr(cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"})
@@ -106,7 +104,7 @@ def test_a_sum_shows_every_element_and_its_place() -> None:
         assert int(sum_of(tensor.T)) == int(sum_of(tensor.T.contiguous()))
 
 
-def test_an_engine_is_told_of_its_own_handle_alone_and_one_without_a_rank_beside_it_is_refused() -> None:
+def test_an_engine_gets_its_own_handle_and_one_without_a_colocated_rank_is_rejected() -> None:
     ranks = [
         Packed(0, True, ["a"], ["float32"], [[1]], [4], {e: {"handle": {"gpu": str(e)}, "sums": [e]}}) for e in (0, 1)
     ]

@@ -139,7 +139,7 @@ async def test_a_fault_in_what_the_engine_holds_is_found_in_the_very_sync(pair, 
         await pair.hand_over()  # of a sync without any change
 
 
-async def test_nothing_is_left_behind(pair):
+async def test_no_file_is_left(pair):
     before = files()
     for _ in range(3):
         await hand_over(pair)

@@ -81,7 +81,7 @@ async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_
 
 
 @pytest.mark.parametrize("kept", [True, False])
-async def test_weights_take_turns_in_two_places_where_the_engine_computes_on_them(pair, kept):
+async def test_weights_alternate_between_two_buffers_if_the_engine_computes_on_them(pair, kept):
     pair.sync.expects_late_engines = kept
     head, places = pair.engine._model._model.get_output_embeddings(), []
     for _ in range(5):

@@ -65,7 +65,7 @@ def test_every_write_has_a_name_of_its_own(folder):
     assert len({write_weights(WEIGHTS) for _ in range(3)}) == 3
 
 
-def test_the_next_writer_sweeps_what_dead_processes_left_finished_or_not(folder):
+def test_the_next_writer_removes_files_of_ended_processes_finished_or_not(folder):
     mine, pid = write_weights(WEIGHTS), dead_process()
     finished = left_by(mine, pid)
     finished.touch()
@@ -74,7 +74,7 @@ def test_the_next_writer_sweeps_what_dead_processes_left_finished_or_not(folder)
     assert sorted(folder.iterdir()) == sorted(map(Path, (mine, another)))
 
 
-def test_files_of_living_processes_and_of_other_programs_stay(folder):
+def test_files_of_running_processes_and_of_other_programs_stay(folder):
     mine = write_weights(WEIGHTS)
     others = [left_by(mine, os.getppid()), folder / "skyasync-weights-what-ever", folder / "something-else"]
     for path in others:
@@ -93,7 +93,7 @@ def test_files_of_another_containers_processes_stay(folder, monkeypatch):
     assert theirs.exists()
 
 
-def test_files_that_may_not_be_removed_stop_nobody(folder, monkeypatch):
+def test_files_that_may_not_be_removed_are_no_error(folder, monkeypatch):
     """Files of another user, in a folder where users may remove only their own files."""
     mine = write_weights(WEIGHTS)
     left_by(mine, dead_process()).touch()

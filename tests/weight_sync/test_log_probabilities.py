@@ -17,7 +17,7 @@ def test_what_is_missing_or_no_number_is_an_infinite_gap(found):
     assert gap([[-1.0]], found) == Gap(math.inf, math.inf)
 
 
-def test_the_probe_is_whole_prompts_as_many_as_have_room():
+def test_verification_prompts_are_whole_prompts_as_many_as_fit():
     prompts = [[1] * 3, [2] * 4, [3] * 9, [4]]
     assert choose_probe(prompts, 8) == prompts[:2]
     assert choose_probe(prompts, 7) == prompts[:2]

@@ -153,7 +153,7 @@ async def test_a_late_engine_gets_what_the_others_have_wherever_it_is(cluster: C
     await cluster.transfer.release(update)
 
 
-async def test_an_engine_that_fails_keeps_nobody_waiting_and_the_others_get_all_again(cluster: Cluster) -> None:
+async def test_no_one_waits_for_a_failed_engine_and_the_others_get_all_weights_again(cluster: Cluster) -> None:
     cluster.engines[1].fails = True
     update = await cluster.transfer.publish(1)
     home, failed, other = await cluster.load(update)

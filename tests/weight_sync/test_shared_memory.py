@@ -47,7 +47,7 @@ def test_what_was_read_stays_as_it_is_until_two_more_have_been_written():
     assert same(BufferReader().read(infos[-1]), many(5)), "a late-joining engine"
 
 
-def test_what_nobody_took_is_written_over():
+def test_a_buffer_without_readers_is_overwritten():
     writer = BufferWriter()
     published(writer, many(0))
     lost, sent = (writer.write(specs(many(seed)), many(seed).items()) for seed in (1, 2))

@@ -130,7 +130,7 @@ def test_an_engine_that_computes_something_else_is_an_error_that_names_it_wherev
 
 
 @virtual_time
-async def test_a_nan_behind_a_number_within_one_engine_is_found():
+async def test_a_nan_after_a_number_within_one_engine_is_found():
     with pytest.raises(WeightSyncError, match="inf"):
         await sync_and_verify(1, Trainer([(-1.0, -2.0, -3.0)]), Engines([(-1.0, math.nan, -3.0)]))
 
@@ -161,7 +161,7 @@ async def test_the_limit_follows_from_the_gap_at_start_up_and_both_are_said():
 
 
 @virtual_time
-async def test_one_token_of_the_heavy_tail_ends_no_run():
+async def test_one_token_with_a_large_difference_does_not_end_the_run():
     row = [-1.0] * 200
     trainer, engines = Trainer([row]), Engines(shifted([row], 1e-5))
     both = WeightSync(trainer, engines, [[0] * 201], rounding=Rounding(least=1e-6, most=1.0))
@@ -171,7 +171,7 @@ async def test_one_token_of_the_heavy_tail_ends_no_run():
 
 
 @virtual_time
-async def test_a_floor_of_zero_leaves_room_for_rounding():
+async def test_a_noise_floor_of_zero_allows_for_rounding():
     trainer, engines = Trainer(), Engines([(-1.0, -2.0)])
     both = WeightSync(trainer, engines, [[1, 2, 3]])
     await both.measure_floor()
@@ -274,7 +274,7 @@ async def steps(both, gaps):
 
 
 @virtual_time
-async def test_tokens_of_the_version_before_take_the_place_of_a_probe_that_is_due():
+async def test_tokens_of_the_former_version_replace_scheduled_verification_prompts():
     assert await steps(sampling_sync(), [1e-4] * 9) == [1, 2]
     assert await steps(sampling_sync(), [1e-4, 1e-4, None, 1e-4, 1e-4, 1e-4, 1e-4]) == [1, 2, 4], "none of version 3"
     assert await steps(sampling_sync(), [None] * 9) == [1, 2, 4, 8]
@@ -395,7 +395,7 @@ def keeping(trainer, engines, **options):
 
 
 @virtual_time
-async def test_a_latecomer_gets_what_was_synced_last_and_never_during_a_sync():
+async def test_a_late_joining_engine_gets_the_last_synced_weights_and_never_during_a_sync():
     trainer, engines = Keeper(), Engines([(-1.0, -2.0)], seconds=5.0)
     both = keeping(trainer, engines)
     with pytest.raises(WeightSyncError, match="there are no weights for it yet"):
@@ -411,7 +411,7 @@ async def test_a_latecomer_gets_what_was_synced_last_and_never_during_a_sync():
 
 
 @virtual_time
-async def test_while_workers_are_started_again_a_latecomer_waits_for_the_first_sync_from_them():
+async def test_while_workers_restart_a_late_joining_engine_waits_for_their_first_sync():
     dead, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
     both = keeping(dead, engines, interval=100)
     for version in (1, 2, 3):
@@ -432,7 +432,7 @@ async def test_while_workers_are_started_again_a_latecomer_waits_for_the_first_s
 
 @pytest.mark.parametrize("part", ["publish", "release"])
 @virtual_time
-async def test_a_latecomer_waits_for_other_workers_where_a_sync_has_failed_since_they_have_died(part):
+async def test_a_late_joining_engine_waits_for_new_workers_after_a_sync_failed_with_the_former_ones(part):
     async def dies(*_):
         raise ConnectionError("the rank has failed")
 
@@ -456,7 +456,7 @@ async def test_a_latecomer_waits_for_other_workers_where_a_sync_has_failed_since
 
 
 @virtual_time
-async def test_a_latecomer_is_looked_at_by_the_next_verification():
+async def test_a_late_joining_engine_is_checked_by_the_next_verification():
     trainer, engines = Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
     both = keeping(trainer, engines, interval=100)
     for version in (1, 2, 3):
@@ -471,7 +471,7 @@ async def test_a_latecomer_is_looked_at_by_the_next_verification():
 
 
 @virtual_time
-async def test_without_a_living_engine_there_is_nothing_to_compare_until_one_is_back():
+async def test_without_a_running_engine_nothing_is_compared_until_one_is_back():
     trainer, engines = Keeper(backend="shared_memory"), Engines()
     both = keeping(trainer, engines, interval=100)
     for version in (1, 2, 3):

@@ -61,7 +61,7 @@ async def test_ten_syncs_in_bfloat16_never_fail(folder: str) -> None:
         assert max(await never_fails(pair, 10)) < 0.75
 
 
-async def test_a_tower_that_is_left_behind_is_named_in_the_very_sync(pair: Pair) -> None:
+async def test_a_vision_tower_that_was_not_sent_is_named_in_the_same_sync(pair: Pair) -> None:
     pair.step()
     with arriving(pair.engine._model, stale_tower), pytest.raises(WeightSyncError, match=r"engine holds.*vis"):
         await pair.hand_over()

@@ -210,7 +210,7 @@ def test_the_gradient_on_several_ranks_is_that_of_one(
         assert other == pytest.approx(metrics, rel=1e-5)
 
 
-def test_bfloat16_keeps_float32_masters_and_values_of_float32(untied_model: str) -> None:
+def test_bfloat16_has_float32_master_weights_and_float32_values(untied_model: str) -> None:
     cfg = critic_config(untied_model)
     cfg.trainer.critic.model.path, cfg.trainer.critic.model.dtype = untied_model, "bfloat16"
     cfg.trainer.critic.optimizer_config.lr = 1e-5

@@ -218,7 +218,7 @@ async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
 @pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_rank_whose_process_dies_or_hangs_is_the_error_not_the_broken_collective(
+async def test_the_error_names_the_failed_or_hanging_rank_not_the_broken_collective(
     how: signal.Signals, untied_model: str, bundles: PlacementGroup
 ) -> None:
     cfg = config_for(untied_model)

@@ -86,7 +86,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_a_broadcast_has_the_names_and_shapes_of_the_files_of_every_mixture(tmp_path, family):
+def test_a_broadcast_has_the_names_and_shapes_of_the_files_of_every_moe_family(tmp_path, family):
     """vLLM's loaders know no other names for most families; NCCL's ``specs`` are these."""
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **MIXTURES[family])).save_pretrained(
         tmp_path
@@ -100,7 +100,7 @@ def test_a_broadcast_has_the_names_and_shapes_of_the_files_of_every_mixture(tmp_
     assert {name: list(shape) for name, (_, shape) in from_message(sent).items()} == files
 
 
-def test_what_can_only_be_taken_apart_at_once_is(monkeypatch):
+def test_tensors_that_can_only_be_split_together_are(monkeypatch):
     """A model whose files have one tensor for two parameters."""
 
     def undo(_, weights):

@@ -60,7 +60,7 @@ def test_what_needs_an_end_is_refused_without_one(settings: OptimizerConfig) -> 
         ("warmup_stable_decay", {"num_decay_steps": 4, "min_lr_ratio": 0.1}),
     ],
 )
-def test_behind_the_warm_up_each_is_what_transformers_gives(name: str, options: dict[str, Any]) -> None:
+def test_after_the_warm_up_each_schedule_is_that_of_transformers(name: str, options: dict[str, Any]) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = get_scheduler(name, optimizer, 3, 20, scheduler_specific_kwargs=dict(options))
     ours = config(num_warmup_steps=3, scheduler=name, scheduler_kwargs=options)

@@ -47,7 +47,7 @@ def played(rank: Rank, where: str) -> list[Any]:
 
 @pytest.mark.parametrize("where", ["advantages", "weights"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_is_left_out_leaves_nothing_behind_on_any_rank(
+def test_a_dropped_update_has_no_effect_on_any_rank(
     where: str, count: int, ranks: Callable[[int], Ranks], untied_model: str
 ) -> None:
     found = {}

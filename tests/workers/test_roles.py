@@ -89,12 +89,12 @@ def test_a_users_role_travels_and_the_librarys_do_not(lengths: Role) -> None:
     assert user_parts()["skyasync.workers.roles:ROLES"] == {"lengths": lengths}
 
 
-def test_a_role_that_nobody_has_added_is_refused_with_the_nearest() -> None:
+def test_an_unknown_role_is_rejected_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"unknown role 'polici'.*'policy'"):
         ROLES["polici"]
 
 
-def test_a_third_role_is_placed_beside_the_policy_or_on_devices_of_its_own(lengths: Role) -> None:
+def test_a_third_role_is_colocated_with_the_policy_or_on_devices_of_its_own(lengths: Role) -> None:
     cfg = config("")
     cfg.trainer.placement.policy_num_gpus_per_node = 2
     beside = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))

@@ -233,7 +233,7 @@ def saved(rank: Rank, folder: str) -> None:
         pass
 
 
-def test_two_ranks_save_behind_training_what_one_loads(
+def test_two_ranks_save_asynchronously_what_one_loads(
     untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     cfg = shared_config(untied_model)

@@ -375,7 +375,7 @@ def test_a_server_with_steps_is_played_step_by_step():
     assert hub.heard[1][1]["response"]["output"][0]["content"][0]["text"] == "hit"
 
 
-def test_a_lost_verdict_is_asked_for_again_and_nothing_else():
+def test_only_a_lost_result_is_requested_again():
     hub = Hub()
     hub.answers = [{}, "4", 503, {"reward": 1.0}]
 

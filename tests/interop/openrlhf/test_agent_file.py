@@ -190,6 +190,6 @@ def test_settings_of_an_earlier_run_that_name_the_program_are_settled_again(prog
     assert callable(resolve_reference(cfg.generator.agent_program, kind="program"))
 
 
-def test_a_program_that_was_chosen_beside_an_agent_file_is_refused(tmp_path):
+def test_an_agent_program_together_with_an_agent_file_is_rejected(tmp_path):
     with pytest.raises(UserError, match=r"agent_program=skyasync\.examples:play plays the episodes"):
         load_config([f"generator.agent_func_path={tmp_path}", "generator.agent_program=skyasync.examples:play"])

@@ -92,7 +92,7 @@ def test_an_executor_with_a_loop_of_its_own_trains_what_it_names() -> None:
     assert run.metrics["response/length_mean"] == 6.0
 
 
-def test_the_first_form_keeps_its_globals_apart() -> None:
+def test_the_first_interface_has_separate_globals() -> None:
     run = agent("agent_function.py")
     assert run.learned
     assert run.metrics["env/steps"] == 2.0

@@ -54,7 +54,7 @@ def test_an_environment_in_gems_form() -> None:
     assert any("Not 1. (1)" in text for text in run.texts)
 
 
-def test_a_gymnasium_environment_that_nobody_has_registered() -> None:
+def test_a_gymnasium_environment_that_is_not_registered() -> None:
     rows = [{"prompt": "", "seed": number, "length": 4} for number in range(8)]
     run = train(f"environment.env_class={FILES}/corridor_env.py:Corridor", "generator.max_turns=4", rows=rows)
     assert run.learned

@@ -47,7 +47,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, tied_m
         started(untied_model).load(str(tmp_path))
 
 
-def test_a_parameter_without_a_gradient_has_no_moments_after_loading_either(tmp_path: Path, tied_model: str) -> None:
+def test_a_parameter_without_a_gradient_has_no_optimizer_state_after_loading_either(
+    tmp_path: Path, tied_model: str
+) -> None:
     worker = started(tied_model)
     still = worker.backend.model.model.base_model.norm.weight
     still.requires_grad_(False)
@@ -66,7 +68,7 @@ def _memory(kind: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
 
 
-def test_what_is_written_behind_training_is_the_state_of_the_beginning(
+def test_an_asynchronous_save_has_the_state_at_its_beginning(
     tmp_path: Path, tied_model: str, recwarn: pytest.WarningsRecorder
 ) -> None:
     worker = started(tied_model)

@@ -148,7 +148,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("ranks", [8, 24, 48, 64, 96, 128, 256, 512, 1024])
-def test_a_mixture_of_30b_is_read_in_slices_by_any_number_of_ranks(ranks: int) -> None:
+def test_a_moe_model_of_30b_is_read_in_slices_by_any_number_of_ranks(ranks: int) -> None:
     """Qwen3-30B-A3B: its routers have 128 rows, so that from 129 ranks on some have none of them."""
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
     config = Qwen3MoeConfig(

@@ -70,7 +70,7 @@ def test_rows_have_the_same_codes_alone_and_together(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_learns_as_beside_the_numbers_themselves(untied_model: str, tmp_path: Path, kind: str) -> None:
+def test_adapters_learn_as_on_the_dequantized_weights(untied_model: str, tmp_path: Path, kind: str) -> None:
     found = started(adapted(untied_model, kind))
     held = [
         p.to_local() for p in found.backend.model.model.parameters() if isinstance(p, DTensor) and not p.requires_grad

@@ -123,7 +123,7 @@ def valued(rank: Rank) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("axis", "name"), [("tensor", "gemma2_capped"), ("context", "llama")])
-def test_a_critic_beside_the_policy_is_divided_like_it(
+def test_a_critic_colocated_with_the_policy_is_divided_like_it(
     shapes: dict[str, str], axis: str, name: str, ranks: Callable[[int], Ranks]
 ) -> None:
     """Gemma's plan splits its embeddings, as they are its head; a critic has another head."""
@@ -205,7 +205,7 @@ def merged(rank: Rank) -> dict[str, Any]:
     [("llama", 2, {"context": 2}), ("qwen3_tied", 2, {"tensor": 2}), ("qwen3_moe", 4, {"tensor": 2})],
     ids=str,
 )
-def test_adapters_train_beside_what_is_split(
+def test_adapters_train_on_split_matrices(
     shapes: dict[str, str], name: str, count: int, sizes: dict[str, int], ranks: Callable[[int], Ranks]
 ) -> None:
     cfg = parallel(shapes[name])
@@ -309,7 +309,7 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
 
 
 @pytest.mark.slow
-def test_any_axes_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
+def test_any_mesh_resumes_from_any_others_checkpoint_and_publishes_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """A mixture of experts with tied embeddings, divided in several ways in turn; the last way twice."""

@@ -204,7 +204,7 @@ def joined(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_any_stages_go_on_from_any_others_checkpoint_and_hand_over_whole_weights(
+def test_any_stages_resume_from_any_others_checkpoint_and_publish_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     """A mixture of experts with tied embeddings, whose files have experts one by one."""

@@ -109,7 +109,7 @@ def test_settings_are_those_that_differ(whole: str) -> None:
     )
 
 
-def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+def test_a_run_that_has_just_started_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "config.yaml").write_text("trainer:\n  plan: sync\n")
     made = page([tmp_path / "new"])
@@ -153,7 +153,7 @@ def test_the_page_names_the_engine_and_why_it_was_chosen(run: Path) -> None:
         assert "engine <b>transformers</b> (generator.backend=auto: vLLM is not installed)" in page([run])
 
 
-def test_a_run_that_goes_on_is_loaded_anew(tmp_path: Path) -> None:
+def test_the_page_of_a_running_run_reloads(tmp_path: Path) -> None:
     with status_file(tmp_path):
         assert '<meta http-equiv="refresh" content="30">' in page([tmp_path], refresh_s=30)
     assert "http-equiv" not in page([tmp_path], refresh_s=30)

@@ -196,7 +196,7 @@ def test_the_number_to_keep_counts_those_that_are_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
 
 
-def test_what_a_killed_run_left_behind_is_swept_away(tmp_path: Path) -> None:
+def test_unfinished_folders_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     for name in ("step_000007.unfinished", "step_000003.discarded"):
         (tmp_path / name).mkdir()
     save(Checkpoints(tmp_path), 1)

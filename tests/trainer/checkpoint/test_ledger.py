@@ -74,7 +74,7 @@ class AnyRun(RuleBasedStateMachine):
             assert self.ledger.start(name, 99) is None, "once"
 
     @invariant()
-    def everything_open_is_known_with_its_age(self) -> None:
+    def every_open_prompt_has_its_staleness(self) -> None:
         assert self.ledger.versions == self.open
         assert set(self.ledger.finished) <= set(self.open)
 
@@ -102,7 +102,7 @@ def test_the_audit_tells_what_was_trained_twice(names: list[str]) -> None:
     assert {name: len(ends) for name, ends in audit(lines).items()} == {name: names.count(name) for name in set(names)}
 
 
-def test_a_reason_is_written_beside_the_name() -> None:
+def test_a_reason_is_written_with_the_name() -> None:
     ledger: Ledger[str] = Ledger()
     ledger.close(["e0-i1"], "given_up", "TimeoutError")
     assert ledger.line() == {"given_up": {"e0-i1": "TimeoutError"}}

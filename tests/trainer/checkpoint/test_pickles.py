@@ -54,7 +54,7 @@ class Hostile:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_a_strangers_checkpoint_runs_nothing(tmp_path: Path) -> None:
+def test_another_users_checkpoint_runs_no_code(tmp_path: Path) -> None:
     """The checkpoint has a pickle under every name at which torch's reader would look for one."""
     import torch
     import torch.distributed.checkpoint as dcp

@@ -113,7 +113,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_waits(
 
 
 @every_plan
-def test_what_was_written_behind_training_is_gone_on_from(plan: type[RayPPOTrainer], tmp_path: Path) -> None:
+def test_a_run_resumes_from_an_asynchronous_checkpoint(plan: type[RayPPOTrainer], tmp_path: Path) -> None:
     first = run_of(tmp_path, plan, trainer__ckpt_async=True, updating=[10.0])
     first.dispatch.writing_s = 3.0
     error = first.faults["update", 5] = ZeroDivisionError("a bug")
@@ -166,7 +166,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_where_no_checkpoint_is_whole_the_run_does_not_start_anew_by_itself(tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_the_run_does_not_start_from_scratch_by_itself(tmp_path: Path) -> None:
     run_of(tmp_path, trainer__max_training_steps=2).train()
     for step in (1, 2):
         flip(tmp_path / f"step_{step:06d}")

@@ -180,7 +180,7 @@ def test_all_slots_in_use_leave_no_choice_after_the_start() -> None:
     assert run.trained[12:] == list(range(12, 80))
 
 
-def test_spare_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline() -> None:
+def test_free_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline() -> None:
     machine = Admission(AdmissionLimits(batch_size=1, total=10, max_staleness=3, generate_batch_size=2))
     trained = []
     for version in range(3):
@@ -197,7 +197,7 @@ def test_spare_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 1.3, 2.0])
-def test_a_fractional_generation_ratio_is_prompts_ahead_of_the_batch(ratio: float) -> None:
+def test_a_fractional_generation_ratio_admits_prompts_before_the_batch(ratio: float) -> None:
     limits = AdmissionLimits(batch_size=10, total=1000, max_staleness=ceil(ratio), generation_ratio=ratio)
     assert len(Admission(limits).admit()) == 10 + Fraction(str(ratio)) * 10
 

@@ -50,7 +50,7 @@ class Watched(RecordingDispatch):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-async def test_every_plan_trains_a_critic_beside_the_policy(model: str, plan: type[RayPPOTrainer]) -> None:
+async def test_every_plan_trains_a_critic_together_with_the_policy(model: str, plan: type[RayPPOTrainer]) -> None:
     cfg = ppo(model)
     run = LocalRun(plan, cfg, dispatch=Watched(cfg))
     before = {role: run.dispatch.weights(role) for role in ("policy", "critic")}

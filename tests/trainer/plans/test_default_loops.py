@@ -91,7 +91,7 @@ def test_stale_samples_that_nothing_corrects_end_the_run_at_the_first_batch(plan
     make_run(plan, **UNCORRECTED | {"trainer__algorithm__policy_loss_type": "decoupled_ppo"}).train()
 
 
-def test_whoever_wants_them_uncorrected_says_so():
+def test_uncorrected_samples_must_be_requested():
     with pytest.raises(UserError, match="asynchronous"):
         make_run(EarlyTrainer, **UNCORRECTED)
     make_run(EarlyTrainer, **UNCORRECTED, trainer__allow_uncorrected=True).train()

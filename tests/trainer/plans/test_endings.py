@@ -150,7 +150,7 @@ def test_ctrl_c_at_any_moment_leaves_whole_steps_and_the_resumed_run_trains_exac
 
 @every_plan
 @pytest.mark.parametrize("part", ["generate", "sync", "log", "stats"])
-def test_an_error_behind_a_whole_step_leaves_a_checkpoint_of_it(plan, part, tmp_path):
+def test_an_error_after_a_whole_step_leaves_a_checkpoint_of_it(plan, part, tmp_path):
     first = make_run(plan, **shared(tmp_path))
     error = first.faults[part, 3] = Broken()
     with pytest.raises(Broken) as caught:

@@ -142,7 +142,7 @@ def test_an_evaluation_belongs_to_the_step_after_which_it_ran_and_to_that_policy
 
 
 @every_plan
-def test_an_evaluation_at_the_end_is_made_once_even_if_it_is_due_anyway(plan):
+def test_an_evaluation_at_the_end_runs_once_even_if_it_is_scheduled_anyway(plan):
     run = make_run(plan, prompts=8, eval_prompts=3, trainer__eval_interval=1).train()
     assert run.faults.calls["evaluate"] == 2
     assert run.trainer.last_metrics["eval/version"] == 2
@@ -264,7 +264,7 @@ def test_no_checkpoint_is_written_unless_asked_for(plan, tmp_path):
 
 
 @every_plan
-def test_resuming_without_a_checkpoint_starts_anew(plan, tmp_path):
+def test_resuming_without_a_checkpoint_starts_from_scratch(plan, tmp_path):
     run = make_run(plan, prompts=8, trainer__ckpt_path=str(tmp_path), trainer__resume_mode="latest").train()
     assert run.trained == stream(8)
 
@@ -561,7 +561,7 @@ def test_dynamic_sampling_leaves_out_the_groups_that_its_setting_says(plan):
 
 
 @every_plan
-def test_groups_are_judged_by_a_metric_of_their_environment_where_that_is_asked_for(plan):
+def test_groups_can_be_filtered_by_a_metric_of_their_environment(plan):
     class RowThreeScoresAlike(plan):
         def postprocess_generator_output(self, groups):
             for group in groups:

@@ -64,7 +64,9 @@ async def test_one_step_off_has_the_same_first_step(model: str) -> None:
 
 @EVERY_PARTIAL_ROLLOUT
 @pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.matrix)])
-async def test_every_prompt_is_trained_once_in_bounded_age(model: str, partial_rollout: str, staleness: int) -> None:
+async def test_every_prompt_is_trained_once_with_bounded_staleness(
+    model: str, partial_rollout: str, staleness: int
+) -> None:
     cfg = config(model, steps=0, epochs=3, max_staleness=staleness, partial_rollout=partial_rollout)
     run = await LocalRun(Remembering, cfg).train()
     assert sorted(run.trainer.trained_ids) == [PromptId(epoch, row) for epoch in range(3) for row in range(10)]

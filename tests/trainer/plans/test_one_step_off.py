@@ -79,12 +79,12 @@ def test_the_last_steps_wait_for_no_generation_since_no_acknowledgement_is_owed(
     assert sorted(run.tracker.of("time/wait_generation_s")) == list(range(1, 6 - depth + 1))
 
 
-def test_no_batch_is_generated_that_nobody_trains():
+def test_every_generated_batch_is_trained():
     run = make_run(AsyncRayPPOTrainer, prompts=24, trainer__max_training_steps=3).train()
     assert run.generator.asked == run.trained == stream(24)[:12]
 
 
-def test_engines_are_paused_for_every_swap_and_resumed_after_it():
+def test_engines_are_paused_for_every_weight_update_and_resumed_after_it():
     run = make_run(AsyncRayPPOTrainer, prompts=12).train()
     assert run.faults.calls["pause"] == run.faults.calls["resume"] == 3
 

@@ -67,7 +67,7 @@ def test_what_was_finished_is_trained_and_not_asked_for_again(
 
 
 @pytest.mark.parametrize("plan", ASYNCHRONOUS)
-def test_without_them_a_resumed_run_generates_anew(plan: type, tmp_path: Path) -> None:
+def test_without_saved_rollouts_a_resumed_run_generates_again(plan: type, tmp_path: Path) -> None:
     _, second = interrupted(plan, tmp_path, 3, trainer__ckpt_rollouts=False)
     assert not list(tmp_path.rglob("rollouts.safetensors"))
     assert set(second.trained) == set(second.generator.asked)

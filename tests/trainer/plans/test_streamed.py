@@ -86,7 +86,7 @@ def test_groups_may_be_trained_in_the_order_of_their_prompts() -> None:
     assert run.tracker.of("time/step_s")[1] == pytest.approx(9.0 + 2 * 2.0)  # all wait for the first one
 
 
-def test_a_batch_trains_while_its_tail_is_generated() -> None:
+def test_a_batch_trains_while_its_stragglers_are_generated() -> None:
     run = make_run(
         StreamedRayPPOTrainer, prompts=4, generating=[1.0, 1.0, 1.0, 9.0], updating=[2.0], syncing=[0.0]
     ).train()

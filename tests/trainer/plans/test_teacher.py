@@ -115,7 +115,7 @@ async def test_rewards_and_a_teacher_add_up(model: str, teacher: str) -> None:
     assert rewarded.any() and torch.equal(batch.advantages, rewarded + taught)
 
 
-async def test_several_updates_are_judged_by_the_policy_before_them(model: str, teacher: str) -> None:
+async def test_several_updates_use_the_advantages_of_the_policy_before_them(model: str, teacher: str) -> None:
     cfg = distilled(model, teacher, steps=1, update_epochs_per_batch=2)
     run = await LocalRun(RayPPOTrainer, cfg).train()
     first, second = run.dispatch.batches

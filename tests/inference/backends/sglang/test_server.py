@@ -151,7 +151,7 @@ async def test_a_drain_waits_for_what_runs_and_holds_what_comes(engine: Engine) 
     assert len((await second)[0].token_ids) == 3
 
 
-async def test_weights_that_the_server_refuses_or_nobody_has_are_an_error(engine: Engine, tmp_path: Path) -> None:
+async def test_weights_that_the_server_rejects_or_cannot_find_are_an_error(engine: Engine, tmp_path: Path) -> None:
     if REAL:
         pytest.skip("a real server reloads its former weights, whose file is gone, and fails")
     broken = tmp_path / "broken.safetensors"

@@ -342,7 +342,9 @@ async def test_two_unanswered_requests_may_not_share_an_id(engine: TransformersE
         await answers(engine, [*requests(1, ENDLESS), *requests(1, ENDLESS)])
 
 
-async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token(untied_model: str, tmp_path_factory) -> None:
+async def test_an_in_flight_weight_update_loses_no_token_and_every_token_has_its_version(
+    untied_model: str, tmp_path_factory
+) -> None:
     """After an update that keeps the KV cache, a pass with the old weights' cache gives the same log-probabilities."""
     other = save_tiny_llama(tmp_path_factory.mktemp("other"), tied=False, seed=1)
     asked = requests(64, SamplingParams(max_tokens=120, ignore_eos=True))
@@ -373,7 +375,7 @@ async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token(untied_mode
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 2e-5
 
 
-async def test_a_swap_needs_no_pause(untied_model: str, tmp_path_factory) -> None:
+async def test_a_weight_update_needs_no_pause(untied_model: str, tmp_path_factory) -> None:
     other = save_tiny_llama(tmp_path_factory.mktemp("other"), tied=False, seed=1)
     async with engine_of(untied_model) as engine, published(weights_of(other), 1) as update:
         running = asyncio.create_task(answers(engine, requests(8, ENDLESS)))

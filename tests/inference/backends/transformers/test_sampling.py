@@ -181,7 +181,7 @@ def test_penalties_count_the_tokens_sampled_since() -> None:
     assert found == [[0, 0], [3, 0], [0, 0], [4, 0], [1, 0]]
 
 
-def test_a_bad_word_is_banned_also_behind_a_space_where_that_is_as_long() -> None:
+def test_a_bad_word_is_also_banned_after_a_space_if_that_has_as_many_tokens() -> None:
     tokens = {"no": [5], " no": [6], "never": [7, 8], " never": [9, 8], "x": [3], " x": [2, 3]}
     assert tokenised(["no", " never", "x"], tokens.__getitem__) == ((5,), (6,), (7, 8), (9, 8), (3,))
 

@@ -267,7 +267,7 @@ async def test_a_bundle_ends_when_all_of_it_is_aborted_and_its_aborted_members_s
     assert {answer.finish_reason for answer in await answers} == {"abort"}
 
 
-async def test_a_bundle_survives_a_weight_update_and_is_stamped_token_by_token(
+async def test_a_request_of_several_samples_survives_a_weight_update_with_a_version_per_token(
     engine: Engine, one_per_prompt: None
 ) -> None:
     before = engine.version
@@ -344,7 +344,7 @@ async def test_generated_tokens_are_counted(engine: Engine) -> None:
     assert (await engine.stats()).generated_tokens == before + 50
 
 
-async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token_exactly(engine: Engine) -> None:
+async def test_an_in_flight_weight_update_loses_no_token_and_versions_are_exact(engine: Engine) -> None:
     old_version, old_model = engine.version, _copy(engine.model)
     requests = [GenerationRequest(f"swap-{i}", [2 + i, 5, 6], LONG) for i in range(64)]
     answers = asyncio.create_task(engine.answer(*requests))
@@ -359,12 +359,12 @@ async def test_a_swap_in_flight_loses_nothing_and_stamps_every_token_exactly(eng
     started_over = [o for o in outputs if set(o.versions) == {new_version}]
     assert len(swapped) >= 1 and len(started_over) >= 64 - 2 * MAX_RUNNING
     for request_, output in zip(requests, outputs, strict=True):
-        expected = _across_a_swap(old_model, engine.model, request_.prompt_token_ids.tolist(), output, old_version)
+        expected = _across_an_update(old_model, engine.model, request_.prompt_token_ids.tolist(), output, old_version)
         assert gap(output, expected) <= TOLERANCE
 
 
 @torch.no_grad()
-def _across_a_swap(
+def _across_an_update(
     old: LlamaForCausalLM, new: LlamaForCausalLM, prompt: list[int], output: Listed, old_version: int
 ) -> torch.Tensor:
     """The old model computed the tokens of the old version; the new one computed the rest, on the old KV cache."""
@@ -465,7 +465,7 @@ async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
     assert output.finish_reason == "error" and "512" in output.error
 
 
-async def test_news_are_told_once_under_a_swap_too_and_the_answer_is_whole(engine: Engine) -> None:
+async def test_progress_is_reported_once_also_across_an_update_and_the_answer_is_complete(engine: Engine) -> None:
     first, count = engine.version, 3
     told: dict[str, list[tuple[int, float, int]]] = {f"news-{i}": [] for i in range(count)}
     asked = [request(f"news-{i}", max_tokens=300, ignore_eos=True) for i in range(count)]
@@ -485,7 +485,7 @@ async def test_news_are_told_once_under_a_swap_too_and_the_answer_is_whole(engin
     assert not await engine.progress() and not engine._reported
 
 
-async def test_requests_of_several_samples_and_scores_are_left_out_of_the_news(engine: Engine) -> None:
+async def test_progress_leaves_out_requests_of_several_samples_and_scores(engine: Engine) -> None:
     await engine.score([[2, 3, 4], [5, 6]])
     scoring = asyncio.create_task(engine.score([[2, 3, 4] * 50] * 8))
     while not scoring.done():
@@ -493,7 +493,7 @@ async def test_requests_of_several_samples_and_scores_are_left_out_of_the_news(e
     await scoring
 
 
-async def test_after_the_cores_death_every_call_raises(engine: Engine) -> None:
+async def test_after_the_failure_of_the_core_every_call_raises(engine: Engine) -> None:
     """The last test of the file: it kills the engine."""
     answers = asyncio.create_task(engine.answer(GenerationRequest("doomed", [2, 3], LONG)))
     await engine.until_running(1)

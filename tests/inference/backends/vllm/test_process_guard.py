@@ -98,7 +98,7 @@ def test_shared_memory_of_the_guarded_is_removed_after_them() -> None:
     assert not block.exists()
 
 
-def test_so_is_what_they_had_when_they_were_killed_and_nobody_had_noted() -> None:
+def test_so_are_files_of_killed_processes_that_were_not_recorded() -> None:
     name = f"/dev/shm/vllm_dist_test{os.getpid()}-tp:0-[0-1]-cpushm_0"
     program = (
         "import mmap, sys\n"
@@ -142,7 +142,7 @@ def test_files_of_the_guarded_lie_in_a_folder_that_goes_with_them(
     assert os.listdir(short_path) == []
 
 
-def test_that_folder_has_a_name_that_leaves_room_for_the_addresses_of_sockets(
+def test_the_name_of_that_folder_is_short_enough_for_paths_of_sockets(
     monkeypatch: pytest.MonkeyPatch, short_path: Path
 ) -> None:
     deep, run = short_path / ("x" * 50), short_path / "y"

@@ -237,7 +237,7 @@ async def test_a_server_is_refused_in_one_line_that_says_why(server: Running) ->
     assert "--dtype bfloat16" in refusal(server.url, dtype="bfloat16")
 
 
-async def test_strangers_change_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_without_the_key_change_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     right = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession() as http:
         for headers, status in [({}, 401), ({"Authorization": "Bearer x"}, 401), (right, 200),
