@@ -49,15 +49,15 @@ class Orders:
     def now(self, kind: str, what: str, *, once: bool = False) -> Order | None:
         """The current order of this kind, if there is one; the part that it hits is recorded."""
         orders = [Order(**row) for row in _read(self._given) if row["kind"] == kind]
-        due = [order for order in orders if order.until > time.time()]
-        if not due:
+        current = [order for order in orders if order.until > time.time()]
+        if not current:
             return None
         before = self.taken()
-        fresh = [order for order in due if order.number not in before]
+        fresh = [order for order in current if order.number not in before]
         if fresh:
             self.tell(fresh[0], what)
             return fresh[0]
-        return None if once else due[0]
+        return None if once else current[0]
 
 
 def _append(file: Path, row: dict[str, object]) -> None:

@@ -77,11 +77,11 @@ class FaultDriver:
         self.seen.began = time.time()
         self._orders, self._folder = Orders(self.command.scratch), self.command.folder
         self._next = next(self.events)
-        self._due: list[Event] = []
+        self._due_events: list[Event] = []
         self._ordered: list[tuple[Event, float]] = []
         self._frozen: list[tuple[float, Process]] = []
         self._looked, self._size, self._ends = 0.0, -1, 0
-        self._struck_driver = self._up = False
+        self._driver_hit = self._up = False
         self._controllers: set[Process] = set()
         self._clock, self._ticked = 0.0, 0.0  # the schedule's time, and when it was last updated
 
@@ -112,7 +112,7 @@ class FaultDriver:
         self.seen.starts.append((self.now, why))
         self._began = self.now
         self._child = subprocess.Popen(self.command.program, env=environment, start_new_session=True)
-        self._struck_driver = self._up = False
+        self._driver_hit = self._up = False
         self._size = -1
 
     @property
@@ -138,13 +138,13 @@ class FaultDriver:
         if status == 0:
             self.seen.ended = "the command was done"
             return True
-        if self._struck_driver:
+        if self._driver_hit:
             why = "its driver was killed"
         else:
             ending = Ending(self._began, self.now, f"status {status}", self._error())
             self.seen.endings.append(ending)
             why = f"it had ended by itself, {ending}"
-        self._ends = 0 if self._struck_driver else self._ends + 1
+        self._ends = 0 if self._driver_hit else self._ends + 1
         if self._ends >= MOST_ENDS or self.now > self.seconds + self.grace_s:
             self.seen.ended = f"given up: {why}, {self._ends} times in a row without a step"
             return True
@@ -174,7 +174,7 @@ class FaultDriver:
         """Seconds until no process of the run is left: two commands at once would write to one folder."""
         began = time.time()
         while time.time() - began < patience_s and any(
-            p.lives for ps in parts(self.known.values()).values() for p in ps
+            p.alive for ps in parts(self.known.values()).values() for p in ps
         ):
             time.sleep(TICK_S)
         return time.time() - began
@@ -220,7 +220,7 @@ class FaultDriver:
 
     def _meet(self, processes: Sequence[Process]) -> None:
         """Remember processes by their current titles; the parts of a new controller have to start first."""
-        controllers = {process for process in parts(processes).get("controller", []) if process.lives}
+        controllers = {process for process in parts(processes).get("controller", []) if process.alive}
         self._up &= not controllers or controllers == self._controllers
         self._controllers = controllers or self._controllers
         self.known.update({(process.number, process.born): process for process in processes})
@@ -237,11 +237,11 @@ class FaultDriver:
 
     def _strike(self) -> None:
         while self._next.at <= self._clock and self.now <= self.seconds:
-            self._due.append(self._next)
+            self._due_events.append(self._next)
             self._next = next(self.events)
-        for event in list(self._due) if self._up else ():
+        for event in list(self._due_events) if self._up else ():
             if self._do(event) or self._clock > event.at + MISSED_S:
-                self._due.remove(event)
+                self._due_events.remove(event)
 
     def _do(self, event: Event) -> bool:
         """Whether the event is done; an event without a target is retried for a while."""
@@ -270,7 +270,7 @@ class FaultDriver:
 
     def _hit(self, event: Event, process: Process) -> None:
         if event.about.deed == "kill":
-            self._struck_driver |= event.about.target == "driver"
+            self._driver_hit |= event.about.target == "driver"
             done = process.send(signal.SIGKILL)
         else:
             done = process.send(signal.SIGSTOP)
@@ -279,7 +279,7 @@ class FaultDriver:
 
     def _thaw(self, *, all_of_them: bool = False) -> None:
         for end, process in list(self._frozen):
-            if self.now >= end or not process.lives or (all_of_them and end < float("inf")):
+            if self.now >= end or not process.alive or (all_of_them and end < float("inf")):
                 self._frozen.remove((end, process))
                 process.send(signal.SIGCONT)
 

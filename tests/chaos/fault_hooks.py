@@ -48,7 +48,7 @@ def take_orders(orders: Orders) -> None:
     _change(RayWorkerDispatch, "begin_save", lambda own: _full(own, orders))
     flips = _Flips(orders)
     _change(WeightSync, "sync", flips.in_sync)
-    _change(RankGroup, "call", flips.behind_writing)
+    _change(RankGroup, "call", flips.after_writing)
 
 
 def _change(owner: type, name: str, made: Callable[[Method], Method]) -> None:
@@ -104,7 +104,7 @@ class _Flips:
 
         return sync
 
-    def behind_writing(self, own: Method) -> Method:
+    def after_writing(self, own: Method) -> Method:
         @wraps(own)
         async def call(group: object, method: str, *args: object) -> list[Any]:
             ranks: list[Any] = await own(group, method, *args)

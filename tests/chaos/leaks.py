@@ -24,7 +24,7 @@ KEPT = ("ray", "torchinductor_", "orders.jsonl", "taken.jsonl")
 def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]:
     """What is left ``PATIENCE_S`` after the end, in words; Ray's watchdog has to end within this time, too."""
     known = list(known)
-    left = _wait(lambda: _living(known, mark), PATIENCE_S)
+    left = _wait(lambda: _running(known, mark), PATIENCE_S)
     found = [f"process {p.number}: {p.title[:80]!r}" for p in left]
     return found + shared_weights({process.number for process in known}) + temporary_files(temporary)
 
@@ -32,10 +32,10 @@ def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]
 def clean_up(known: Iterable[Process], mark: str) -> None:
     """Kill remaining processes. A watchdog first removes the files that it is responsible for."""
     known = list(known)
-    for process in _living(known, mark):
+    for process in _running(known, mark):
         if watchdog.__file__ not in process.title:
             process.send(signal.SIGKILL)
-    for process in _wait(lambda: _living(known, mark), WATCHDOG_S):
+    for process in _wait(lambda: _running(known, mark), WATCHDOG_S):
         process.send(signal.SIGKILL)
 
 
@@ -59,9 +59,9 @@ def _seen(path: Path) -> str:
     return str(path) + (f" with {', '.join(inside)}" if inside else "")
 
 
-def _living(known: list[Process], mark: str) -> list[Process]:
+def _running(known: list[Process], mark: str) -> list[Process]:
     found = {(p.number, p.born): p for p in [*known, *marked(mark)]}
-    return [process for process in found.values() if process.lives]
+    return [process for process in found.values() if process.alive]
 
 
 def _wait(look: Callable[[], list[Process]], patience_s: float) -> list[Process]:

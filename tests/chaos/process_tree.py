@@ -28,7 +28,7 @@ class Process:
 
     def send(self, signal_: signal.Signals) -> bool:
         """Send a signal if it is still the same process; return whether it was."""
-        if not self.lives:
+        if not self.alive:
             return False
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.number, signal_)
@@ -36,7 +36,7 @@ class Process:
         return False
 
     @property
-    def lives(self) -> bool:
+    def alive(self) -> bool:
         """Whether it is running, and not a zombie that waits to be reaped."""
         found = _stat(self.number)
         return found is not None and found[19] == self.born and found[0] != "Z"

@@ -27,7 +27,7 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from tests.chaos.events import Event
-from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, Life
+from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, SimulatedProcess
 from tests.chaos.simulated_ranks import Disk, Ranks
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Command:
             self._colocation.weights = self._sync
         env = EnvSettings({}, step_timeout_s=15.0)
         self._pool = EnvPool(lambda: self._host(env), 2, env)
-        self._revival = EngineSupervisor(
+        self._supervisor = EngineSupervisor(
             self._client, self._sync, max_restarts=RESTARTS, heartbeat_s=1.0, heartbeat_timeout_s=SILENCE_S,
             limit_s=600, colocation=self._colocation,
         )  # fmt: skip
@@ -157,7 +157,7 @@ class Command:
             train_dataset=self._prompts, eval_dataset=None, inference_engine_client=self._client,
             generator=self._generator, colocate_pg=None,
         )  # fmt: skip
-        trainer.callbacks.append(self._revival)
+        trainer.callbacks.append(self._supervisor)
         clock = asyncio.get_running_loop().time
         trainer.attach(
             cast(Any, self._ranks), self._sync, timeline=Timeline(None, clock=clock, memory=16), run_dir=run_dir,
@@ -167,7 +167,7 @@ class Command:
 
     async def _close(self) -> None:
         await self._generator.close()
-        await self._revival.close()
+        await self._supervisor.close()
         self._pool.pool.close()
         await self._client.shutdown()
         await self._ranks.shutdown()
@@ -188,30 +188,30 @@ class Command:
         return True
 
     def _strike_process(self, event: Event) -> bool:
-        engines = [cast(Engine, engine).life for engine in self._client.engines]
-        hosts = [cast(Host, link.worker).life for link in self._pool.pool.processes]
-        of = {"engine": engines, "rank": [self._ranks.life], "environment": hosts, "messages": [*engines, *hosts]}
-        living = [life for life in of[event.about.target] if not life.dead.is_set()]
-        if not living:
+        engines = [cast(Engine, engine).process for engine in self._client.engines]
+        hosts = [cast(Host, link.worker).process for link in self._pool.pool.processes]
+        of = {"engine": engines, "rank": [self._ranks.process], "environment": hosts, "messages": [*engines, *hosts]}
+        running = [process for process in of[event.about.target] if not process.killed.is_set()]
+        if not running:
             return False
-        life = living[int(event.pick * len(living))]
-        DEEDS[event.about.deed](life, event)
+        process = running[int(event.pick * len(running))]
+        DEEDS[event.about.deed](process, event)
         return True
 
 
-def _freeze(life: Life, event: Event) -> None:
-    life.runs.clear()
+def _freeze(process: SimulatedProcess, event: Event) -> None:
+    process.runs.clear()
     if not event.hangs:
-        asyncio.get_running_loop().call_later(event.lasts, life.runs.set)
+        asyncio.get_running_loop().call_later(event.lasts, process.runs.set)
 
 
-def _drop(life: Life, event: Event) -> None:
-    life.dropped += 1
+def _drop(process: SimulatedProcess, event: Event) -> None:
+    process.dropped += 1
 
 
-def _delay(life: Life, event: Event) -> None:
-    life.late_s = event.lasts
-    asyncio.get_running_loop().call_later(event.lasts, setattr, life, "late_s", 0.0)
+def _delay(process: SimulatedProcess, event: Event) -> None:
+    process.late_s = event.lasts
+    asyncio.get_running_loop().call_later(event.lasts, setattr, process, "late_s", 0.0)
 
 
-DEEDS = {"kill": lambda life, event: life.kill(), "freeze": _freeze, "drop": _drop, "delay": _delay}
+DEEDS = {"kill": lambda process, event: process.kill(), "freeze": _freeze, "drop": _drop, "delay": _delay}

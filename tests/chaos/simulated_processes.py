@@ -29,30 +29,30 @@ LETTER = ord("x")  # the tokens that engines generate
 SILENCE_S, START_LIMIT_S = 20.0, 300.0
 
 
-class Life:
+class SimulatedProcess:
     """The state of one process: running, stopped, or killed."""
 
-    def __init__(self, death: type[Exception], what: str) -> None:
-        self._death, self._what = death, what
-        self.dead, self.runs = asyncio.Event(), asyncio.Event()
+    def __init__(self, error: type[Exception], what: str) -> None:
+        self._error, self._what = error, what
+        self.killed, self.runs = asyncio.Event(), asyncio.Event()
         self.runs.set()
         self.dropped, self.late_s = 0, 0.0  # number of messages to lose; their delay
 
     def kill(self) -> None:
-        self.dead.set()
+        self.killed.set()
         self.runs.set()
 
     async def spend(self, seconds: float) -> None:
         """Let time of the process pass; raises an error if the process is killed."""
-        if not self.dead.is_set() and seconds:
+        if not self.killed.is_set() and seconds:
             try:
                 async with asyncio.timeout(seconds):
-                    await self.dead.wait()
+                    await self.killed.wait()
             except TimeoutError:
                 pass
         await self.runs.wait()
-        if self.dead.is_set():
-            raise self._death(f"the process of {self._what} is gone")
+        if self.killed.is_set():
+            raise self._error(f"the process of {self._what} is gone")
 
     async def message(self, seconds: float = 0.01) -> None:
         """A message arrives after a delay."""
@@ -68,7 +68,7 @@ class Engine(InferenceEngine):
     restartable = True
 
     def __init__(self) -> None:
-        self.life = Life(EngineFailedError, "an engine")
+        self.process = SimulatedProcess(EngineFailedError, "an engine")
         self.version, self._paused, self._made = 0, False, 0
         self._wire = asyncio.Lock()  # messages arrive in the order in which they were sent
         self._rows: dict[str, list[int]] = {}  # request -> version of each token
@@ -81,20 +81,20 @@ class Engine(InferenceEngine):
         return Engine()
 
     def kill(self) -> None:
-        self.life.kill()
+        self.process.kill()
 
     async def start(self) -> None:
         async with asyncio.timeout(START_LIMIT_S):
-            await self.life.spend(START_S)
+            await self.process.spend(START_S)
 
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
-        await self._asked()
+        await self._receive()
         assert not self._asleep, "an engine that sleeps has no memory for a request"
         mine = [request.request_id for request in requests]
         self._prompts.update({request.request_id: request for request in requests})
         self._rows.update({name: [] for name in mine})
         while mine:
-            await self.life.spend(TOKEN_S)
+            await self.process.spend(TOKEN_S)
             done = []
             for name in mine:
                 if not self._paused and name not in self._ended:
@@ -105,7 +105,7 @@ class Engine(InferenceEngine):
                     self._forget(name)
             mine = [name for name in mine if name in self._rows]
             if done:
-                await self.life.message(0.0)
+                await self.process.message(0.0)
                 yield done
 
     def _end_of(self, name: str) -> FinishReason | None:
@@ -113,7 +113,7 @@ class Engine(InferenceEngine):
         if name in self._ended:
             return "abort"
         before = len(request.prompt_token_ids) - _prompt_length(request)
-        if before + len(self._rows[name]) >= wanted_tokens(request):
+        if before + len(self._rows[name]) >= response_tokens(request):
             return "stop"
         return "length" if len(self._rows[name]) >= request.sampling.max_tokens else None
 
@@ -128,57 +128,57 @@ class Engine(InferenceEngine):
         return GenerationOutput(name, ints(letters), floats(logprobs), ints(versions), reason)
 
     async def progress(self) -> list[GenerationOutput]:
-        await self._asked()
-        news = [self._output(name, self._told.get(name, 0)) for name in self._rows if name not in self._ended]
+        await self._receive()
+        progress = [self._output(name, self._told.get(name, 0)) for name in self._rows if name not in self._ended]
         self._told = {name: len(row) for name, row in self._rows.items()}
-        return [each for each in news if len(each.token_ids)]
+        return [each for each in progress if len(each.token_ids)]
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        await self._asked()
+        await self._receive()
         return [[-0.5] * (len(each) - 1) for each in sequences]
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        await self._asked()
+        await self._receive()
         self._paused = True
         if mode == "abort":
             self._ended.update(self._rows)
 
     async def resume(self) -> None:
-        await self._asked()
+        await self._receive()
         self._paused = False
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        await self._asked()
+        await self._receive()
         self._ended.update(name for name in self._rows if request_ids is None or name in request_ids)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        await self._asked(SYNC_S)
+        await self._receive(SYNC_S)
         if not update.info["sound"]:
             raise WeightSyncError("an engine holds other weights than the trainer sent in a tensor")
         self.version = update.version
 
     async def sleep(self) -> None:
-        await self._asked()
+        await self._receive()
         assert not self._rows, "requests are at an engine that is to sleep"
         self._asleep = True
 
     async def wake(self, part: WakePart) -> None:
-        await self._asked()
+        await self._receive()
         self._asleep = part == "weights"
 
     async def stats(self) -> EngineStats:
-        await self._asked()
+        await self._receive()
         return EngineStats(len(self._rows), sum(not row for row in self._rows.values()), self._made)
 
     async def shutdown(self) -> None:
         self.kill()
 
-    async def _asked(self, seconds: float = 0.01) -> None:
+    async def _receive(self, seconds: float = 0.01) -> None:
         async with self._wire:
-            await self.life.message(seconds)
+            await self.process.message(seconds)
 
 
-def wanted_tokens(request: GenerationRequest) -> int:
+def response_tokens(request: GenerationRequest) -> int:
     """The length of the answer: between 1 and 8 tokens, by the prompt's first token."""
     return 1 + int(request.prompt_token_ids[0]) % 8
 
@@ -196,19 +196,19 @@ class Host(LocalTransport):
 
     def __init__(self, settings: EnvSettings) -> None:
         super().__init__(Episodes(settings), settings.step_timeout_s)
-        self.life = Life(ConnectionError, "an environment")
+        self.process = SimulatedProcess(ConnectionError, "an environment")
 
     async def load(self, *args: object) -> Exception | None:
-        await self.life.message(1.0)
+        await self.process.message(1.0)
         return await super().load(*args)
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
-        await self.life.message(0.05)
+        await self.process.message(0.05)
         return await super().exchange(calls)
 
     def kill(self) -> None:
         super().kill()
-        self.life.kill()
+        self.process.kill()
 
 
 class Turns(BaseTextEnv):

@@ -16,12 +16,12 @@ from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import WeightUpdate
-from tests.chaos.simulated_processes import SILENCE_S, Life
+from tests.chaos.simulated_processes import SILENCE_S, SimulatedProcess
 
 TRAIN_S, PUBLISH_S, SAVE_S, START_S, MOVE_S = 2.0, 0.5, 1.0, 15.0, 0.5
 
 
-class RanksDiedError(RuntimeError):
+class RanksFailedError(RuntimeError):
     """In place of Ray's error."""
 
 
@@ -29,54 +29,54 @@ class Ranks(WeightTransfer):
     """In place of the trainer's dispatch: the policy's state is a number, the optimizer steps."""
 
     def __init__(self, disk: Disk) -> None:
-        self.life, self._disk = Life(RanksDiedError, "the policy"), disk
+        self.process, self._disk = SimulatedProcess(RanksFailedError, "the policy"), disk
         self.weights, self.gradients, self.offloaded = 0, 0, False
         self.flip, self.busy_s = False, 0.0
         self._failure: BaseException | None = None
-        self._behind: tuple[Path, int, float] = (Path(), 0, 0.0)
+        self._pending_save: tuple[Path, int, float] = (Path(), 0, 0.0)
 
     @property
     def lost(self) -> tuple[str, BaseException] | None:
         return ("policy", self._failure) if self._failure is not None else None
 
     async def start(self, total_steps: int = 0) -> None:
-        await self._asked(START_S)
+        await self._call(START_S)
 
     async def offload(self) -> None:
-        await self._asked(MOVE_S)
+        await self._call(MOVE_S)
         self.offloaded = True
 
     async def onload(self) -> None:
-        await self._asked(MOVE_S)
+        await self._call(MOVE_S)
         self.offloaded = False
 
     async def shutdown(self) -> None:
-        self.life.kill()
+        self.process.kill()
 
-    async def _asked(self, seconds: float) -> None:
+    async def _call(self, seconds: float) -> None:
         """As ``RankGroup``: a rank that sends no heartbeat for too long counts as failed."""
         try:
             async with asyncio.timeout(seconds + SILENCE_S) as timer:
-                await self.life.spend(seconds)
-        except RanksDiedError as error:
+                await self.process.spend(seconds)
+        except RanksFailedError as error:
             self._failure = error
             raise
         except TimeoutError as error:
             if not timer.expired():
                 raise
-            self.life.kill()
-            self._failure = RanksDiedError("a rank sent no heartbeat")
+            self.process.kill()
+            self._failure = RanksFailedError("a rank sent no heartbeat")
             raise self._failure from error
         self.busy_s += seconds
 
     async def train(self, tokens: int) -> None:
         assert not self.offloaded
-        await self._asked(TRAIN_S)
+        await self._call(TRAIN_S)
         self.gradients += tokens
 
     async def step(self, number: int) -> None:
         """Optimizer step ``number`` of the run."""
-        await self._asked(TRAIN_S / 4)
+        await self._call(TRAIN_S / 4)
         assert self.weights == number - 1, f"step {number} uses weights of {self.weights} steps"
         self.weights, self.gradients = number, 0
 
@@ -87,7 +87,7 @@ class Ranks(WeightTransfer):
         return self
 
     async def publish(self, version: int) -> WeightUpdate:
-        await self._asked(PUBLISH_S)
+        await self._call(PUBLISH_S)
         assert self.weights == version, f"the weights of {self.weights} steps are published as version {version}"
         sound, self.flip = not self.flip, False
         return WeightUpdate(version, "shared_memory", {"sound": sound})
@@ -99,21 +99,21 @@ class Ranks(WeightTransfer):
         return self._last
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        await self._asked(0.1)
+        await self._call(0.1)
         return [[-0.5] * (len(each) - 1) for each in sequences]
 
     async def save(self, folder: Path) -> None:
         weights = self.weights
-        await self._asked(SAVE_S)
+        await self._call(SAVE_S)
         self._disk.write(folder / "weights", str(weights))
 
     async def begin_save(self, folder: Path) -> None:
-        await self._asked(0.1)
-        self._behind = (folder, self.weights, asyncio.get_running_loop().time() + 3 * SAVE_S)
+        await self._call(0.1)
+        self._pending_save = (folder, self.weights, asyncio.get_running_loop().time() + 3 * SAVE_S)
 
     async def saved(self) -> Sums | None:
-        await self._asked(0.1)
-        folder, weights, end = self._behind
+        await self._call(0.1)
+        folder, weights, end = self._pending_save
         if asyncio.get_running_loop().time() < end:
             return None
         self._disk.write(folder / "weights", str(weights))
@@ -123,7 +123,7 @@ class Ranks(WeightTransfer):
         return list(manifest.damage(folder, sums))
 
     async def load(self, folder: Path) -> None:
-        await self._asked(SAVE_S)
+        await self._call(SAVE_S)
         self.weights = int((folder / "weights").read_text())
 
     async def stats(self) -> dict[str, float]:

@@ -42,7 +42,7 @@ LINGER_S = 2_000.0  # seconds until tasks that wait for an answer time out
 MOST_COMMANDS = 200
 #: Errors that may end a command: repeated or lasting faults of processes while it starts, and flipped bits.
 ENDS = re.compile(
-    "^(EngineFailed|RanksDied|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer"
+    "^(EngineFailed|RanksFailed|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer"
     "|the checkpoint of step |the process that runs the environment was not ready"
 )
 #: Kinds that have a target in simulation: a stopped program or controller would stop the clock itself.

@@ -45,11 +45,11 @@ def test_only_descendants_are_found_and_signalled():
         assert {process.number for process in marked("m-4711")} == {root.pid, child}
         assert os.getpid() not in found
         stale = Process(child, "1")
-        assert not stale.lives and not stale.send(signal.SIGKILL), "another process has this number now"
-        assert found[child].lives and found[child].send(signal.SIGKILL)
+        assert not stale.alive and not stale.send(signal.SIGKILL), "another process has this number now"
+        assert found[child].alive and found[child].send(signal.SIGKILL)
         root.wait(10)
-        assert not found[child].lives and not found[child].send(signal.SIGKILL)
-        assert read(child) is None or not found[child].lives
+        assert not found[child].alive and not found[child].send(signal.SIGKILL)
+        assert read(child) is None or not found[child].alive
     finally:
         root.kill()
         root.wait()

@@ -60,7 +60,7 @@ class InTwoParts(StreamedRayPPOTrainer):
 
     async def roll_out(self, prompts: Any, step: int | None = None) -> Any:
         rolled_out = await super().roll_out(prompts, step)
-        place = self._places = getattr(self, "_places", 0) + 1
+        place = self._place = getattr(self, "_place", 0) + 1
         while place % 4 in (0, 3) and len(self._arrivals.accepted) < (2 if place % 4 == 0 else 3):
             await self._arrived.wait()
             await asyncio.sleep(0)

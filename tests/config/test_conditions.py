@@ -15,7 +15,7 @@ KEYS = Keys.of(Config)
 CONDITIONS = list({key.when: None for key in KEYS if key.when and not key.when.choices})
 
 
-def said(text: str, cfg: Config) -> bool:
+def holds(text: str, cfg: Config) -> bool:
     """Whether an alternative holds, in the notation of help: ``a.b``, ``a.b=c|d``, ``not a.b``."""
     path, _, values = text.removeprefix("not ").partition("=")
     value = attrgetter(path)(cfg)
@@ -38,7 +38,7 @@ def test_a_condition_is_what_help_says_of_it(condition: When, data: st.DataObjec
         key = KEYS[path]
         value = data.draw(st.sampled_from([key.default, some(key), *key.choices]))
         setattr(attrgetter(key.group)(cfg), key.name, value)
-    assert condition(cfg) is any(said(text, cfg) for text in condition.alternatives)
+    assert condition(cfg) is any(holds(text, cfg) for text in condition.alternatives)
 
 
 def test_conditions_name_keys_that_exist() -> None:

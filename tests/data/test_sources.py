@@ -22,7 +22,7 @@ def rows_of_a_function():
     return ROWS
 
 
-def found(source, *settings, is_eval=False):
+def loaded(source, *settings, is_eval=False):
     cfg = load_config(["trainer.policy.model.path=a/b", f"data.train_data={json.dumps([str(source)])}", *settings])
     return [dict(row) for row in rows(str(source), cfg, is_eval=is_eval)]
 
@@ -43,7 +43,7 @@ def splits():
 def test_json_lines_and_parquet_say_the_same(tmp_path):
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / "d.parquet"))
-    assert found(tmp_path / "d.jsonl") == found(tmp_path / "d.parquet") == ROWS
+    assert loaded(tmp_path / "d.jsonl") == loaded(tmp_path / "d.parquet") == ROWS
 
 
 def test_rows_that_a_server_reads_again_have_no_entries_of_other_rows(tmp_path):
@@ -58,35 +58,35 @@ def test_rows_that_a_server_reads_again_have_no_entries_of_other_rows(tmp_path):
         for name in ("add", "look_up")
     ]
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, given)))
-    assert found(tmp_path / "d.jsonl") == given
+    assert loaded(tmp_path / "d.jsonl") == given
     (tmp_path / "d.jsonl").write_text('{"responses_create_params": {}}\n{')
     with pytest.raises(UserError, match=r"cannot be read: row 1 is not valid JSON"):
-        found(tmp_path / "d.jsonl")
+        loaded(tmp_path / "d.jsonl")
 
 
 def test_a_function_of_a_module_and_of_a_file(tmp_path):
     (tmp_path / "helper.py").write_text("TEXT = 'from the helper'\n")
     (tmp_path / "mine.py").write_text("import helper\ndef rows():\n    return [{'prompt': helper.TEXT}]\n")
-    assert found(f"{HERE}:rows_of_a_function") == ROWS
-    assert found(f"{tmp_path}/mine.py:rows") == [{"prompt": "from the helper"}]
+    assert loaded(f"{HERE}:rows_of_a_function") == ROWS
+    assert loaded(f"{tmp_path}/mine.py:rows") == [{"prompt": "from the helper"}]
 
 
 def test_a_folder_of_files_has_splits_by_their_names(tmp_path):
     write(tmp_path / "set" / "train.jsonl", ["a", "b"])
     write(tmp_path / "set" / "test.jsonl", ["c"])
-    assert [row["prompt"] for row in found(tmp_path / "set")] == ["a", "b"]
-    assert [row["prompt"] for row in found(tmp_path / "set", is_eval=True)] == ["c"]
-    assert [row["prompt"] for row in found(f"{tmp_path}/set:test")] == ["c"]
-    assert [row["prompt"] for row in found(f"{tmp_path}/set:train[1:]")] == ["b"]
+    assert [row["prompt"] for row in loaded(tmp_path / "set")] == ["a", "b"]
+    assert [row["prompt"] for row in loaded(tmp_path / "set", is_eval=True)] == ["c"]
+    assert [row["prompt"] for row in loaded(f"{tmp_path}/set:test")] == ["c"]
+    assert [row["prompt"] for row in loaded(f"{tmp_path}/set:train[1:]")] == ["b"]
 
 
 def test_a_saved_data_set(tmp_path, splits):
     splits.save_to_disk(str(tmp_path / "all"))
     splits["test"].save_to_disk(str(tmp_path / "one"))
-    assert found(tmp_path / "all") == [{"prompt": "train"}]
-    assert found(tmp_path / "all", is_eval=True) == [{"prompt": "validation"}]
-    assert found(f"{tmp_path}/all:test") == [{"prompt": "test"}]
-    assert found(tmp_path / "one") == [{"prompt": "test"}]
+    assert loaded(tmp_path / "all") == [{"prompt": "train"}]
+    assert loaded(tmp_path / "all", is_eval=True) == [{"prompt": "validation"}]
+    assert loaded(f"{tmp_path}/all:test") == [{"prompt": "test"}]
+    assert loaded(tmp_path / "one") == [{"prompt": "test"}]
 
 
 def test_a_name_with_configuration_and_split(tmp_path, monkeypatch):
@@ -98,10 +98,10 @@ def test_a_name_with_configuration_and_split(tmp_path, monkeypatch):
     )
     (tmp_path / "owner" / "name" / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
     monkeypatch.chdir(tmp_path)
-    assert found("owner/name#hard:train") == found("owner/name#hard") == [{"prompt": "x ^ 2 = 2"}]
-    assert found("owner/name#easy:train[:1]") == [{"prompt": "2 + 2"}]
+    assert loaded("owner/name#hard:train") == loaded("owner/name#hard") == [{"prompt": "x ^ 2 = 2"}]
+    assert loaded("owner/name#easy:train[:1]") == [{"prompt": "2 + 2"}]
     with pytest.raises(UserError, match=r"'owner/name#hrd' cannot be loaded: .*easy.*hard"):
-        found("owner/name#hrd")
+        loaded("owner/name#hrd")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_wrong_split_or_file_is_answered_with_the_nearest(tmp_path, source, me
         datasets.DatasetDict(dict.fromkeys(names, one)).save_to_disk(str(tmp_path / folder))
     write(tmp_path / "set" / "train.jsonl", ["q"])
     with pytest.raises(UserError, match=message):
-        found(tmp_path / source)
+        loaded(tmp_path / source)
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_a_wrong_split_or_file_is_answered_with_the_nearest(tmp_path, source, me
 )
 def test_a_wrong_function_is_refused_by_name(source, message):
     with pytest.raises(UserError, match=message):
-        found(source)
+        loaded(source)
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
     for name in ("bad.jsonl", "bad.parquet"):
         (tmp_path / name).write_text("{not json\n")
         with pytest.raises(UserError, match=name):
-            found(tmp_path / name)
+            loaded(tmp_path / name)
 
 
 def test_a_hub_out_of_reach_is_one_line():
@@ -177,7 +177,7 @@ def test_a_procedural_tasks_questions_are_its_own():
 
     options = [f"data.reasoning_gym.chain_sum.{o}" for o in ("size=7", "seed=3", "min_terms=2", "max_terms=2")]
     expected = list(reasoning_gym.create_dataset("chain_sum", size=7, seed=3, min_terms=2, max_terms=2))
-    mine = found("reasoning_gym:chain_sum", *options)
+    mine = loaded("reasoning_gym:chain_sum", *options)
     assert [row["prompt"] for row in mine] == [entry["question"] for entry in expected]
     assert [row["label"] for row in mine] == [entry["answer"] for entry in expected]
     assert {(row["env_class"], row["domain"]) for row in mine} == {("reward", "chain_sum")}
@@ -185,7 +185,7 @@ def test_a_procedural_tasks_questions_are_its_own():
 
 def test_held_out_questions_have_a_seed_far_from_the_training_questions():
     sizes = ["data.reasoning_gym.chain_sum.size=40", "data.reasoning_gym.chain_sum.val_size=40", "trainer.seed=5"]
-    train, evaluated = (found("reasoning_gym:chain_sum", *sizes, is_eval=is_eval) for is_eval in (False, True))
+    train, evaluated = (loaded("reasoning_gym:chain_sum", *sizes, is_eval=is_eval) for is_eval in (False, True))
     assert len(train) == len(evaluated) == 40
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in evaluated}
 
@@ -202,4 +202,4 @@ def test_held_out_questions_have_a_seed_far_from_the_training_questions():
 )
 def test_a_wrong_task_or_option_is_refused(task, options, message):
     with pytest.raises(UserError, match=message):
-        found(f"reasoning_gym:{task}", *(f"data.reasoning_gym.{task}.{option}" for option in options))
+        loaded(f"reasoning_gym:{task}", *(f"data.reasoning_gym.{task}.{option}" for option in options))

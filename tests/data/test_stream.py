@@ -82,7 +82,7 @@ def test_a_line_that_is_no_row_is_one_line_that_names_it(kind: str, streaming: b
 
 
 def test_text_with_line_separators_of_unicode_is_one_row(tmp_path: Path) -> None:
-    rows = [{"prompt": f"before{separator}behind"} for separator in "\u2028\u2029\x85"]
+    rows = [{"prompt": f"before{separator}after"} for separator in "\u2028\u2029\x85"]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     assert list(reader(str(file), configured(str(file)))(0)) == rows
@@ -124,9 +124,9 @@ def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(sizes
         return [lambda start, n=n, size=size: iter([{"n": n, "i": i} for i in range(start, size)])
                 for n, size in enumerate(sizes)]  # fmt: skip
 
-    source, found, marks = InterleavedSources(reads()), list[dict[str, Any]](), []
+    source, found, positions = InterleavedSources(reads()), list[dict[str, Any]](), []
     while True:
-        marks.append((len(found), source.given))
+        positions.append((len(found), source.given))
         rows = source.take(count)
         found += rows
         if len(rows) < count:
@@ -136,10 +136,10 @@ def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(sizes
     ]
     first = [row["n"] for row in found if row["i"] == 0]
     assert found[: len(first)] == [{"n": n, "i": 0} for n in first]  # one of each before the second of any
-    for behind, given_then in marks:
+    for after, given_then in positions:
         other = InterleavedSources(reads())
         other.seek(given_then)
-        assert other.take(99) == found[behind:]
+        assert other.take(99) == found[after:]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ def registries() -> Iterator[None]:
 def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The test's folder, with the files of the page of the parameter ``block``; they can be imported."""
     shown = {b.file: b.text for b in blocks() if b.page == request.getfixturevalue("block").page and b.file}
-    for beside in ("examples", "skyasync"):  # commands of the pages are relative to the repository's root
-        (tmp_path / beside).symlink_to(ROOT / beside)
+    for folder in ("examples", "skyasync"):  # commands of the pages are relative to the repository's root
+        (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "ours.yaml").symlink_to(TINY_CONFIG)  # which a command on a page would have written
     for name, text in shown.items():
         (tmp_path / name).write_text(text)

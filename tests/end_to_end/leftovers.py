@@ -21,9 +21,9 @@ def of_the_cluster() -> list[str]:
     groups = [f"placement group {g['name']}" for g in placement_group_table().values() if g["state"] != "REMOVED"]
     actors = ray._private.state.actors().values()
     weights = [name for name in _shared_weights() if _writer(name) in {actor["Pid"] for actor in actors}]
-    living = [f"actor {a['ActorClassName']} {a['State']}" for a in actors if a["State"] != "DEAD"]
+    running = [f"actor {a['ActorClassName']} {a['State']}" for a in actors if a["State"] != "DEAD"]
     processes = [f"process of {a['ActorClassName']}" for a in actors if _has_a_process(a)]
-    return groups + living + processes + weights
+    return groups + running + processes + weights
 
 
 def of_processes(mark: str) -> list[str]:
@@ -43,7 +43,7 @@ def none_soon(look: Callable[[], list[str]], patience_s: float = PATIENCE_S) -> 
 def _shared_weights() -> list[str]:
     """Files whose writer has ended; files of other runs on the machine have a running writer."""
     files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
-    return [f.name for f in files if not lives(_writer(f.name))]
+    return [f.name for f in files if not is_running(_writer(f.name))]
 
 
 def _writer(file: str) -> int:
@@ -53,7 +53,7 @@ def _writer(file: str) -> int:
 
 def _has_a_process(actor: Mapping[str, Any]) -> bool:
     """Not a process that got the number of an actor's process after that had ended: numbers are reused."""
-    if not actor["Pid"] or not lives(actor["Pid"]):
+    if not actor["Pid"] or not is_running(actor["Pid"]):
         return False
     try:
         born = psutil.Process(actor["Pid"]).create_time()
@@ -62,7 +62,7 @@ def _has_a_process(actor: Mapping[str, Any]) -> bool:
     return not actor["EndTime"] or born * 1000 < actor["EndTime"]
 
 
-def lives(process_id: int) -> bool:
+def is_running(process_id: int) -> bool:
     """Whether it is running, and not a zombie that waits to be reaped."""
     status = _read(Path("/proc") / str(process_id) / "stat")
     return bool(status) and status.rpartition(b")")[2].split()[0] != b"Z"

@@ -40,8 +40,8 @@ def test_the_queue_never_holds_more_than_one_batch(one_step_off_run: Trained) ->
     generated = sorted(end for name, _, end in spans if name == "generate")
     taken = sorted(start for name, start, _ in spans if name == "train")
     assert len(generated) == len(taken) == 6
-    ahead = [count + 1 - sum(start < end for start in taken) for count, end in enumerate(generated)]
-    assert max(ahead) == 1
+    staleness_by_step = [count + 1 - sum(start < end for start in taken) for count, end in enumerate(generated)]
+    assert max(staleness_by_step) == 1
 
 
 def test_one_step_off_overlaps_and_waits_for_nothing_in_its_last_step(one_step_off_run: Trained) -> None:

@@ -183,7 +183,7 @@ def rows() -> Iterator[dict[str, Any]]:
     yield from ROWS
 
 
-FORMS = {
+ARGUMENTS = {
     "list": ROWS,
     "tuple": tuple(ROWS),
     "dataset": Dataset.from_list(ROWS),
@@ -194,7 +194,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+@pytest.mark.parametrize("form", ARGUMENTS.values(), ids=ARGUMENTS.keys())
 def test_prompts_of_every_form_are_the_same_rows(prepared: Callable[..., Any], form: Any) -> None:
     experiment, _ = prepared(prompts=form, eval_prompts=ROWS[:2])
     assert [p.messages[0]["content"] for p in experiment.get_train_dataset()] == [row["prompt"] for row in ROWS]

@@ -40,13 +40,13 @@ def test_the_guessing_game(named):
 def test_the_shop_with_its_tool(named):
     env = make("shown-shop", extras={"prices": {"pear": 4}, "answer": "4"})
 
-    def asked(item):
+    def answers(item):
         call = json.dumps({"name": "price", "arguments": {"item": item}})
         (message,) = env.step(f"<tool_call>{call}</tool_call>")["observations"]
         return message["content"]
 
-    assert asked("pear") == "4"
-    assert asked("plum") == "error: there is no plum"
+    assert answers("pear") == "4"
+    assert answers("plum") == "error: there is no plum"
     assert env.step("4")["reward"] == 1.0
 
 

@@ -19,7 +19,7 @@ def output(done=True):
     return {"observations": [], "reward": 1.0, "done": done, "metadata": {}}
 
 
-class Living(BaseTextEnv):
+class Scripted(BaseTextEnv):
     """The action selects its behaviour."""
 
     def step(self, action):
@@ -43,7 +43,7 @@ def pool(ray_session, monkeypatch):
         return made
 
     pools = []
-    monkeypatch.setitem(ENVS, "living", Living)
+    monkeypatch.setitem(ENVS, "living", Scripted)
     yield make
     for made in pools:
         made.pool.close()
@@ -63,10 +63,10 @@ async def test_a_thousand_episodes_run_in_all_workers_and_their_errors_are_separ
 async def test_a_failed_process_loses_its_episodes_and_is_replaced(pool):
     pool = pool(workers=1)
     first = (await episode(pool, "a"))["metrics"]["pid"]
-    dead, _ = await asyncio.gather(
+    failed, _ = await asyncio.gather(
         episode(pool, "b", "die"), pool.init("c", "living", {}, PROMPT), return_exceptions=True
     )
-    assert "the process that runs the environment of b is lost" in str(dead)
+    assert "the process that runs the environment of b is lost" in str(failed)
     with pytest.raises(RuntimeError, match="environment of c is lost"):
         await pool.step("c", "go")
     assert (await episode(pool, "d"))["metrics"]["pid"] != first

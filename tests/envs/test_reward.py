@@ -19,7 +19,7 @@ def settings(*overrides):
     return load_config(["trainer.policy.model.path=a/b", *(f"environment.{o}" for o in overrides)]).environment
 
 
-def judged(response, *overrides, **row):
+def rewarded(response, *overrides, **row):
     env = env_factory("reward")(env_settings(settings(*overrides)), row)
     env.init([{"role": "user", "content": "question"}])
     step = env.step(response)
@@ -28,7 +28,7 @@ def judged(response, *overrides, **row):
 
 
 def test_weighted_rewards_are_summed_and_each_is_logged_unweighted():
-    reward, metrics = judged(
+    reward, metrics = rewarded(
         "7", f"reward_funcs=[exact_match,{HERE}:length]", "reward_weights=[2,-0.5]", label="7", domain=""
     )
     assert reward == 2 * 1.0 - 0.5 * 0.1
@@ -36,7 +36,7 @@ def test_weighted_rewards_are_summed_and_each_is_logged_unweighted():
 
 
 def test_without_weights_all_weigh_one():
-    assert judged("7", f"reward_funcs=[exact_match,{HERE}:length]", label="7")[0] == 1.1
+    assert rewarded("7", f"reward_funcs=[exact_match,{HERE}:length]", label="7")[0] == 1.1
 
 
 def test_code_runs_where_the_run_says_whatever_a_row_or_a_function_that_takes_everything_says(tmp_path):
@@ -44,10 +44,10 @@ def test_code_runs_where_the_run_says_whatever_a_row_or_a_function_that_takes_ev
     label = {"inputs": [""], "outputs": ["read"]}
     code = f"print(open('{tmp_path}/file').read())"
     functions = f"reward_funcs=[code_tests,{HERE}:everything]"
-    _, metrics = judged(code, functions, "code_sandbox=none", label=label, source="book", code_sandbox="landlock")
+    _, metrics = rewarded(code, functions, "code_sandbox=none", label=label, source="book", code_sandbox="landlock")
     assert metrics["code_tests"] == 1.0
     assert metrics["everything/columns"] == 2.0
-    assert judged(code, functions, label=label, source="book", code_sandbox="none")[1]["code_tests"] == 0.0
+    assert rewarded(code, functions, label=label, source="book", code_sandbox="none")[1]["code_tests"] == 0.0
 
 
 def test_where_code_cannot_run_the_run_is_refused_before_it_starts(capsys):
@@ -67,7 +67,7 @@ def test_where_code_cannot_run_the_run_is_refused_before_it_starts(capsys):
 
 
 def test_further_numbers_of_a_reward_become_metrics():
-    reward, metrics = judged("7", f"reward_funcs={HERE}:everything", label="7", source="book")
+    reward, metrics = rewarded("7", f"reward_funcs={HERE}:everything", label="7", source="book")
     assert (reward, metrics["everything/prompt_length"], metrics["everything/columns"]) == (1.0, 8.0, 2.0)
 
 
@@ -79,31 +79,31 @@ def test_a_domain_has_functions_weights_and_scale_of_its_own():
         "domains.maths.reward_weights=[1,0.1]",
         "domains.maths.scale=2",
     )
-    assert judged("1/2", *overrides, label="0.5")[0] == 0.0
-    assert judged("0.5", *overrides, label="0.5", domain="text")[0] == 0.5
-    reward, metrics = judged("1/2", *overrides, label="0.5", domain="maths")
+    assert rewarded("1/2", *overrides, label="0.5")[0] == 0.0
+    assert rewarded("0.5", *overrides, label="0.5", domain="text")[0] == 0.5
+    reward, metrics = rewarded("1/2", *overrides, label="0.5", domain="maths")
     assert reward == pytest.approx(2 * (1 + 0.1 * 0.3))
     assert metrics["maths/math_verify"] == metrics["math_verify"] == 1.0
 
 
 def test_a_rows_own_functions_come_before_the_runs_and_after_its_domains():
     row = {"label": "7", "domain": "sums", "reward_funcs": ["exact_match"]}
-    assert judged("7.0", "reward_funcs=[math_verify]", **row)[0] == 0.0
-    assert judged("7.0", "domains.sums.reward_funcs=math_verify", **row)[0] == 1.0
+    assert rewarded("7.0", "reward_funcs=[math_verify]", **row)[0] == 0.0
+    assert rewarded("7.0", "domains.sums.reward_funcs=math_verify", **row)[0] == 1.0
 
 
 def test_a_row_without_a_reward_function_is_an_error():
     with pytest.raises(UserError, match=r"a row without a domain: set environment.reward_funcs$"):
-        judged("7")
+        rewarded("7")
     with pytest.raises(UserError, match=r"unknown domain 'math': did you mean 'maths'.*reward_funcs is empty"):
-        judged("7", "domains.maths.reward_funcs=[exact_match]", domain="math")
+        rewarded("7", "domains.maths.reward_funcs=[exact_match]", domain="math")
 
 
 def test_a_timed_out_reward_is_counted_or_ends_the_run():
     short = (f"reward_funcs={HERE}:hangs", "reward_timeout_s=0.5")
-    assert judged("hang", *short) == (0.0, {"hangs": 0.0, "hangs/no_reward": 1.0})
+    assert rewarded("hang", *short) == (0.0, {"hangs": 0.0, "hangs/no_reward": 1.0})
     with pytest.raises(TimeoutError, match=r"functions:hangs gave no reward within 0.5 s \(environment.reward_timeo"):
-        judged("hang", *short, "reward_on_timeout=raise")
+        rewarded("hang", *short, "reward_on_timeout=raise")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_a_judges_files_are_found_before_anything_starts(tmp_path, monkeypatch):
 
 def test_judges_are_left_to_those_who_play_the_episode():
     overrides = ("judges.j.engine=policy", "reward_funcs=[exact_match, judge:j]", "reward_weights=[1, 2]")
-    assert judged("7", *overrides, label="7") == (1.0, {"exact_match": 1.0})
+    assert rewarded("7", *overrides, label="7") == (1.0, {"exact_match": 1.0})
     config = env_settings(settings(*overrides))
     assert env_factory("reward").instant(config, {"label": "7"})
     assert env_factory("reward").graded_by(config, {"label": "7"}) == [("exact_match", 1.0), ("judge:j", 2.0)]

@@ -15,7 +15,7 @@ import pytest
 
 from skyasync import TrainerCallback
 from skyasync.config.schema import Config
-from tests.faults.warnings_file import Heard
+from tests.faults.warnings_file import WarningsToFile
 
 SIZE_MIB = 64
 BALLAST = "ballast"
@@ -76,7 +76,7 @@ class Breaking(TrainerCallback):
         self._state = state
 
 
-class Broken(Heard):
+class Broken(WarningsToFile):
     """Args: disk: file system of the run's folder. file: for warnings, on another file system."""
 
     def __init__(self, cfg: Config, file: Path, disk: Path, states: States) -> None:

@@ -21,14 +21,14 @@ from skyasync.weight_sync.update import WeightUpdate
 FOUND = "engines.json"  # in the run's folder: versions and unused failures at the run's end
 ALONE = 64  # requests to the other engines before the run waits for the replacement engine: two steps
 
-Ends = list[tuple[str, str]]  # moment ("rollout", "sync", "idle") and failure: "kill", "stop" or "kill core"
+PlannedFailures = list[tuple[str, str]]  # moment ("rollout", "sync", "idle") and failure: "kill", "stop" or "kill core"
 
 
-def end(how: str) -> None:
+def fail(how: str) -> None:
     """Kill or stop the engine that was started last."""
     actors = ray._private.state.actors().values()
-    living = [a for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
-    engine = max(living, key=lambda actor: actor["StartTime"])["Pid"]
+    running = [a for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
+    engine = max(running, key=lambda actor: actor["StartTime"])["Pid"]
     for process in guarded_by(engine) if how == "kill core" else [engine]:
         os.kill(process, signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
@@ -52,44 +52,44 @@ def failed_engines(client: InferenceClient) -> bool:
 class Client(InferenceClient):
     """Lets an engine fail at the next moment of the list, as soon as all engines are healthy."""
 
-    ends: Ends = []  # noqa: RUF012  (set on the instance)
+    planned: PlannedFailures = []  # noqa: RUF012  (set on the instance)
     since = 0  # requests since the last failure
 
-    def happens(self, moment: str) -> None:
-        if self.ends and self.ends[0][0] == moment and not failed_engines(self) and self.since >= ALONE:
-            _, how = self.ends.pop(0)
+    def reached(self, moment: str) -> None:
+        if self.planned and self.planned[0][0] == moment and not failed_engines(self) and self.since >= ALONE:
+            _, how = self.planned.pop(0)
             self.since = 0
-            end(how)
+            fail(how)
 
     async def generate(self, request: Any) -> Any:
         self.since += 1
         if self.since % 8 == 0:
-            asyncio.get_running_loop().call_later(0.02, self.happens, "rollout")
+            asyncio.get_running_loop().call_later(0.02, self.reached, "rollout")
         while failed_engines(self) and self.since > ALONE:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return await super().generate(request)
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        self.happens("sync")
+        self.reached("sync")
         await super().update_weights(update)
 
 
 class Idle(TrainerCallback):
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
-        trainer.inference_engine_client.happens("idle")
+        trainer.inference_engine_client.reached("idle")
 
 
-class EnginesEnd(BasePPOExp):
-    """Args: ends: in this order."""
+class FailingEngines(BasePPOExp):
+    """Args: planned: in this order."""
 
-    def __init__(self, cfg: Config, ends: Ends) -> None:
+    def __init__(self, cfg: Config, planned: PlannedFailures) -> None:
         super().__init__(cfg)
-        self.ends = ends
+        self.planned = planned
 
     def get_inference_client(self) -> InferenceClient:
         client = super().get_inference_client()
         client.__class__ = Client
-        client.ends = list(self.ends)  # type: ignore[attr-defined]
+        client.planned = list(self.planned)  # type: ignore[attr-defined]
         return client
 
     def get_callbacks(self) -> list[TrainerCallback]:
@@ -106,5 +106,6 @@ class EnginesEnd(BasePPOExp):
             async for (output,) in engine.generate([last]):
                 versions += output.versions.tolist()
         assert self.run_dir is not None
-        (self.run_dir.path / FOUND).write_text(json.dumps({"versions": versions, "not_ended": self.parts.client.ends}))
+        found = {"versions": versions, "unused": self.parts.client.planned}
+        (self.run_dir.path / FOUND).write_text(json.dumps(found))
         await super().close()

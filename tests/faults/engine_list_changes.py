@@ -22,42 +22,42 @@ Changes = dict[int, list[str]]  # after this step: the new engine list
 class Client(InferenceClient):
     """After a change of the list, a request waits until the number of engines is the new one."""
 
-    wanted = 1
-    asked = 0
+    expected_engines = 1
+    received = 0
 
     async def generate(self, request: Any) -> Any:
-        self.asked += 1
-        if self.asked % 8 == 0:  # other requests are on their way to the engines
-            while len(self.pool.healthy) != self.wanted:  # noqa: ASYNC110
+        self.received += 1
+        if self.received % 8 == 0:  # other requests are on their way to the engines
+            while len(self.pool.healthy) != self.expected_engines:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return await super().generate(request)
 
 
-class Change(TrainerCallback):
+class ChangesEngineList(TrainerCallback):
     def __init__(self, changes: Changes) -> None:
         self.changes = changes
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         client, folder = trainer.inference_engine_client, trainer.run_dir.path
         actors = ray._private.state.actors().values()
-        living = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
+        running = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
         every = {a["Pid"] for a in actors if a["State"] == "ALIVE"}  # engines, models, environments, the controller
-        heard = listening(every) if trainer.global_step == 5 else []
+        listeners = listening(every) if trainer.global_step == 5 else []
         row: dict[str, Any] = {
             "step": trainer.global_step,
-            "living": len(client.pool.healthy),
-            "processes": len(living),
+            "healthy": len(client.pool.healthy),
+            "processes": len(running),
         }
-        row["beyond_loopback"] = [address for address in heard if not address.endswith("0100007F")]
-        row["listening"] = len(heard)
+        row["beyond_loopback"] = [address for address in listeners if not address.endswith("0100007F")]
+        row["listening"] = len(listeners)
         with (folder / SEEN).open("a") as file:
             file.write(json.dumps(row) + "\n")
         if names := self.changes.get(trainer.global_step):
             write_engine_list(folder / FILE, names)
-            client.wanted = len(names)
+            client.expected_engines = len(names)
 
 
-class Changed(BasePPOExp):
+class ChangingEngines(BasePPOExp):
     def __init__(self, cfg: Config, changes: Changes) -> None:
         super().__init__(cfg)
         self.changes = changes
@@ -68,4 +68,4 @@ class Changed(BasePPOExp):
         return client
 
     def get_callbacks(self) -> list[TrainerCallback]:
-        return [Change(self.changes)]
+        return [ChangesEngineList(self.changes)]

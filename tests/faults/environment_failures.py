@@ -14,12 +14,12 @@ from skyasync import BasePPOExp, BaseTextEnvStepOutput, TrainerCallback
 from skyasync.config.schema import Config
 from tests.end_to_end.parts import Sevens
 
-DEEDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
-Orders = dict[int, list[str]]  # after this step: one of DEEDS for each process that takes an order
+Orders = dict[int, list[str]]  # after this step: one of SIGNALS for each process that takes an order
 
 
-class Mortal(Sevens):
+class FailsByOrder(Sevens):
     """An order is a file. One process alone can remove it, and each process takes one order at a time."""
 
     one = threading.Lock()
@@ -29,12 +29,12 @@ class Mortal(Sevens):
             for order in sorted(Path(self.env_config["orders"]).iterdir()):
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     order.unlink()
-                    os.kill(os.getpid(), DEEDS[order.suffix.removeprefix(".")])
+                    os.kill(os.getpid(), SIGNALS[order.suffix.removeprefix(".")])
                     time.sleep(600)  # until the signal arrives
         return super().step(action)
 
 
-class Ordering(TrainerCallback):
+class GivesOrders(TrainerCallback):
     def __init__(self, orders: Orders, folder: Path) -> None:
         self._orders, self._folder = orders, folder
 
@@ -43,10 +43,10 @@ class Ordering(TrainerCallback):
             (self._folder / f"{number}.{how}").touch()
 
 
-class Ordered(BasePPOExp):
+class OrderedFailures(BasePPOExp):
     def __init__(self, cfg: Config, orders: Orders) -> None:
         super().__init__(cfg)
         self.orders = orders
 
     def get_callbacks(self) -> list[TrainerCallback]:
-        return [Ordering(self.orders, Path(self.cfg.environment.env_config["orders"]))]
+        return [GivesOrders(self.orders, Path(self.cfg.environment.env_config["orders"]))]

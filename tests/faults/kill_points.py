@@ -22,7 +22,7 @@ from skyasync.trainer.checkpoint.checkpoints import Unfinished
 from skyasync.trainer.extensions.prompt_ledger import PromptLedger
 from skyasync.workers.dispatch import RayWorkerDispatch
 
-DONE = "deaths.jsonl"  # in the run's folder
+DONE = "kills.jsonl"  # in the run's folder
 CONTROLLER, DRIVER = "controller", "driver"
 STARTING, REMOVING, RENAMED = "starting", "removing", "behind the rename"
 SAVING, RENAMING = "saving", "before the rename"
@@ -39,7 +39,7 @@ class Point(NamedTuple):
     wait_s: float
 
 
-def drawn(seed: str) -> list[Point]:
+def draw_points(seed: str) -> list[Point]:
     """Every moment for both processes, in random order. The first is after two checkpoints, so that the run resumes."""
     chance = random.Random(seed)
     found = [
@@ -53,7 +53,7 @@ def drawn(seed: str) -> list[Point]:
     return [first._replace(after=2), *found]
 
 
-class Deaths(TrainerCallback):
+class KillsAtPoints(TrainerCallback):
     """Kills in a controller's process.
 
     Args:
@@ -66,22 +66,22 @@ class Deaths(TrainerCallback):
         self._number, self._file, self._driver, self._steps = done, folder / DONE, driver, 0
         self._finished = 0  # finished groups that wait for training, when the last checkpoint before a kill was saved
 
-    def due(self, *moments: str) -> bool:
+    def is_due(self, *moments: str) -> bool:
         point = self._next
         return point is not None and point.moment in moments and self._steps >= point.after
 
     def at(self, moment: str, *, within: bool = False) -> None:
         """``within``: the moment has a duration."""
         point = self._next
-        if point is None or not self.due(moment):
+        if point is None or not self.is_due(moment):
             return
         self._next = None
         if within:
-            asyncio.get_running_loop().call_later(point.wait_s, self._strike, point)
+            asyncio.get_running_loop().call_later(point.wait_s, self._kill, point)
         else:
-            self._strike(point)
+            self._kill(point)
 
-    def _strike(self, point: Point) -> None:
+    def _kill(self, point: Point) -> None:
         append_rows(self._file, [{"step": self._number, **point._asdict(), "finished": self._finished}])
         os.kill(os.getpid() if point.whom == CONTROLLER else self._driver, signal.SIGKILL)
 
@@ -97,7 +97,7 @@ class Deaths(TrainerCallback):
             (RayWorkerDispatch, "forward_backward", "training"),
             (RayWorkerDispatch, "save", SAVING),
         ):
-            setattr(owner, name, self._telling(getattr(owner, name), moment))
+            setattr(owner, name, self._reporting(getattr(owner, name), moment))
         finish, save, replace = Unfinished.finish, PromptLedger.save, os.replace
 
         def finishing(unfinished: Unfinished, *args: Any) -> Path:
@@ -105,7 +105,7 @@ class Deaths(TrainerCallback):
             return finish(unfinished, *args)
 
         async def saving(prompts: PromptLedger, folder: Path) -> None:
-            while self.due(*FULL) and prompts.ledger.versions.keys() > prompts.ledger.finished.keys():  # noqa: ASYNC110
+            while self.is_due(*FULL) and prompts.ledger.versions.keys() > prompts.ledger.finished.keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             self._finished = len(prompts.ledger.finished)
             await save(prompts, folder)
@@ -122,31 +122,31 @@ class Deaths(TrainerCallback):
 
         Unfinished.finish, PromptLedger.save, os.replace = finishing, saving, replacing  # type: ignore[method-assign,assignment]
 
-    def _telling(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
-        async def told(*args: Any, **options: Any) -> Any:
+    def _reporting(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
+        async def reported(*args: Any, **options: Any) -> Any:
             self.at(moment, within=True)
             return await call(*args, **options)
 
-        return told
+        return reported
 
 
-class DeathsExperiment(BasePPOExp):
+class KillsExperiment(BasePPOExp):
     def __init__(self, cfg: Config, points: list[tuple[str, str, int, float]]) -> None:
         super().__init__(cfg)
         self.points, self.driver = [Point(*point) for point in points], os.getpid()
-        self.deaths: Deaths | None = None
+        self.kills: KillsAtPoints | None = None
 
     def build(self) -> Any:
         assert self.run_dir is not None
-        self.deaths = Deaths(self.points, self.run_dir.path, self.driver)
-        self.deaths.watch()
+        self.kills = KillsAtPoints(self.points, self.run_dir.path, self.driver)
+        self.kills.watch()
         return super().build()
 
     def get_callbacks(self) -> list[TrainerCallback]:
-        assert self.deaths is not None
-        return [self.deaths]
+        assert self.kills is not None
+        return [self.kills]
 
     async def start(self, trainer: Any) -> None:
-        assert self.deaths is not None
-        self.deaths.at(STARTING, within=True)
+        assert self.kills is not None
+        self.kills.at(STARTING, within=True)
         await super().start(trainer)

@@ -25,7 +25,7 @@ Kills = dict[int, str]
 MIDDLE_S = 0.005
 
 
-def living(name: str) -> list[int]:
+def running_processes(name: str) -> list[int]:
     """Processes of the running actors of this class."""
     actors = ray._private.state.actors().values()
     return [a["Pid"] for a in actors if a["ActorClassName"] == name and a["State"] == "ALIVE"]
@@ -41,7 +41,7 @@ class Kill(TrainerCallback):
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         folder: Path = trainer.run_dir.path
         with (folder / SEEN).open("a") as file:
-            file.write(json.dumps({"step": trainer.global_step, "engines": living("_EngineActor")}) + "\n")
+            file.write(json.dumps({"step": trainer.global_step, "engines": running_processes("_EngineActor")}) + "\n")
         name = self.kills.get(trainer.global_step, "")
         mark = folder / f"killed-{name}-{trainer.global_step}"
         if name and not mark.exists():
@@ -50,7 +50,7 @@ class Kill(TrainerCallback):
             if moment:
                 self.due = (moment, what)
             else:
-                strike(what)
+                signal_process(what)
 
     def watch(self) -> None:
         """Change the classes of this process's parts so that they report their moments."""
@@ -58,24 +58,24 @@ class Kill(TrainerCallback):
             (RayWorkerDispatch, "forward_backward", "training"),
             (InferenceClient, "update_weights", "sync"),
         ):
-            setattr(owner, name, self._telling(getattr(owner, name), moment))
+            setattr(owner, name, self._reporting(getattr(owner, name), moment))
 
-    def _telling(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
-        async def told(*args: Any, **options: Any) -> Any:
+    def _reporting(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
+        async def reported(*args: Any, **options: Any) -> Any:
             if self.due[0] == moment:
-                asyncio.get_running_loop().call_later(MIDDLE_S, strike, self.due[1])
+                asyncio.get_running_loop().call_later(MIDDLE_S, signal_process, self.due[1])
                 self.due = ("", "")
             return await call(*args, **options)
 
-        return told
+        return reported
 
 
-def strike(what: str) -> None:
+def signal_process(what: str) -> None:
     how, _, of = what.rpartition(" ")
-    os.kill(living(of)[-1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    os.kill(running_processes(of)[-1], signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
-class Killed(BasePPOExp):
+class KilledProcesses(BasePPOExp):
     def __init__(self, cfg: Config, kills: Kills) -> None:
         super().__init__(cfg)
         self.kills = Kill(kills)

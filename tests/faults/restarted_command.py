@@ -24,7 +24,7 @@ from tests.chaos.leaks import temporary_files
 from tests.end_to_end import leftovers
 from tests.end_to_end.parts import DATASET_SIZE
 from tests.end_to_end.runs import Train, Trained, arguments, outside_environment, read_lines
-from tests.faults.kill_points import DONE, DRIVER, FULL, drawn
+from tests.faults.kill_points import DONE, DRIVER, FULL, draw_points
 
 BATCH, GONE_S, LIMIT_S = 8, 30.0, 300.0
 SETTINGS = (
@@ -34,12 +34,12 @@ SETTINGS = (
     "environment.num_workers=1",
     "generator.sampling_params.seed=3",
 )
-AS_IF_NOTHING_HAD_BEEN = ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean")
+COMPARED_METRICS = ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean")
 PROGRAM = """
 from skyasync import main
-from tests.faults.kill_points import DeathsExperiment
+from tests.faults.kill_points import KillsExperiment
 
-class Mine(DeathsExperiment):
+class Mine(KillsExperiment):
     def __init__(self, cfg):
         super().__init__(cfg, POINTS)
 
@@ -48,12 +48,12 @@ if __name__ == "__main__":
 """
 
 
-def of_plan(plan: str) -> list[str]:
+def settings_of_plan(plan: str) -> list[str]:
     """The sum of ``streamed`` must not depend on the clock."""
     return [f"trainer.plan={plan}", *SETTINGS, *(["trainer.stream_groups=2"] if plan == "streamed" else [])]
 
 
-class Lives:
+class RestartedCommand:
     """Args: program: with its arguments. folder: for its output. joins: it trains on this process's cluster."""
 
     def __init__(self, program: Sequence[str | Path], folder: Path, *, joins: bool) -> None:
@@ -62,17 +62,17 @@ class Lives:
         self.started = 0
 
     def to_the_end(self, most: int) -> None:
-        while not self._live():
+        while not self._start():
             assert self.started < most, self._output.read_text()
 
-    def _live(self) -> bool:
+    def _start(self) -> bool:
         """Whether the command finished."""
         mark, scratch = f"skyasync-test-{uuid.uuid4().hex}", Path(tempfile.mkdtemp(prefix="death"))
-        places = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
+        folders = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
         self.started += 1
         with self._output.open("a") as terminal:
             status = subprocess.run(
-                self._program, env={**outside_environment(), **places},
+                self._program, env={**outside_environment(), **folders},
                 stdout=terminal, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
             ).returncode  # fmt: skip
         look = self._looks.submit(left_of, mark, scratch, joined=self._joins)
@@ -90,39 +90,41 @@ class Lives:
 
 def left_of(mark: str, scratch: Path, *, joined: bool) -> list[str]:
     deadline = time.monotonic() + GONE_S
-    while (found := _living(mark, joined=joined)) and time.monotonic() < deadline:
+    while (found := _remaining(mark, joined=joined)) and time.monotonic() < deadline:
         time.sleep(0.3)
     found += temporary_files(scratch)
     shutil.rmtree(scratch)
     return found
 
 
-def _living(mark: str, *, joined: bool) -> list[str]:
+def _remaining(mark: str, *, joined: bool) -> list[str]:
     return leftovers.of_processes(mark) + (leftovers.of_the_cluster() if joined else [])
 
 
-def twenty_deaths(plan: str, folder: Path, fork_socket: Path, model: str, address: str) -> tuple[Trained, list[str]]:
+def run_with_twenty_kills(
+    plan: str, folder: Path, fork_socket: Path, model: str, address: str
+) -> tuple[Trained, list[str]]:
     """A run whose controller and program are killed at ten points each, and its settings.
 
     Args:
         address: of this process's cluster, or "" for one of the run's own.
     """
-    run, points, program = Trained(folder / "run"), drawn(plan), folder / "program.py"
+    run, points, program = Trained(folder / "run"), draw_points(plan), folder / "program.py"
     steps = sum(point.after + 1 for point in points) + 2
-    settings = [*of_plan(plan), f"trainer.max_training_steps={steps}"]
+    settings = [*settings_of_plan(plan), f"trainer.max_training_steps={steps}"]
     program.write_text(PROGRAM.replace("POINTS", repr(list(map(tuple, points)))))
     joining = [f"ray.address={address}"] if address else []
     given = arguments(*settings, *joining, runs=folder, model=model)
-    lives = Lives([fork_server.program(fork_socket), program, *given], folder, joins=address != "")
+    command = RestartedCommand([fork_server.program(fork_socket), program, *given], folder, joins=address != "")
     drivers = sum(point.whom == DRIVER for point in points)
-    lives.to_the_end(most=1 + drivers)
+    command.to_the_end(most=1 + drivers)
     done = read_rows(run.folder / DONE)
     assert [(row["whom"], row["moment"]) for row in done] == [point[:2] for point in points], "each point was reached"
     full = [row["finished"] for row in done if row["moment"] in FULL]
     assert len(full) == 4 and (min(full) >= BATCH or not PLANS.find(plan).asynchronous), "the buffer was full"
-    assert lives.started == 1 + drivers
+    assert command.started == 1 + drivers
     check(run, steps)
-    assert lives.left == []
+    assert command.left == []
     return run, settings
 
 
@@ -137,8 +139,8 @@ def check(run: Trained, steps: int) -> None:
     assert len(ended) == steps * BATCH
 
 
-def as_if_nothing_had_been(run: Trained, settings: Sequence[str], train: Train) -> None:
+def check_same_as_undisturbed(run: Trained, settings: Sequence[str], train: Train) -> None:
     """The metrics are bitwise identical to those of a run with these settings that is not killed."""
     whole = train(*settings, "trainer.run_name=whole")
-    for name in AS_IF_NOTHING_HAD_BEEN:
+    for name in COMPARED_METRICS:
         assert run.series(name) == whole.series(name), name

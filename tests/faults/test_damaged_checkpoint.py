@@ -11,40 +11,40 @@ import pytest
 
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained
-from tests.faults.restarted_command import as_if_nothing_had_been, check, of_plan
-from tests.faults.warnings_file import Heard
+from tests.faults.restarted_command import check, check_same_as_undisturbed, settings_of_plan
+from tests.faults.warnings_file import WarningsToFile
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_temporary_files")]
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
 def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, train: Train, tmp_path: Path) -> None:
-    settings = [*of_plan(plan), "trainer.ckpt_keep=3"]
+    settings = [*settings_of_plan(plan), "trainer.ckpt_keep=3"]
 
-    def goes_on(until: int, damaged: Path | None = None, words: str = "") -> Trained:
-        heard = tmp_path / f"heard-{until}"
+    def resumed(until: int, damaged: Path | None = None, words: str = "") -> Trained:
+        warnings = tmp_path / f"heard-{until}"
         limit = f"trainer.max_training_steps={until}"
-        run = train(*settings, limit, experiment=partial(Heard, file=heard))  # type: ignore[arg-type]
-        said = heard.read_text()
-        named = [line for line in said.splitlines() if "is damaged and left out" in line]
+        run = train(*settings, limit, experiment=partial(WarningsToFile, file=warnings))  # type: ignore[arg-type]
+        written = warnings.read_text()
+        named = [line for line in written.splitlines() if "is damaged and left out" in line]
         if damaged is None:
             assert not named
         else:
             before = int(damaged.name.removeprefix("step_")) - 1
             assert len(named) == 1 and damaged.name in named[0] and words in named[0]
-            assert f"step_{before:06d}, after step {before}\n" in said
+            assert f"step_{before:06d}, after step {before}\n" in written
         return run
 
-    checkpoints = goes_on(5).folder / "checkpoints"
+    checkpoints = resumed(5).folder / "checkpoints"
     shorten(largest(newest := checkpoints / "step_000005"))
-    goes_on(8, newest, " bytes instead of ")
+    resumed(8, newest, " bytes instead of ")
     shutil.rmtree(checkpoints / "step_000008")  # no prompts are in flight: it was to be the last step
     newest = checkpoints / "step_000007"
     flip(largest(newest) if plan in ("sync", "streamed") else newest / "rollouts.safetensors")
-    run = goes_on(12, newest, "does not hold what was written (its checksum differs)")
+    run = resumed(12, newest, "does not hold what was written (its checksum differs)")
     check(run, 12)
     if plan != "fully_async":
-        as_if_nothing_had_been(run, [*settings, "trainer.max_training_steps=12"], train)
+        check_same_as_undisturbed(run, [*settings, "trainer.max_training_steps=12"], train)
     assert leftovers.none_soon(leftovers.of_the_cluster) == []
 
 

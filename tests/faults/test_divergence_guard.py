@@ -34,7 +34,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name
 NAN = float("nan")
 
 
-class Broken(RayPPOTrainer):
+class NonFiniteAdvantages(RayPPOTrainer):
     """Advantages are not finite in the steps ``bad``; keeps the weights after every step."""
 
     bad: frozenset[int]
@@ -53,8 +53,8 @@ class Broken(RayPPOTrainer):
         for role in ("policy", "critic"):
             if role in self.dispatch._groups:  # type: ignore[attr-defined]
                 worker = self.dispatch.worker(role)  # type: ignore[attr-defined]
-                moments = [v for state in worker.backend.optimizer.state.values() for v in state.values()]
-                tensors = [*worker.backend.model.parameters(), *moments]
+                optimizer_state = [v for state in worker.backend.optimizer.state.values() for v in state.values()]
+                tensors = [*worker.backend.model.parameters(), *optimizer_state]
                 self.states.setdefault(self.global_step, {})[role] = [t.detach().clone() for t in tensors]
         await super().end_step(status)
 
@@ -77,8 +77,9 @@ def local(
     cfg = config(model, steps=3, eval_interval=0, **trainer)
     if critic:
         cfg.trainer.algorithm.advantage_estimator, cfg.trainer.algorithm.gae_whiten = "gae", False
-    NoNumber.played = False
-    run = LocalRun(type("Breaking", (Broken, plan), {"bad": frozenset(bad)}), cfg, **({"env": env} if env else {}))  # type: ignore[arg-type]
+    NonFiniteReward.played = False
+    breaking = type("Breaking", (NonFiniteAdvantages, plan), {"bad": frozenset(bad)})
+    run = LocalRun(breaking, cfg, **({"env": env} if env else {}))  # type: ignore[arg-type]
     run.trainer.context.run_dir = RunDirectory(folder, "run")
     return run
 
@@ -128,21 +129,21 @@ async def test_several_in_a_row_end_the_run(model: str, tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "nonfinite").iterdir())) == 2
 
 
-class NoNumber(OddBytes):
+class NonFiniteReward(OddBytes):
     """A non-finite reward for the first sample of one row, which is in the second batch."""
 
     played = False
 
     def init(self, prompt: Any) -> Any:
-        self._bad = prompt[-1]["content"].endswith("4") and not NoNumber.played
-        NoNumber.played |= self._bad
+        self._bad = prompt[-1]["content"].endswith("4") and not NonFiniteReward.played
+        NonFiniteReward.played |= self._bad
         return super().init(prompt)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         return super().step(action) | ({"reward": NAN} if self._bad else {})  # type: ignore[return-value]
 
 
-NO_NUMBER = f"{__name__}:NoNumber"
+NO_NUMBER = f"{__name__}:NonFiniteReward"
 
 
 @every_plan
@@ -194,7 +195,7 @@ async def test_an_evaluation_with_a_reward_that_is_no_number_says_so(
     model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for choice in ("skip", "raise"):
-        NoNumber.played = False
+        NonFiniteReward.played = False
         run = LocalRun(PLANS[0], config(model, steps=2, on_nonfinite=choice, eval_interval=1))
         run.trainer.eval_dataset = [replace(p, messages=[{"role": "user", "content": "4"}], env_class=NO_NUMBER)
                                     for p in run.trainer.eval_dataset]  # fmt: skip
@@ -244,10 +245,10 @@ def test_a_spike_ends_the_run_before_engines_get_its_weights(plan: type[RayPPOTr
 
 
 @every_plan
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_spike_is_undone_and_its_data_left_out(plan: type[RayPPOTrainer], behind: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_spike_is_undone_and_its_data_left_out(plan: type[RayPPOTrainer], asynchronous: bool, tmp_path: Path) -> None:
     kls = {1: 0.6, 4: 0.75}
-    run = spiking(plan, tmp_path, kls, trainer__on_spike="rollback", trainer__ckpt_async=behind).train()
+    run = spiking(plan, tmp_path, kls, trainer__on_spike="rollback", trainer__ckpt_async=asynchronous).train()
     assert [step for step, _ in run.tracker.rows] == [1, 2, 3, 4, 5, 6], "no step is doubled or missing"
     assert run.tracker.of("spikes/rolled_back_to") == {1: 0.0, 4: 2.0}
     # The dispatch's weights count updates: the guard undoes step 1 (1 -> 0), and steps 3 and 4 (3 -> 1).

@@ -15,7 +15,7 @@ from skyasync.trainer import RayPPOTrainer
 from tests.trainer.plans.parts import PLANS, Run, make_run
 
 
-class Dies(TrainerCallback):
+class EndsAtCheckpoint(TrainerCallback):
     """Ends the process as soon as there is a checkpoint."""
 
     def on_checkpoint(self, trainer: Any, folder: Path) -> None:
@@ -32,7 +32,7 @@ def run_in(plan: type[RayPPOTrainer], folder: Path, **settings: Any) -> Run:
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
 def test_a_step_that_a_checkpoint_has_is_in_the_metrics(plan: type[RayPPOTrainer], tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
-        run_in(plan, tmp_path, callbacks=[Dies()]).train()
+        run_in(plan, tmp_path, callbacks=[EndsAtCheckpoint()]).train()
     run_in(plan, tmp_path, trainer__resume_mode="latest").train()
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

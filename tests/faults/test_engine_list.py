@@ -11,7 +11,7 @@ from skyasync.observability.jsonl import read_rows
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
-from tests.faults.engine_list_changes import SEEN, Changed
+from tests.faults.engine_list_changes import SEEN, ChangingEngines
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -23,12 +23,12 @@ STEPS = 10  # four steps after a change: the batches of two are in flight when t
 def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: Train) -> None:
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", "generator.heartbeat_s=0.2",
-        experiment=partial(Changed, changes=CHANGES),  # type: ignore[arg-type]
+        experiment=partial(ChangingEngines, changes=CHANGES),  # type: ignore[arg-type]
     )  # fmt: skip
     rows = {row["step"]: row for row in read_rows(run.folder / SEEN)}
-    assert rows[1]["living"] == 1
-    assert (rows[5]["living"], rows[5]["processes"]) == (2, 2), "the second has joined"
-    assert (rows[STEPS]["living"], rows[STEPS]["processes"]) == (1, 1), "the first has left, and its process ended"
+    assert rows[1]["healthy"] == 1
+    assert (rows[5]["healthy"], rows[5]["processes"]) == (2, 2), "the second has joined"
+    assert (rows[STEPS]["healthy"], rows[STEPS]["processes"]) == (1, 1), "the first has left, and its process ended"
     assert rows[5]["listening"] >= 4 and rows[5]["beyond_loopback"] == [], "no other machine can reach any process"
     last = run.metrics[-1]
     assert (last["engines/joined"], last["engines/left"], last["engines/alive"]) == (1, 1, 1)

@@ -10,7 +10,7 @@ from skyasync.__main__ import command
 from skyasync.trainer.checkpoint.ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, read_lines
-from tests.faults.engine_failures import FOUND, Ends, EnginesEnd
+from tests.faults.engine_failures import FOUND, FailingEngines, PlannedFailures
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_temporary_files")]
 
@@ -23,15 +23,15 @@ SETTINGS = (
 )
 
 
-def check(run: Trained, steps: int, ends: Ends, engines: int) -> None:
+def check(run: Trained, steps: int, planned: PlannedFailures, engines: int) -> None:
     assert [row["step"] for row in run.metrics] == list(range(1, steps + 1))
     trained = audit(read_lines(run.folder / "ledger.jsonl"))
     assert len(trained) == steps * BATCH
     assert {len(entries) for entries in trained.values()} == {1}, "each prompt is trained once"
     found = json.loads((run.folder / FOUND).read_text())
-    assert found == {"versions": [steps] * engines, "not_ended": []}
+    assert found == {"versions": [steps] * engines, "unused": []}
     failures = max(row.get("engines/deaths", 0) for row in run.metrics)
-    assert failures >= len(ends) - 1, "the last failure may be detected later"
+    assert failures >= len(planned) - 1, "the last failure may be detected later"
     assert max(row.get("engines/recovery_s", 0) for row in run.metrics) > 0
     assert all(row["staleness/max"] <= 1 for row in run.metrics)
     assert "is replaced" in (run.folder / "timeline.json").read_text()
@@ -39,22 +39,22 @@ def check(run: Trained, steps: int, ends: Ends, engines: int) -> None:
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
-def test_a_run_outlives_engines_that_are_killed_and_that_hang_in_a_rollout_a_sync_and_between(
+def test_a_run_survives_engines_that_are_killed_or_hang_in_a_rollout_a_sync_and_between(
     plan: str, train: Train
 ) -> None:
-    ends: Ends = [(moment, how) for how in ("kill", "stop") for moment in ("rollout", "sync", "idle")]
+    planned: PlannedFailures = [(moment, how) for how in ("kill", "stop") for moment in ("rollout", "sync", "idle")]
     steps = 36
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={steps}", "generator.num_inference_engines=2", *SETTINGS,
-        experiment=lambda cfg: EnginesEnd(cfg, ends),
+        experiment=lambda cfg: FailingEngines(cfg, planned),
     )  # fmt: skip
-    check(run, steps, ends, engines=2)
+    check(run, steps, planned, engines=2)
 
 
 def test_a_run_whose_engine_was_killed_is_replayed_to_the_same_weights(train: Train) -> None:
     run = train(
         "trainer.plan=fully_async", "trainer.max_training_steps=8", "generator.num_inference_engines=2", *SETTINGS,
-        experiment=lambda cfg: EnginesEnd(cfg, [("rollout", "kill")]),
+        experiment=lambda cfg: FailingEngines(cfg, [("rollout", "kill")]),
     )  # fmt: skip
     assert "!" in (run.folder / "schedule.jsonl").read_text(), "a response has continued at another engine"
     command(["replay", str(run.folder), "trainer.report=false"])
@@ -63,9 +63,9 @@ def test_a_run_whose_engine_was_killed_is_replayed_to_the_same_weights(train: Tr
 
 @pytest.mark.vllm
 def test_a_run_survives_the_failure_of_its_only_engines_core(train: Train, engines_session: None) -> None:
-    ends: Ends = [("rollout", "kill core")]
+    planned: PlannedFailures = [("rollout", "kill core")]
     run = train(
         "trainer.plan=fully_async", "trainer.max_training_steps=12", "generator.backend=vllm", *SETTINGS,
-        experiment=lambda cfg: EnginesEnd(cfg, ends),
+        experiment=lambda cfg: FailingEngines(cfg, planned),
     )  # fmt: skip
-    check(run, 12, ends, engines=1)
+    check(run, 12, planned, engines=1)

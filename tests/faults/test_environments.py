@@ -11,7 +11,7 @@ from skyasync.trainer.checkpoint.ledger import audit
 from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
-from tests.faults.environment_failures import Ordered, Orders
+from tests.faults.environment_failures import OrderedFailures, Orders
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -27,9 +27,10 @@ def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, tr
     (orders := tmp_path / "orders").mkdir()
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}",
-        "environment.env_class=tests.faults.environment_failures:Mortal", f"environment.env_config.orders={orders}",
+        "environment.env_class=tests.faults.environment_failures:FailsByOrder",
+        f"environment.env_config.orders={orders}",
         "environment.num_workers=1", "environment.step_timeout_s=2", "environment.on_error=mask",
-        experiment=partial(Ordered, orders=ORDERS),  # type: ignore[arg-type]
+        experiment=partial(OrderedFailures, orders=ORDERS),  # type: ignore[arg-type]
     )  # fmt: skip
     assert list(orders.iterdir()) == [], "every order was carried out"
     ledger, steps = read_lines(run.folder / "ledger.jsonl"), run.series("step")

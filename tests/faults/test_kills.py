@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from tests.end_to_end.runs import Train
-from tests.faults.restarted_command import as_if_nothing_had_been, twenty_deaths
+from tests.faults.restarted_command import check_same_as_undisturbed, run_with_twenty_kills
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]
 
@@ -24,5 +24,5 @@ def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
 ) -> None:
     """``own``: with a Ray cluster of its own, started again at once; otherwise on a cluster that stays."""
     address = "" if own else ray.get_runtime_context().gcs_address
-    run, settings = twenty_deaths(plan, tmp_path, fork_socket, models["tied"], address)
-    as_if_nothing_had_been(run, settings, train)
+    run, settings = run_with_twenty_kills(plan, tmp_path, fork_socket, models["tied"], address)
+    check_same_as_undisturbed(run, settings, train)

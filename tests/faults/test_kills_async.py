@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from tests.end_to_end.runs import Train
-from tests.faults.restarted_command import as_if_nothing_had_been, twenty_deaths
+from tests.faults.restarted_command import check_same_as_undisturbed, run_with_twenty_kills
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.timeout(900)]
 
@@ -18,6 +18,6 @@ def test_a_run_goes_on_whenever_its_controller_or_its_program_is_killed(
     plan: str, train: Train, tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
     address = ray.get_runtime_context().gcs_address
-    run, settings = twenty_deaths(plan, tmp_path, fork_socket, models["tied"], address)
+    run, settings = run_with_twenty_kills(plan, tmp_path, fork_socket, models["tied"], address)
     if plan == "one_step_off":  # the other plan trains first the groups that finish first
-        as_if_nothing_had_been(run, settings, train)
+        check_same_as_undisturbed(run, settings, train)

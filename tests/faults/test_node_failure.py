@@ -19,7 +19,7 @@ from tests.faults.restarted_command import check, left_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
-STEPS, GONE_BEHIND = 14, 3
+STEPS, REMOVED_AFTER = 14, 3
 FOUND = "found.json"
 PROGRAM = """
 import json, sys, threading, time
@@ -62,7 +62,7 @@ def test_a_run_goes_on_when_the_node_of_an_engine_goes_away(
     )  # fmt: skip
     with output.open("w") as terminal:
         done = subprocess.run(
-            [fork_server.program(fork_socket), tmp_path / "program.py", tmp_path, str(GONE_BEHIND), *given],
+            [fork_server.program(fork_socket), tmp_path / "program.py", tmp_path, str(REMOVED_AFTER), *given],
             env={**outside_environment(), "TMPDIR": str(scratch), "MARK": mark},
             stdout=terminal, stderr=subprocess.STDOUT, timeout=200, check=False,
         )  # fmt: skip

@@ -48,9 +48,9 @@ CASES = {
 PROGRAM = """
 from skyasync import main
 from tests.faults.restarted_command import left_of
-from tests.faults.process_failures import Killed
+from tests.faults.process_failures import KilledProcesses
 
-class Mine(Killed):
+class Mine(KilledProcesses):
     def __init__(self, cfg):
         super().__init__(cfg, KILLS)
 
@@ -69,11 +69,11 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
     plan = case if case in PLANS else "sync"
     command = [f"trainer.plan={plan}", "trainer.placement.colocate_all=false", *CASES[case], *SETTINGS]
     given = arguments(*command, runs=tmp_path, model=models["tied"])
-    places = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
+    folders = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
     with output.open("w") as terminal:
         program = subprocess.Popen(
             [fork_server.program(fork_socket), tmp_path / "program.py", *given],
-            env={**outside_environment(), **places}, stdout=terminal, stderr=subprocess.STDOUT,
+            env={**outside_environment(), **folders}, stdout=terminal, stderr=subprocess.STDOUT,
         )  # fmt: skip
     end = max(kills) // 2 * 2 + 2
     try:

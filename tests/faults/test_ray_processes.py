@@ -38,10 +38,10 @@ RAYS = {
 
 
 def start(runs: Path, scratch: Path, steps: int) -> subprocess.Popen[str]:
-    places = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": str(scratch)}
+    folders = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": str(scratch)}
     settings = [*SETTINGS, f"trainer.runs_dir={runs}", f"trainer.max_training_steps={steps}"]
     return subprocess.Popen(
-        [sys.executable, "-m", "skyasync", *settings], env=outside_environment() | places,
+        [sys.executable, "-m", "skyasync", *settings], env=outside_environment() | folders,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ def steps_of(run: Path) -> list[int]:
     return [int(row["step"]) for row in read_rows(run / "metrics.jsonl") if row["step"]]
 
 
-def found(program: int, title: str, limit_s: float = 60.0) -> Process:
+def processes_named(program: int, title: str, limit_s: float = 60.0) -> Process:
     deadline = time.monotonic() + limit_s
     while not (processes := [each for each in family(program) if title in each.title]):
         assert time.monotonic() < deadline, title
@@ -67,15 +67,15 @@ def test_a_run_whose_ray_has_lost_a_process_says_which_and_leaves_nothing(name: 
         while len(steps_of(run)) < 3:
             assert program.poll() is None, program.communicate()[0]
             time.sleep(0.2)
-        known, struck = family(program.pid), found(program.pid, title)
-        struck.send(signal.SIGKILL)
+        known, killed = family(program.pid), processes_named(program.pid, title)
+        killed.send(signal.SIGKILL)
         output, _ = program.communicate(timeout=LIMIT_S)
         errors = [text for text in output.splitlines() if text.startswith("error:")]
         if goes_on:
             assert (program.returncode, errors, read_status(run).state) == (0, [], FINISHED), output
         else:
             assert program.returncode == 1, output
-            assert len(errors) == 1 and line.replace("NUMBER", str(struck.number)) in errors[0], output
+            assert len(errors) == 1 and line.replace("NUMBER", str(killed.number)) in errors[0], output
             assert "is started again" not in output and "state-dump" not in output, output
             assert read_status(run).state == FAILED
             assert "RayEndedError: " in (run / "error.txt").read_text()

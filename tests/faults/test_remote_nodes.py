@@ -21,7 +21,7 @@ from tests.faults.restarted_command import check, left_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
-STEPS, KILLED_BEHIND = 9, 4
+STEPS, KILLED_AFTER = 9, 4
 PROGRAM = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_engines_of_another_node_get_the_weights_by_broadcast(
         "generator.num_inference_engines=2", "environment.num_workers=1", runs=tmp_path, model=models["tied"],
     )) for name, kills in names.items()]  # fmt: skip
     (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "given.json").write_text(json.dumps([str(tmp_path), STEPS, KILLED_BEHIND, *runs]))
+    (tmp_path / "given.json").write_text(json.dumps([str(tmp_path), STEPS, KILLED_AFTER, *runs]))
     scratch = Path(tempfile.mkdtemp(prefix="node"))
     with output.open("w") as terminal:
         done = subprocess.run(
@@ -108,7 +108,7 @@ def test_engines_of_another_node_get_the_weights_by_broadcast(
         assert max(row.get("engines/deaths", 0) for row in run.metrics) == killed
         assert max(run.series("sync/logprob_gap")) <= 1e-5, "the verification prompts run on both engines"
         remote = [row for row in run.metrics if "sync/bytes_to_nodes" in row]  # 0 while there is no engine
-        assert len(remote) == STEPS if not killed else KILLED_BEHIND <= len(remote) <= STEPS
+        assert len(remote) == STEPS if not killed else KILLED_AFTER <= len(remote) <= STEPS
         assert len({row["sync/bytes_to_nodes"] for row in remote}) == 1 and remote[0]["sync/bytes_to_nodes"] > 100_000
         assert min(row["sync/to_nodes_s"] for row in remote) > 0
         seen = json.loads((tmp_path / f"{name}.json").read_text())

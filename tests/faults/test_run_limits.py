@@ -24,11 +24,11 @@ def test_too_many_episodes_given_up_end_a_run(plan: type[RayPPOTrainer], most: f
     run = make_run(plan, prompts=8, environment__max_given_up=most)
     original = run.generator.generate
 
-    async def giving_up(batch: dict[str, Any]) -> dict[str, Any]:
+    async def failing(batch: dict[str, Any]) -> dict[str, Any]:
         lost = [{"given_up": 1.0} if i.prompt.row == 5 else {} for i in batch["trajectory_ids"]]
         return await original(batch) | {"trajectory_metrics": lost}
 
-    run.generator.generate = giving_up  # type: ignore[method-assign]
+    run.generator.generate = failing  # type: ignore[method-assign]
     if most == 0.25:
         assert len(run.train().tracker.rows) == 2
         return
@@ -67,9 +67,9 @@ def test_a_log_probability_difference_after_a_sync_ends_the_run(plan: type[RayPP
 
 
 @every_plan
-@pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
 def test_a_checkpoint_is_its_owners_alone_whatever_the_umask(
-    plan: type[RayPPOTrainer], behind: bool, tmp_path: Path
+    plan: type[RayPPOTrainer], asynchronous: bool, tmp_path: Path
 ) -> None:
     before = os.umask(0)
     try:
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_its_owners_alone_whatever_the_umask(
             prompts=8,
             trainer__ckpt_path=str(tmp_path / "c"),
             trainer__ckpt_interval=1,
-            trainer__ckpt_async=behind,
+            trainer__ckpt_async=asynchronous,
         ).train()
     finally:
         os.umask(before)

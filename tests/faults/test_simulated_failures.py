@@ -31,15 +31,15 @@ pytestmark = pytest.mark.fault
 
 ROWS, POINTS, SEED = 8, 10, 7
 MOMENTS = ("rollout", "sync", "training", "saving")
-STRUCK = ("kill-engine", "freeze-engine", "kill-rank", "freeze-rank", "kill-environment", "freeze-environment")
+KINDS = ("kill-engine", "freeze-engine", "kill-rank", "freeze-rank", "kill-environment", "freeze-environment")
 
 
-_drawn = simulation.settings_of
+_settings_of = simulation.settings_of
 
 
 def settings(seed: int, plan: str) -> tuple[Config, int]:
     """Every step is saved, with the requests in flight."""
-    cfg, _ = _drawn(SEED, plan)
+    cfg, _ = _settings_of(SEED, plan)
     trainer, generator = cfg.trainer, cfg.generator
     trainer.train_batch_size, trainer.epochs, trainer.ckpt_interval, trainer.ckpt_keep = 2, 2, 1, 2
     trainer.ckpt_rollouts, trainer.ckpt_async, trainer.max_staleness, trainer.sync_interval = True, False, 2, 1
@@ -52,18 +52,18 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Seen:
+class MomentTimes:
     """The time of each moment in a run without faults."""
 
     def __init__(self) -> None:
         self.at: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
 
-    def noting(self, moment: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        async def noted(*args: Any) -> Any:
+    def recording(self, moment: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def recorded(*args: Any) -> Any:
             self.at[moment].append(now() + 0.2)  # in the middle of the moment
             return await call(*args)
 
-        return noted
+        return recorded
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,16 +74,16 @@ def same_settings() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def seen(same_settings: None) -> dict[str, Seen]:
-    return {plan: looked_at(plan) for plan in NAMES}
+def seen(same_settings: None) -> dict[str, MomentTimes]:
+    return {plan: observed_moments(plan) for plan in NAMES}
 
 
-def looked_at(plan: str) -> Seen:
-    found = Seen()
+def observed_moments(plan: str) -> MomentTimes:
+    found = MomentTimes()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Engine, "update_weights", found.noting("sync", Engine.update_weights))
-        patched.setattr(Ranks, "train", found.noting("training", Ranks.train))
-        patched.setattr(Ranks, "save", found.noting("saving", Ranks.save))
+        patched.setattr(Engine, "update_weights", found.recording("sync", Engine.update_weights))
+        patched.setattr(Ranks, "train", found.recording("training", Ranks.train))
+        patched.setattr(Ranks, "save", found.recording("saving", Ranks.save))
         assert played(plan, []).wrong == []
     found.at["rollout"] = [at + 1.5 for at in found.at["sync"][2:-2]]
     return found
@@ -95,9 +95,9 @@ def played(plan: str, events: list[Event]) -> Play:
         return simulation.play(SEED, plan)
 
 
-@pytest.mark.parametrize("kind", STRUCK)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", NAMES)
-def test_each_process_may_die_or_hang_in_each_moment(plan: str, kind: str, seen: dict[str, Seen]) -> None:
+def test_each_process_may_fail_or_hang_at_each_moment(plan: str, kind: str, seen: dict[str, MomentTimes]) -> None:
     chance = random.Random(f"{plan} {kind}")
     for moment in MOMENTS:
         at = chance.choice(seen[plan].at[moment])
@@ -107,7 +107,7 @@ def test_each_process_may_die_or_hang_in_each_moment(plan: str, kind: str, seen:
 
 
 @pytest.mark.parametrize("plan", NAMES)
-def test_a_command_goes_on_with_what_a_killed_one_left_at_any_moment(plan: str, tmp_path: Path) -> None:
+def test_a_command_resumes_from_the_folder_of_one_that_was_killed_at_any_moment(plan: str, tmp_path: Path) -> None:
     copies = copied_while_it_runs(plan, tmp_path)
     saving = [copy for copy in copies if any(copy.glob("run/checkpoints/*.unfinished/*"))]
     assert saving, "some copies are from the middle of a save"

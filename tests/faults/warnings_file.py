@@ -10,7 +10,7 @@ from skyasync import BasePPOExp
 from skyasync.config.schema import Config
 
 
-class Heard(BasePPOExp):
+class WarningsToFile(BasePPOExp):
     def __init__(self, cfg: Config, file: Path) -> None:
         super().__init__(cfg)
         self.file = file

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.simulate.clock import run_virtual
-from tests.chaos.simulated_processes import Engine, wanted_tokens
+from tests.chaos.simulated_processes import Engine, response_tokens
 
 
 def request(number: int) -> GenerationRequest:
@@ -42,7 +42,7 @@ def test_no_token_is_lost_or_repeated_whichever_engines_sleep_and_wake(engines: 
             await client.wake("cache", some)
         for number, answer in enumerate(await asyncio.gather(*tasks)):
             assert answer.request_id == f"r{number}"
-            assert len(answer.token_ids) == wanted_tokens(request(number))
+            assert len(answer.token_ids) == response_tokens(request(number))
         await client.shutdown()
 
     run_virtual(run())

@@ -44,7 +44,7 @@ def test_a_process_is_kept_until_it_is_lost(judge):
 def test_delayed_effects_of_a_call_are_not_the_result_of_the_next(judge):
     first = process(judge)
     assert judge.call("l", named("leaves_later"), {"response": ""}, 5.0).reward == 1.0
-    soon(lambda: not lives(first))
+    soon(lambda: not is_running(first))
     assert process(judge) != first
 
 
@@ -77,7 +77,7 @@ def test_the_process_ends_with_the_one_that_started_it(first, busy):
     starter.wait()
     starter.stdin.close()
     starter.stdout.close()
-    soon(lambda: not lives(child))
+    soon(lambda: not is_running(child))
 
 
 def soon(condition, patience_s=20.0):
@@ -87,7 +87,7 @@ def soon(condition, patience_s=20.0):
         time.sleep(0.02)
 
 
-def lives(process_id):
+def is_running(process_id):
     """Whether any of its threads runs: the first one is a zombie as soon as another ends the process."""
     try:
         threads = [stat.read_text() for stat in Path(f"/proc/{process_id}/task").glob("*/stat")]
@@ -98,4 +98,4 @@ def lives(process_id):
 
 def computes(process_id):
     """Whether it has used CPU time since the call began: its state is running."""
-    return lives(process_id) and Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return is_running(process_id) and Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "R"

@@ -27,7 +27,7 @@ subprocess.Popen(["sh", "-c", "sleep 600 & exec sleep 600"], process_group=0)
 while [open(f"/proc/{each}/comm").read() for each in marked(dog.mark)] != ["sleep\\n"] * 2: time.sleep(0.01)
 open(os.path.join(dog.folder, "x"), "w").close()
 os.symlink("/", os.path.join(dog.folder, "all"))
-if os.fork() == 0:  # a fork that lives on holds the pipe
+if os.fork() == 0:  # a fork that is_running on holds the pipe
     time.sleep(1); os._exit(0)
 print(dog.mark, dog.folder, flush=True)
 time.sleep(600)
@@ -142,7 +142,7 @@ def test_nothing_is_left_of_ray_when_its_program_is_killed() -> None:
             os.kill(process, signal.SIGSTOP)
     started.kill()
     started.wait()
-    until(lambda: not any(map(leftovers.lives, processes)) and not os.path.exists(folder), 30)
+    until(lambda: not any(map(leftovers.is_running, processes)) and not os.path.exists(folder), 30)
 
 
 def _family(process: int) -> list[int]:

@@ -20,7 +20,7 @@ async def breaks(after, error):
     raise error
 
 
-async def lives(ended, seconds=3600.0):
+async def waits(ended, seconds=3600.0):
     try:
         await asyncio.sleep(seconds)
         ended.append("finished")
@@ -32,7 +32,7 @@ async def lives(ended, seconds=3600.0):
 @virtual_time
 async def test_it_ends_when_all_have_ended():
     ended = []
-    await run_together(lives(ended, 1), lives(ended, 2))
+    await run_together(waits(ended, 1), waits(ended, 2))
     assert ended == ["finished"] * 2
 
 
@@ -42,7 +42,7 @@ def test_the_first_error_is_raised_as_it_was_and_the_others_are_cancelled(error)
     async def run():
         ended = []
         with pytest.raises(type(error)) as caught:
-            await run_together(lives(ended), breaks(1, error))
+            await run_together(waits(ended), breaks(1, error))
         assert caught.value is error
         assert "breaks" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
         assert ended == ["cancelled"]
@@ -55,7 +55,7 @@ def test_the_first_error_is_raised_as_it_was_and_the_others_are_cancelled(error)
 async def test_what_takes_too_long_is_named_with_its_key():
     with pytest.raises(TimeoutError, match=r"^loading did not end within 3 s \(trainer\.step_timeout_s\)$"):
         async with within(3, "loading"):
-            await lives([])
+            await waits([])
     with pytest.raises(TimeoutError, match=r"^of its own$"):  # an error from inside keeps its type
         async with within(3, "loading"):
             raise TimeoutError("of its own")
@@ -102,7 +102,7 @@ async def test_an_error_during_the_clean_up_is_noted_on_the_first():
 @virtual_time
 async def test_cancellation_from_outside_cancels_all_and_stays_a_cancellation():
     ended = []
-    task = asyncio.create_task(run_together(lives(ended), lives(ended)))
+    task = asyncio.create_task(run_together(waits(ended), waits(ended)))
     await asyncio.sleep(1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -123,7 +123,7 @@ async def test_a_cancellation_from_within_is_an_error_and_no_endless_wait():
     with pytest.raises(
         RuntimeError, match=r"awaits_something_cancelled ended with CancelledError although the run was not stopped"
     ):
-        await run_together(lives(ended), awaits_something_cancelled())
+        await run_together(waits(ended), awaits_something_cancelled())
     assert ended == ["cancelled"]
 
 

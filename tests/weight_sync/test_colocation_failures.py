@@ -44,11 +44,11 @@ class Sharing(Engine):
         self.check()
 
     async def sleep(self) -> None:
-        await self._asked(0.5)
+        await self._receive(0.5)
         self.weights = self.cache = False
 
     async def wake(self, part: WakePart) -> None:
-        await self._asked(0.5)
+        await self._receive(0.5)
         setattr(self, part, True)
         self.check()
 
@@ -75,7 +75,7 @@ class Policy(WeightTransfer):
         await asyncio.sleep(1.0)
         policy_is_on_the_devices = True
         for engine in self.engines.engines:
-            if not engine.life.dead.is_set():  # type: ignore[attr-defined]
+            if not engine.process.killed.is_set():  # type: ignore[attr-defined]
                 engine.check()  # type: ignore[attr-defined]
 
     async def offload(self) -> None:
@@ -137,7 +137,7 @@ class Run:
 
 
 def strike(engine: Any, how: str) -> None:
-    engine.life.kill() if how == "kill" else engine.life.runs.clear()
+    engine.process.kill() if how == "kill" else engine.process.runs.clear()
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from skyasync.weight_sync.transfers.shared_memory import BufferReader
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
 from skyasync.workers.ranks import HeartbeatTimeoutError, WorkerPlacement, row_costs, split_for_ranks
-from tests.end_to_end.leftovers import lives, none_soon
+from tests.end_to_end.leftovers import is_running, none_soon
 from tests.workers.conftest import comparable, config_for, make_batch
 
 
@@ -230,7 +230,7 @@ async def test_the_error_names_the_failed_or_hanging_rank_not_the_broken_collect
         with pytest.raises(ray.exceptions.RayActorError if how == signal.SIGKILL else HeartbeatTimeoutError) as failure:
             await update(dispatch, make_batch(groups=4))
         assert dispatch.lost == ("policy", failure.value)
-        assert none_soon(lambda: [str(pid) for pid in pids if lives(pid)]) == [], "a hanging rank is killed too"
+        assert none_soon(lambda: [str(pid) for pid in pids if is_running(pid)]) == [], "a hanging rank is killed too"
         with pytest.raises(RuntimeError, match="stopped"):
             await dispatch.transfer.publish(version=1)
     finally:

@@ -318,8 +318,8 @@ CALL = '<think>sum</think>Let me see. <tool_call>{"name": "add", "arguments": {"
 
 def test_nemo_gym_seeds_calls_tools_and_verifies_in_one_session():
     hub = Hub()
-    verdict = {**ROW, "response": {}, "reward": 0.5, "mask_sample": False, "length": 3, "reward_components": {"f": 1}}
-    hub.answers = [{}, "4", verdict]
+    result = {**ROW, "response": {}, "reward": 0.5, "mask_sample": False, "length": 3, "reward_components": {"f": 1}}
+    hub.answers = [{}, "4", result]
     with serving(hub) as url:
         opening, steps, metrics = episode(f"nemo_gym:{url}", CALL, "It is 4.", **ROW)
     assert '"name": "add"' in opening[0]["content"]
