@@ -65,15 +65,11 @@ _PLAN = ("--gpus", "--card", "--gpu-memory", "--host-memory", "--json")
 SUBCOMMANDS: dict[str, Subcommand] = {
     "train": Subcommand("skyasync.cli.commands:train", "train (the default)", (*_SETTINGS, "--dry-run")),
     "sft": Subcommand("skyasync.cli.sft:sft", "train on given responses (supervised fine-tuning)", _SETTINGS),
-    "plan": Subcommand(
-        "skyasync.cli.commands:plan", "say what a run would need, and whether it fits", (*_SETTINGS, *_PLAN)
-    ),
+    "plan": Subcommand("skyasync.cli.commands:plan", "estimate memory and devices of a run", (*_SETTINGS, *_PLAN)),
     "rehearse": Subcommand(
         "skyasync.cli.commands:rehearse", "run three steps of a recipe with a small model", (*_SETTINGS, *_PLAN)
     ),
-    "simulate": Subcommand(
-        "skyasync.simulate.__main__:main", "simulate the plans without GPUs, with your costs", _SETTINGS
-    ),
+    "simulate": Subcommand("skyasync.simulate.__main__:main", "simulate the plans with your costs", _SETTINGS),
     "forecast": Subcommand(
         "skyasync.cli.forecast:run",
         "forecast the time to a reward by plan and staleness, from pilot runs",
@@ -83,25 +79,25 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "translate": Subcommand(
         "skyasync.cli.commands:translate",
-        "write another system's recipe as ours",
+        "convert a recipe of another framework",
         ("--from", "--help"),
         settings=False,
         runs=True,
     ),
     "rollout": Subcommand(
         "skyasync.cli.rollout:rollout",
-        "play some prompts, and show what came out",
+        "generate some episodes without training, and print them",
         (*_SETTINGS, "--prompts", "--samples", "--held-out", "--show-prompts", "--json"),
     ),
     "evaluate": Subcommand(
         "skyasync.cli.evaluate:evaluate",
-        "score a model or a checkpoint on the held-out prompts",
+        "evaluate a model or a checkpoint on held-out prompts",
         (*_SETTINGS, "--of", "--best", "--k", "--passing", "--prompts", "--json"),
         needs=True,
     ),
     "export": Subcommand(
         "skyasync.cli.export:export",
-        "make a Hugging Face folder of a checkpoint",
+        "convert a checkpoint to a Hugging Face folder",
         ("--best", "--out", "--dtype", "--model", "--help"),
         settings=False,
         runs=True,
@@ -109,7 +105,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "report": Subcommand(
         "skyasync.cli.report:report",
-        "make a run's page, or one that compares runs",
+        "write the report of a run, or compare runs",
         ("--out", "--every", "--live", "--host", "--port", "--help"),
         settings=False,
         runs=True,
@@ -117,7 +113,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "replay": Subcommand(
         "skyasync.cli.replay:replay",
-        "train again on what a run was trained on, or show it token by token",
+        "train a run again on its own samples, or print them token by token",
         (*_SETTINGS, "--show", "--step", "--from", "--episode", "--tokens", "--nonfinite"),
         runs=True,
         needs=True,
@@ -131,7 +127,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     ),
     "engines": Subcommand(
         "skyasync.cli.engines:engines",
-        "let engines join a run, or leave it",
+        "add or remove engines of a running run",
         _HELP,
         settings=False,
         runs=True,
@@ -174,9 +170,11 @@ usage: skyasync [COMMAND] [--config FILE.yaml ...] [key=value ...]
 
 {subcommands}
 
-skyasync COMMAND --help says more of a subcommand, skyasync --help GROUP of a group of settings (trainer, generator,
-environment, data, ray) or of one key, and skyasync train --help lists all settings. python -m skyasync is the same
-command. Completion: source <(skyasync completion bash)
+skyasync COMMAND --help     options of a command
+skyasync --help GROUP       a group of settings (trainer, generator, environment, data, ray), or one setting
+skyasync train --help       all settings
+
+python -m skyasync is the same command. Completion: source <(skyasync completion bash)
 """
 
 

@@ -13,12 +13,12 @@ from skyasync.errors import UserError
 from skyasync.inference.elastic import FILE, is_server, read_engine_list, write_engine_list, wrong_name
 
 HELP = """\
-usage: skyasync engines RUN                      list the engines that a run shall have
-       skyasync engines RUN add [NAME ...]       one more, or those named, join
-       skyasync engines RUN remove NAME ...      those leave; what they are asked goes on at the others
+usage: skyasync engines RUN                      list the engines of a running run
+       skyasync engines RUN add [NAME ...]       add one engine, or the named ones
+       skyasync engines RUN remove NAME ...      remove engines; their requests continue on the others
 
-RUN is the folder of a run that goes on. NAME is a server's address, http://host:port, in a run with generator.engines;
-else the number of an engine, which the run starts or ends. The same can be had by changing RUN/engines.txt.
+RUN is the folder of a running run. NAME is the number of an engine, or with generator.engines the address of a server,
+http://host:port. The command edits RUN/engines.txt.
 """
 
 
@@ -28,7 +28,7 @@ def engines(argv: Arguments) -> None:
     if not file.is_file():
         why = "it has ended, or its engines cannot change (docs/elastic_engines.md)"
         raise UserError(
-            f"{file} is not there: {file.parent} is no run's folder"
+            f"{file} is not there: {file.parent} is not a run's folder"
             if not file.parent.is_dir()
             else f"{file} is not there: the engines of this run cannot be changed: {why}"
         )

@@ -25,13 +25,18 @@ HELP = """\
 usage: skyasync evaluate [--of MODEL|CHECKPOINT|RUN] [--best] [--k 1,4,16] [--passing REWARD] [--prompts N] [--json]
                          [key=value ...]
 
-Scores a model on data.val_data and data.val_sets (any set: data.val_data=...), by the run's engine and environments,
-without workers; a named set's numbers are eval/<set>/....
---of is a Hugging Face folder or name, a checkpoint, or a run, of which the newest checkpoint (or with --best the best)
-is taken, with the run's own settings; key=value wins over those. pass@k is the chance that one of k samples has a
-reward of at least REWARD (1), estimated without bias from generator.eval_n_samples_per_prompt samples
-(Chen et al. 2021), and maj@k the chance that the most frequent answer of k samples is right (trainer.eval_answer); by
-default for 1, 2, 4, ... as far as the samples go, and with trainer.eval_passing.
+Evaluates a model on data.val_data and data.val_sets with the run's engine and environments, without training. The
+metrics of a named set are eval/<set>/....
+
+--of       a Hugging Face folder or name, a checkpoint, or a run: its newest checkpoint, with the settings of the run
+--best     the best checkpoint of the run instead of the newest
+--k        values of k for pass@k and maj@k; by default 1, 2, 4, ... up to generator.eval_n_samples_per_prompt
+--passing  the minimum reward of a correct sample (trainer.eval_passing, 1)
+--prompts  evaluate only the first N prompts
+--json     print the metrics as JSON
+
+pass@k is the probability that at least one of k samples is correct (unbiased estimate of Chen et al. 2021), maj@k the
+probability that the most frequent answer of k samples is correct (trainer.eval_answer). key=value overrides settings.
 """
 
 

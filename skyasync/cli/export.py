@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 HELP = """\
 usage: skyasync export CHECKPOINT|RUN [--best] [--out FOLDER] [--dtype auto|float32|bfloat16] [--model PATH]
 
-Writes the policy of a checkpoint (of a run: its newest, or its best one) as a Hugging Face folder: safetensors,
-configuration, tokenizer. FOLDER is hf next to the weights by default. auto is the dtype of the model that the run
-began with; --model is that model, if it has moved.
+Writes the policy of a checkpoint as a Hugging Face folder: safetensors, configuration, tokenizer. For a run it is the
+newest checkpoint, or with --best the best one.
+
+--out    the new folder, by default hf next to the checkpoint
+--dtype  auto is the dtype of the model that the run started from
+--model  the model that the run started from, if it has moved
 """
 DTYPES = ("auto", "float32", "bfloat16")
 _PREFIX = "model."  # of the weights among a checkpoint's tensors

@@ -23,19 +23,19 @@ HELP = """\
 usage: skyasync forecast RUN RUN ... --target REWARD [--metric NAME] [--ceiling REWARD] [--bounds 1,2,4,8]
                          [key=value ...]
 
-Forecasts the minutes to a target reward for plans, staleness bounds and splits of the devices, with an interval of 90%,
-and what one more engine or trainer device would bring. It simulates the plans' speed and staleness, and fits on pilot
-runs how the task is learned and what staleness costs it.
+Forecasts the minutes to a target reward by plan, staleness bound and split of the devices, with a 90% interval, and the
+effect of one more engine or trainer device. The speed and staleness of plans are simulated. The learning curve and the
+cost of staleness are fitted to pilot runs.
 
-RUN are folders of short runs of the task at the same settings: one of the sync plan, whose costs are taken, and one or
-better two with stale samples, such as trainer.plan=one_step_off, and fully_async with trainer.max_staleness=4.
+Each RUN is the folder of a short run of the task, with equal settings: one with the plan sync, which gives the times,
+and one or two with stale samples, such as trainer.plan=one_step_off, or fully_async with trainer.max_staleness=4.
 
 --target   the reward to reach
 --metric   of metrics.jsonl (reward/mean); eval/score needs many evaluations
 --ceiling  the largest possible reward (1)
 --bounds   values of trainer.max_staleness (1,2,4,8)
 
-Settings are those of skyasync simulate: simulate.plans, simulate.length_mean and others that the target run will have.
+Settings are those of skyasync simulate, such as simulate.plans or simulate.length_mean.
 """
 LAWS = 200  # resampled
 USUAL_POWER = 2.0  # of the law, between tuned and constant learning rates, if the pilot runs do not tell it

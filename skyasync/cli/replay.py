@@ -34,19 +34,18 @@ usage: skyasync replay RUN [--step N] [--from N] [key=value ...]
        skyasync replay RUN --nonfinite [key=value ...]
        skyasync replay RUN --show [--nonfinite] [--step N] [--episode ID] [--tokens]
 
-Trains again on what a run was trained on, step by step, with its settings and its plan. If the run has recorded its
-trajectories (trainer.dump_trajectories=true), on these, without engines. Else the embedded engine generates them again
-by the run's schedule (schedule.jsonl): each token by weights of the same version, bitwise. key=value changes a
-setting: another loss, learning rate or correction. The new run's folder is RUN-replay, in the same place.
+Trains the steps of a run again, with its samples, settings and plan, into the folder RUN-replay. Recorded trajectories
+(trainer.dump_trajectories=true) are trained without engines. Otherwise the embedded engine generates the same tokens
+again (schedule.jsonl), bitwise. key=value changes a setting, such as the loss or the learning rate.
 
---step N ends the replay after step N, with a checkpoint. --from N begins with the run's checkpoint of step N.
+--step N     end after step N, with a checkpoint
+--from N     begin with the run's checkpoint of step N
+--nonfinite  train only the batches with non-finite values (RUN/nonfinite), on trainer.policy.model.path
+--show       print episodes, coloured by policy version, instead of training: those of --step (by default the last step)
+--episode ID print only the episode whose id begins with ID
+--tokens     list each token with its version and its log-probabilities in engine and trainer
 
---nonfinite trains on the batches alone that the run could not learn from (RUN/nonfinite), on the model that
-trainer.policy.model.path names: an export of the steps before them, say.
-
---show prints episodes instead, coloured by policy version: those of a step (the last), or the one whose id begins so;
---tokens lists each token with its version and its log-probabilities in engine and trainer. Without recorded
-trajectories it shows samples.jsonl.
+Without recorded trajectories --show prints samples.jsonl.
 """
 
 
@@ -63,7 +62,7 @@ def replay(argv: Arguments) -> None:
         raise UserError("skyasync replay needs the folder of a run first: skyasync replay runs/NAME")
     run = Path(names[0])
     if not (run / "config.yaml").is_file():
-        raise UserError(f"{run} is no run's folder: it has no config.yaml")
+        raise UserError(f"{run} is not a run's folder: it has no config.yaml")
     nonfinite, settings = "--nonfinite" in options, rest[1:]
     step = whole_number(options["--step"], "--step") if "--step" in options else None
     if "--show" in options:

@@ -14,10 +14,13 @@ HELP = """\
 usage: skyasync report RUN [RUN ...] [--out FILE.html] [--every SECONDS]
        skyasync report RUN [RUN ...] --live [--host ADDRESS] [--port PORT]
 
-Makes report.html in a run's folder, one page without scripts or network; of several runs, comparison.html here. A run
-makes its own at its end (trainer.report), and this makes one any time. With --every the page is made again and again
-while a run goes on, and the browser reloads it. With --live a server shows it instead, and updates it by itself: at a
-free port of 127.0.0.1, or with a token where --host lets other machines ask; /metrics there is for Prometheus.
+Writes report.html to a run's folder, a page without scripts or network access. For several runs it writes
+comparison.html to the current folder. A run writes its report at its end (trainer.report).
+
+--out    another file
+--every  write the page again every SECONDS during the run; the browser reloads it
+--live   serve the page at a free port of 127.0.0.1 instead; it updates itself, and /metrics is for Prometheus
+--host   serve to other machines; the printed address then contains a token
 """
 COMPARISON = "comparison.html"
 
@@ -40,7 +43,7 @@ def report(argv: Sequence[str]) -> None:
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)")
         if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
-            raise UserError(f"{folder} is no run's folder: it has neither metrics.jsonl nor config.yaml")
+            raise UserError(f"{folder} is not a run's folder: it has neither metrics.jsonl nor config.yaml")
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
     if "--live" in options:

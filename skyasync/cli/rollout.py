@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 HELP = """\
 usage: skyasync rollout [--prompts N] [--samples N] [--held-out] [--show-prompts] [--json] [key=value ...]
 
-Plays the first prompts of a run (4, if --prompts does not say) with its engine and environments, and shows what came
-out: rewards, ends, texts. Nothing is trained, and no run folder is made. --held-out takes data.val_data, with the
-sampling of evaluation. --show-prompts starts nothing: it shows the prompts as the model would read them.
+Generates episodes of the first prompts with the run's engine and environments. Prints rewards, stop reasons and texts.
+Nothing is trained, and no run folder is made.
+
+--prompts N     number of prompts (4)
+--samples N     samples per prompt
+--held-out      prompts of data.val_data, with the sampling of evaluation
+--show-prompts  print the prompts as the model reads them; starts nothing
+--json          one episode per line
 """
 PROMPTS = 4
 

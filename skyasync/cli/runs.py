@@ -26,11 +26,13 @@ from skyasync.observability.run_dir import FAILED, FINISHED, LOST, RUNNING, STOP
 HELP = """\
 usage: skyasync runs [FOLDER] [--sort METRIC] [--best] [--json]
 
-Lists the runs of a folder (runs, if none is named), the newest first: plan, steps, held-out score (last, and best),
-training reward, time, how they ended if they do not run, and the first settings in which they differ: those set on a
-command line before others. A run is lost if its process is gone and has left no reason.
---sort METRIC puts the run with the largest last value of a metric of metrics.jsonl first, and shows that value.
---best lists one run only: that one, or without --sort the run with the best held-out score.
+Lists the runs of a folder (by default runs), the newest first: plan, steps, held-out score (last and best), training
+reward, time and state, and the settings in which they differ, those of the command line first. A run is lost if its
+process ended without a reason.
+
+--sort METRIC  the largest last value of a metric of metrics.jsonl first; shows the value
+--best         only the first run of --sort, or without it the run with the best held-out score
+--json         all settings that differ, for programs
 """
 MOST = 4  # settings that the table shows; --json has them all
 PLAN, STEPS = "trainer.plan", "trainer.max_training_steps"

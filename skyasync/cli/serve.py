@@ -16,10 +16,10 @@ from skyasync.errors import MissingVLLMError
 HELP = """\
 usage: skyasync serve MODEL [--port PORT] [vLLM's own arguments]
 
-Starts vLLM's server for a run with generator.engines=[http://host:PORT]. MODEL is the one that the run trains; the run
-gives it weights through a file that both can see (generator.weight_sync_dir, where that is another machine). Only the
-loopback can reach it unless --host is another address. Every client can change its weights, unless the environment
-variable SKYASYNC_ENGINES_KEY holds a key, which the run then has in the same variable.
+Starts vLLM's server for a run with generator.engines=[http://host:PORT]. MODEL is the model that the run trains.
+The run sends weights through a file that both can see (on other machines generator.weight_sync_dir). The server binds
+to 127.0.0.1; --host changes that. Every client can change its weights, unless the environment variable
+SKYASYNC_ENGINES_KEY has the same secret for server and run.
 """
 
 

@@ -33,7 +33,7 @@ Trains trainer.policy.model.path on given responses: rows of data.train_data wit
 response), or with messages. The loss is the cross-entropy of the responses' tokens. Settings are those of training;
 one that has no effect here is an error. With data.val_data the loss on those rows is reported as eval/loss.
 
-The model is written to trainer.export_path, or to the folder model of the run's folder, where training starts from it:
+The model is written to trainer.export_path, or to model in the run's folder. Training then starts from it:
 skyasync train trainer.policy.model.path=runs/NAME/model
 """
 

@@ -8,12 +8,13 @@ from skyasync.errors import UserError
 HELP = """\
 usage: skyasync tinker [--host ADDRESS] [--port PORT] [--folder FOLDER] [--config FILE.yaml] [key=value ...]
 
-Serves the Tinker API: programs written for Tinker's SDK train adapters of trainer.policy.model.path and sample from
-them. They need TINKER_BASE_URL, which is printed, any TINKER_API_KEY that begins with tml-, and the model's path as
-their base model. Only the loopback can reach the server unless --host is another address, which needs a key in the
-environment variable SKYASYNC_TINKER_KEY; clients send it as TINKER_API_KEY. The port is 8333 by default.
+Serves the Tinker API: programs of Tinker's SDK train adapters of trainer.policy.model.path and sample from them. They
+need the printed TINKER_BASE_URL, a TINKER_API_KEY that begins with tml-, and the model's path as their base model.
 
-Models, checkpoints and results are in FOLDER ("tinker", by default): the same command goes on with them.
+--host    the address to bind to (127.0.0.1); another address needs a key in SKYASYNC_TINKER_KEY, which clients send as
+          TINKER_API_KEY
+--port    8333 by default
+--folder  models, checkpoints and results ("tinker"); the same command continues with them
 """
 LARGEST_PORT = 65535
 

@@ -40,6 +40,7 @@ class _Course:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = [row for row in rows if row["step"] > 0]
+        self.scores = [float(row["eval/score"]) for row in rows if row.get("eval/score") is not None]  # step 0 too
 
     def values(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if row.get(name) is not None]
@@ -128,7 +129,8 @@ def _difference(course: _Course) -> Iterator[str]:
     probes = [row for row in course.rows if row.get("sync/logprob_gap_mean") is not None][-3:]
     limits = [NEAR_LIMIT * (row.get("sync/logprob_gap_limit") or 1.0) for row in probes]
     differences = [row["sync/logprob_gap_mean"] for row in probes]
-    near = len(probes) == 3 and all(value > limit for value, limit in zip(differences, limits, strict=True))
+    near = len(course.rows) >= WINDOW and len(probes) == 3
+    near = near and all(value > limit for value, limit in zip(differences, limits, strict=True))
     if near or (both and both[1] > max(GAP, RISES * both[0])):
         measured = (
             f"{differences[-1]:.3g} nats on verification prompts"
@@ -185,7 +187,7 @@ def _no_gradient(course: _Course) -> Iterator[str]:
 
 
 def _score_fell(course: _Course) -> Iterator[str]:
-    scores = course.values("eval/score")
+    scores = course.scores
     if len(scores) > 1 and max(scores) - scores[-1] > FALL:
         yield (
             f"The held-out score fell from its best, {max(scores):.2f}, to {scores[-1]:.2f}. Keep the best checkpoint "

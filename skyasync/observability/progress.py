@@ -113,7 +113,7 @@ class ProgressRecorder(Tracker):
             self._limit = limit(summarise(list(self._recent)))
 
     def warn(self, text: str) -> None:
-        """Something was found wrong, and the run goes on."""
+        """Something was found wrong, and the run continues."""
         self._warnings, self._warning = self._warnings + 1, text
 
     def report(self, seen: int = -1) -> ProgressReport:

@@ -45,7 +45,7 @@ def exposition(folders: Mapping[str, Path]) -> str:
         running[label] = float(read_status(folder).state == RUNNING)
         for alarm in alarms(rows, jsonl.read_rows(folder / "restarts.jsonl")):
             families.setdefault("skyasync_alarm", {})[f'{label},alarm="{alarm.name}"'] = 1.0
-    meanings |= {"skyasync_running": "1 while the run goes on.", "skyasync_alarm": "1 for each alarm that is raised."}
+    meanings |= {"skyasync_running": "1 during the run.", "skyasync_alarm": "1 for each alarm that is raised."}
     lines = []
     for name, values in families.items():
         help_text = meanings[name].replace("\\", "\\\\").replace("\n", "\\n")

@@ -214,7 +214,7 @@ class Status:
 
 @contextlib.contextmanager
 def status_file(folder: Path, engine: str = "") -> Iterator[None]:
-    """Write that the run goes on, and after the block how it ended."""
+    """Write that the run continues, and after the block how it ended."""
     began = round(time.time(), 3)
     status = Status(RUNNING, began=began, pid=os.getpid(), host=socket.gethostname(), engine=engine)
     _write(folder, status)

@@ -288,7 +288,7 @@ class ProgressView:
             if self._captured is not None:
                 self._captured.restore()
             self._leave()
-            log.warning("the live view ends, the run goes on: %s: %s", type(error).__name__, error)
+            log.warning("the live view ends, the run continues: %s: %s", type(error).__name__, error)
 
     def say(self, lines: Sequence[str], error: bool) -> None:
         """What another process has written, from any thread."""

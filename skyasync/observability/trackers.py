@@ -121,7 +121,7 @@ class MultiTracker:
                 self._failed.discard(name)
             except Exception as error:  # whatever a tracker's service raises, training goes on
                 if name not in self._failed:
-                    logger.warning("tracker %s failed, the run goes on: %s: %s", name, type(error).__name__, error)
+                    logger.warning("tracker %s failed, the run continues: %s: %s", name, type(error).__name__, error)
                 self._failed.add(name)
 
 

@@ -89,7 +89,7 @@ def test_an_export_replaces_nothing(run: Trained, tmp_path: Path) -> None:
         (["evaluate", "--of={run}", "--k", "4", VAL], "--k 4 needs as many samples: set generator.eval_n_samples_per_"),
         (["evaluate", "--of={run}"], "there are no held-out prompts: name data.val_data"),
         (["replay", "{run}", "--tokens"], "--tokens is read with --show"),
-        (["replay", "{run}/checkpoints"], "is no run's folder: it has no config.yaml"),
+        (["replay", "{run}/checkpoints"], "is not a run's folder: it has no config.yaml"),
         (["replay", "{run}", "--show", "--episode", "e9"], "has recorded no episode e9"),
         (["rollout", "--prompts", "some"], "--prompts some: not a whole number of at least 1"),
     ],

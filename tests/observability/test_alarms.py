@@ -42,13 +42,21 @@ def test_too_few_steps_raise_none(name: str) -> None:
 
 
 def test_a_difference_of_log_probabilities_that_grows_is_named_before_it_ends_the_run() -> None:
-    """Added to the rows of a healthy run: no setting causes it without ending the run."""
+    """By sampled tokens: added to the rows of a healthy run, since no setting lets it grow slowly."""
+    rows: list[Row] = [{**row, "gap/mean": 0.004 * 1.1 ** row["step"]} for row in rows_of("sync")]
+    (alarm,) = alarms(rows)
+    assert alarm.name == "logprob_difference" and "trainer.policy.model.dtype" in alarm.text
+
+
+def test_a_gradient_of_zero_and_a_score_that_falls_are_named() -> None:
     healthy = rows_of("sync")
-    by_tokens: list[Row] = [{**row, "gap/mean": 0.004 * 1.1 ** row["step"]} for row in healthy]
-    by_probes: list[Row] = [{**row, "sync/logprob_gap_mean": 0.012, "sync/logprob_gap_limit": 0.02} for row in healthy]
-    for rows in (by_tokens, by_probes):
-        (alarm,) = alarms(rows)
-        assert alarm.name == "logprob_difference" and "trainer.policy.model.dtype" in alarm.text
+    (alarm,) = alarms([{**row, "policy/grad_norm": 0.0} for row in healthy])
+    assert alarm.name == "gradient"
+    (alarm,) = alarms([*healthy, {"step": healthy[-1]["step"] + 1, "eval/score": 0.5}])
+    assert alarm.name == "score" and "trainer.ckpt_best_metric" in alarm.text
+    assert [alarm.name for alarm in alarms([{"step": 0, "eval/score": 0.4}, {"step": 5, "eval/score": 0.0}])] == [
+        "score"
+    ]
 
 
 def test_restarts_of_workers_are_named_until_they_are_old() -> None:

@@ -125,7 +125,7 @@ def test_a_failing_tracker_is_reported_once_and_does_not_stop_others(run, caplog
     assert [row["step"] for row in lines(run)] == [1, 2]
     assert (last.steps, last.closed) == ([1, 2], True)
     assert [record.getMessage() for record in caplog.records] == [
-        "tracker Failing failed, the run goes on: ConnectionError: no route"
+        "tracker Failing failed, the run continues: ConnectionError: no route"
     ]
 
 
@@ -144,7 +144,7 @@ def test_rows_that_failed_on_a_full_disk_are_written_later(run, caplog):
     with files_end_at(run.metrics.stat().st_size + 20):
         tracker.log({"a": 5.0}, 5)
     assert [record.getMessage() for record in caplog.records] == [
-        "tracker jsonl failed, the run goes on: OSError: [Errno 27] File too large"
+        "tracker jsonl failed, the run continues: OSError: [Errno 27] File too large"
     ] * 2, "reported once each time"
 
 

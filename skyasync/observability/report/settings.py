@@ -18,6 +18,7 @@ from skyasync.config.values import written
 Values = dict[str, Any]
 MODEL = "trainer.policy.model.path"
 _WHERE = {"trainer.run_name", "trainer.runs_dir", "trainer.terminal"}  # where a run is, not what it does
+_SETTLED = {"trainer.resume_mode"}  # settings that the program resolves if they are not given
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
     def is_users(path: str) -> bool:
         """Not the run's location, nor a model that defaults to the policy's."""
         is_model = path.endswith(".model.path") and path != MODEL
-        return path not in _WHERE and not (is_model and values[path] == model)
+        settled = path in _SETTLED and not _origin(path, origins)
+        return path not in _WHERE and not settled and not (is_model and values[path] == model)
 
     differ = [
         Setting(key.path, [written(values[key.path])], written(key.default), key.doc, _origin(key.path, origins))

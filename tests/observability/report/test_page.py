@@ -163,7 +163,7 @@ def test_the_page_of_a_running_run_reloads(tmp_path: Path) -> None:
     ("argv", "line"),
     [
         (["runs/nowhere"], "there is no folder runs/nowhere: name a run's folder"),
-        (["."], ". is no run's folder: it has neither metrics.jsonl nor config.yaml"),
+        (["."], ". is not a run's folder: it has neither metrics.jsonl nor config.yaml"),
         (["--every", "soon", "."], "--every soon: not a number of seconds above 0"),
         (["--oot=x"], "unknown option --oot: did you mean --out?"),
     ],
