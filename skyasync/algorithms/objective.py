@@ -112,6 +112,7 @@ class Objective:
         mask: Tensor,
         entropy: Tensor | None = None,
         selection: Tensor | None = None,
+        correction_exponent: float = 1.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of each token, 0 outside the mask, and its statistics (float or bool); all ``[batch, length]``.
 
@@ -120,6 +121,7 @@ class Objective:
         Args:
             current: log-probabilities with gradient.
             selection: what ``prepare`` returned under that name.
+            correction_exponent: of the correction's factors; see ``smoothing_exponent``.
 
         Raises:
             ValueError: if a tensor that the objective needs is missing.
@@ -141,7 +143,7 @@ class Objective:
         tensors["anchor"] = tensors.get(self.anchor, tensors["proximal"])
         outcome = self._loss(tensors)
         loss, statistics = outcome if isinstance(outcome, tuple) else (outcome, {})
-        loss, statistics = self._correct(loss, statistics, tensors)
+        loss, statistics = self._correct(loss, statistics, tensors, correction_exponent)
         loss = self._regularize(loss, statistics, tensors)
         with torch.no_grad():
             statistics["approx_kl"] = tensors["anchor"] - tensors["current"]
@@ -194,11 +196,13 @@ class Objective:
         return frozenset(self.anchor if name == "anchor" else name for name in inputs) & POLICIES
 
     def _correct(
-        self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]
+        self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any], exponent: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if not self._corrections:
             return loss, statistics
         weight = self._weight(tensors)
+        if exponent != 1.0:
+            weight = weight.pow(exponent)
         maps = {"correction_weight": weight.expand_as(loss), "correction_masked": (weight == 0).expand_as(loss)}
         return loss * weight, {**statistics, **maps}
 

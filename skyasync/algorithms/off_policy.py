@@ -38,6 +38,30 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(weights, mask).square() / masked_mean(weights.square(), mask).clamp(min=1e-12)
 
 
+def smoothing_exponent(weights: Tensor, least: float) -> float:
+    """The largest exponent, at most 1, with which the effective sample size of these weights is at least ``least``.
+
+    Args:
+        weights: positive, of any shape. The effective sample size of their powers falls as the exponent rises.
+
+    Source: exponents below 1 exchange variance for bias, as Hachiya et al. 2009 (flattening) and Aouali et al. 2023
+    (2305.15877, exponential smoothing); to choose one by the effective sample size is Jasra et al. 2011.
+    """
+    log_w = weights.double().log().flatten()
+
+    def enough(exponent: float) -> bool:
+        powers = (exponent * log_w).exp()
+        return bool(effective_sample_size(powers, torch.ones_like(powers, dtype=torch.bool)) >= least)
+
+    if not len(log_w) or enough(1.0):
+        return 1.0
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if enough(middle) else (low, middle)
+    return low
+
+
 def off_policy_metrics(
     current_or_proximal: Tensor,
     behaviour: Tensor,

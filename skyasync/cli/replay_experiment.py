@@ -301,6 +301,7 @@ class ReenactmentExperiment(BasePPOExp):
         generator.max_num_seqs = generator.max_num_seqs * generator.num_inference_engines + 1
         generator.kv_cache_gb *= generator.num_inference_engines
         generator.max_concurrent_episodes, generator.episode_timeout_s = 0, 0.0
+        generator.adaptive_concurrency = False
         generator.request_timeout_s = FOREVER_S
         cfg.trainer.algorithm.dynamic_sampling.early_end = False  # which samples it ends is a matter of time
 

@@ -68,6 +68,7 @@ class InferenceClient:
         tokenizer: gives the model's; needed where requests with stop strings are cut.
         start_at_once: engines that load at the same time, in order; 0 is all. Engines that share a device measure its
             free memory when they load, and must do so one after the other.
+        adaptive: limit what an engine has at once by its queue (``concurrency``), as far as ``poll`` asks for it.
 
     Attributes:
         pool: the engines, and which of them are healthy.
@@ -80,12 +81,15 @@ class InferenceClient:
         request_timeout_s: float = 600.0,
         tokenizer: Callable[[], Any] | None = None,
         start_at_once: int = 0,
+        *,
+        adaptive: bool = False,
     ) -> None:
         if not engines:
             raise ValueError("an inference client needs at least one engine")
         self.request_timeout_s = request_timeout_s
         self.pool = EnginePool(engines, self._recover)
         self.engines = self.pool.engines
+        self.pool.router.adaptive = adaptive
         self._start_at_once = start_at_once or len(engines)
         self._tokenizer = tokenizer
         self._outbox: dict[int, Outgoing] = {}  # engine -> of this turn
@@ -196,7 +200,7 @@ class InferenceClient:
         while self._queue:
             inflight = next(iter(self._queue))
             if not inflight.future.done():
-                charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time())
+                charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time(), len(self._queue))
                 if charge is None:
                     return
                 self._inflight.send(inflight, charge)
@@ -281,10 +285,11 @@ class InferenceClient:
                 self._inflight.receive(requests, answer[0] if answer else (), leaving)
         else:
             answer = await self.pool.ask(index, self.engines[index].heartbeat())
-        if isfinite(self.pool.router.capacity[index]) and answer:
+        router = self.pool.router
+        if answer and (router.adaptive or isfinite(router.capacity[index])):
             stats = await self.pool.ask(index, self.engines[index].stats())
             if stats:
-                self.pool.router.reported(index, stats[0])
+                router.reported(index, stats[0])
                 self._advance()
 
     # ---------------------------------------------------------------- all engines

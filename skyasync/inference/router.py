@@ -12,7 +12,9 @@ saves a quarter of the prompt.
 
 An engine is full when its cache would not hold the request in addition to what it holds. A running request holds on
 average its prompt and half of its response; what engines report of their caches corrects the sum. An engine with
-nothing in flight is never full: a request that is larger than all caches is for the engine to reject.
+nothing in flight is never full: a request that is larger than all caches is for the engine to reject. With adaptive
+concurrency an engine is also full at its limit of requests in flight, and when it has its share of what is left: a
+request waits for a fast engine if the slow one would be the last to finish.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from skyasync.inference.concurrency import ConcurrencyLimit
 from skyasync.inference.interface import EngineStats, GenerationOutput, GenerationRequest
 
 Rates = NDArray[np.float64]
@@ -93,6 +96,8 @@ class Router:
     Attributes:
         in_flight, outstanding: by engine, the requests and tokens that are charged.
         capacity: tokens that an engine's cache holds; infinite if unknown.
+        adaptive: the requests in flight are limited by what engines report of their queues.
+        limit: of the requests in flight at an engine; infinite without one.
         cache_tokens: of its cache, by the charges; ``unforeseen``: what it has reported in addition.
         left: it will not come back. open: it takes requests; not while it sleeps.
         prompts: hash of a prompt -> engines that have it in their cache, least recently used first; new weights clear
@@ -100,7 +105,10 @@ class Router:
     """
 
     def __init__(self, engines: int) -> None:
-        self.in_flight, self.capacity = np.zeros(engines, np.int64), np.full(engines, np.inf)
+        self.adaptive = False
+        self.in_flight = np.zeros(engines, np.int64)
+        self.capacity, self.limit = np.full(engines, np.inf), np.full(engines, np.inf)
+        self._limits = [ConcurrencyLimit() for _ in range(engines)]
         self.outstanding, self.cache_tokens, self.unforeseen = np.zeros((3, engines))
         self.healthy, self.open, self.left = np.ones(engines, bool), np.ones(engines, bool), np.zeros(engines, bool)
         self._throughput, self._rates = [Throughput() for _ in range(engines)], np.zeros(engines)
@@ -114,17 +122,27 @@ class Router:
             if isinstance(first, np.ndarray):
                 setattr(self, name, np.append(getattr(self, name), first))
         self._throughput.append(Throughput())
+        self._limits.append(ConcurrencyLimit())
         self.healthy[-1] = False
         return len(self.healthy) - 1
 
-    def choose(self, request: GenerationRequest, now: float = 0.0) -> Charge | None:
-        """The engine for a request, or its session's; charged there. None if none is healthy, or all are full."""
+    def choose(self, request: GenerationRequest, now: float = 0.0, queued: int = 1) -> Charge | None:
+        """The engine for a request, or its session's; charged there. None if none is healthy, or all are full.
+
+        Args:
+            queued: requests that have no engine yet, with this one.
+        """
         prompt, longest = len(request.prompt_token_ids), float(request.sampling.max_tokens)
         tokens = prompt + (min(longest, self._tokens / self._answers) if self._answers else longest)
         cache_tokens = prompt + (tokens - prompt) / 2 if self._answers else float(prompt)
         used = np.maximum(self.cache_tokens + self.unforeseen, 0.0)
-        full = (self.in_flight > 0) & (used + cache_tokens > self.capacity)
-        ready = np.flatnonzero(self.healthy & self.open & ~full)
+        full = (self.in_flight > 0) & (used + cache_tokens > self.capacity) | (self.in_flight >= self.limit)
+        takes = self.healthy & self.open
+        if np.isfinite(self.limit[takes]).any():  # a slow engine takes no more than its share of what is left
+            rates = relative(self._rates[takes])
+            share = (self.outstanding[takes].sum() + queued * tokens) / rates.sum()
+            full[takes] |= self.outstanding[takes] > share * rates
+        ready = np.flatnonzero(takes & ~full)
         if not len(ready):
             return None
         key = hash(request.prompt_token_ids.tobytes())
@@ -158,7 +176,9 @@ class Router:
         self._rates[index] = throughput.tokens_per_s or 0.0
 
     def reported(self, index: int, stats: EngineStats) -> None:
-        """An engine's own account of its cache; requests that wait in it will take as much as others do."""
+        """An engine's own account of its queue, and of its cache; waiting requests will take as much as others do."""
+        if self.adaptive:
+            self.limit[index] = self._limits[index].observe(stats, int(self.in_flight[index]))
         if stats.cache_used is not None and self.in_flight[index]:
             waiting = stats.waiting * self.cache_tokens[index] / self.in_flight[index]
             self.unforeseen[index] = stats.cache_used + waiting - self.cache_tokens[index]
@@ -184,5 +204,6 @@ class Router:
         """Another engine takes the place: its throughput is unknown, and it gets requests."""
         self.healthy[index], self.open[index], self.unforeseen[index] = True, True, 0.0
         self._throughput[index], self._rates[index] = Throughput(), 0.0
+        self._limits[index], self.limit[index] = ConcurrencyLimit(), np.inf
         for owners in self.prompts.values():
             owners.discard(index)

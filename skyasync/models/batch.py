@@ -160,4 +160,5 @@ class UpdateBatch(TrainingBatch):
     loss_weights: Tensor
     selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
     approximated_version: int | None = None  # that this update makes, where the proximal policy is interpolated
+    correction_exponent: float = 1.0  # of the off-policy correction's factors
     critic_alone: bool = False  # a critic on the policy's layers learns from it, and no policy

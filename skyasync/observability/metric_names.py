@@ -137,6 +137,12 @@ METRICS = (
         "Estimated KL of behaviour to proximal policy if all steps were full ones, numerical noise left out.",
         "nats per token",
     ),
+    Metric(
+        "staleness_control/correction_exponent", "Exponent of the correction's factors in the following optimizer step."
+    ),
+    Metric(
+        "staleness_control/max_staleness", "Staleness bound of prompts that were submitted in the step.", "versions"
+    ),
     Metric("sampler/taken", "Prompts that data.sampler has taken of those that it was offered.", SHARE),
     Metric("staleness/mean", "Mean staleness: versions from a token's sampling to its training.", "versions"),
     Metric("staleness/min", "Smallest staleness of a trained token.", "versions"),

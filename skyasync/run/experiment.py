@@ -136,13 +136,12 @@ class BasePPOExp:
 
     def get_inference_client(self) -> InferenceClient:
         """The client in front of the engines, whose processes start; their models load in ``start``."""
-        from skyasync.inference.client import InferenceClient
         from skyasync.inference.ray_engine import RayEngine
 
         generator, config = self.cfg.generator, self.engine_config()
         if generator.engines:
             servers = [self._server(config, url) for url in generator.engines]
-            return InferenceClient(servers, generator.request_timeout_s, lambda: self.tokenizer)
+            return self._client(servers)
         engines = [
             RayEngine(
                 backend(self.cfg),
@@ -154,7 +153,14 @@ class BasePPOExp:
         ]
         devices = len(self.parts.placement.slots.of.get(POLICY, ()))
         at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
-        return InferenceClient(engines, generator.request_timeout_s, lambda: self.tokenizer, at_once)
+        return self._client(engines, at_once)
+
+    def _client(self, engines: Sequence[InferenceEngine], at_once: int = 0) -> InferenceClient:
+        from skyasync.inference.client import InferenceClient
+
+        generator = self.cfg.generator
+        limit_s, adaptive = generator.request_timeout_s, generator.adaptive_concurrency
+        return InferenceClient(engines, limit_s, lambda: self.tokenizer, at_once, adaptive=adaptive)
 
     def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
         own = {"url": url, "start_s": self.cfg.generator.engine_start_timeout_s, "key": self._engines_key}

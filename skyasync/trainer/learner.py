@@ -80,7 +80,8 @@ class Learner:
         parts: batches of the current training step whose gradient was computed.
         trained: the parts of the training step before.
         guard: decides about updates and rewards that are not finite.
-        control: chooses the policy's step size by the staleness of samples; None: the schedule alone.
+        control: chooses the policy's step size, and smooths the correction, by the staleness of samples; None: the
+            settings alone.
     """
 
     def __init__(self, context: RunContext, guard: DivergenceGuard, control: StalenessControl | None = None) -> None:
@@ -173,6 +174,7 @@ class Learner:
             weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)
             self._denominator += denominator
             batch = part.to_stage(UpdateBatch, loss_weights=weights)
+        batch.correction_exponent = self.control.exponent if self.control else 1.0
         if self.updates and not self._frozen:  # in the first update the current policy is the proximal one
             if algorithm.proximal_logprobs != "recompute":
                 batch.approximated_version = self._context.progress.step + 1
@@ -221,7 +223,9 @@ class Learner:
         if not problem:
             step = self._context.length.planned_updates + self.updates
             if self.control and self._lr_scale is None and not self._frozen:
-                self._lr_scale = self.control.choose(self.parts, self._context.progress.step)
+                weights = [self.objective.correction_weights(part) for part in self.parts]
+                known = [each for each in weights if each is not None]
+                self._lr_scale = self.control.choose(self.parts, self._context.progress.step, known)
             slower = self._lr_scale not in (None, 1.0)  # a user's own dispatch need not know the argument
             options = {role: _of(role) for turn in self._trained_roles for role in turn}
             if slower and POLICY in options:

@@ -158,7 +158,9 @@ class RayPPOTrainer(AlgorithmHooks):
         assert plan is not None
         control = None
         if cfg.trainer.staleness_control == "auto":
-            control = StalenessControl(self.context, plan.most_stale(cfg))
+            bounded = plan.reads("trainer.max_staleness")
+            least = max(1, cfg.trainer.sync_interval - 1) if bounded else None
+            control = StalenessControl(self.context, plan.most_stale(cfg), least)
             self.extensions.append(control)
         self.learner = Learner(self.context, guard, control)
         self.weight_updates = WeightUpdates(self.context)

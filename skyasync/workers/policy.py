@@ -71,6 +71,7 @@ class PolicyLoss(LossFn):
             mask=mask,
             entropy=outputs.get(ENTROPY),
             selection=batch.selection,
+            correction_exponent=batch.correction_exponent,
         )
         if batch.teacher_top_k is not None:
             kl = top_k_reverse_kl(outputs[TOKEN_LOGPROBS], batch.teacher_top_k.chunk(2, -1)[1])

@@ -107,6 +107,18 @@ def test_the_correction_of_a_whole_batch_is_that_of_its_loss() -> None:
     assert Objective(config(off_policy_correction="none")).correction_weights(batch) is None
 
 
+def test_an_exponent_smooths_the_factors_of_the_correction_and_leaves_those_of_a_mask() -> None:
+    batch, cfg = random_batch(), config(off_policy_correction="icepop", icepop_high=1.2)
+    weight = Objective(cfg).correction_weights(batch)
+    assert weight is not None and (weight == 0).any()
+    plain, _ = token_loss(config(off_policy_correction="none"), batch)
+    given = {"current": batch.current, "proximal": batch.proximal_logprobs, "behaviour": batch.behaviour_logprobs}
+    given |= {"advantages": batch.advantages, "mask": batch.loss_mask}
+    loss, statistics = Objective(cfg).token_loss(**given, correction_exponent=0.5)
+    torch.testing.assert_close(loss, plain * weight.sqrt())
+    assert torch.equal(statistics["correction_masked"][batch.loss_mask], (weight == 0)[batch.loss_mask])
+
+
 def test_masks_multiply_onto_the_correction() -> None:
     batch = random_batch()
     masked, _ = token_loss(config(off_policy_masks=["token_mask"]), batch)

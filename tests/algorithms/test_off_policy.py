@@ -17,6 +17,7 @@ from skyasync.algorithms.off_policy import (
     effective_sample_size,
     gap_metrics,
     off_policy_metrics,
+    smoothing_exponent,
     stuck_ratio,
 )
 from skyasync.errors import UserError
@@ -168,3 +169,22 @@ def test_the_gap_by_position_counts_loss_tokens_alone() -> None:
         "off_policy/from_16/abs_log_ratio": 3.0,
     }
     assert not any("from_" in name for name in off_policy_metrics(drift[:, :30], torch.zeros(2, 30), mask[:, :30]))
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.5, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize("least", [0.3, 0.5, 0.9])
+def test_weights_are_smoothed_as_little_as_their_effective_sample_size_needs(spread: float, least: float) -> None:
+    weights = (spread * torch.randn(50, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).exp()
+    mask = torch.ones_like(weights, dtype=torch.bool)
+    exponent = smoothing_exponent(weights, least)
+    reached = float(effective_sample_size(weights.pow(exponent), mask))
+    if float(effective_sample_size(weights, mask)) >= least:
+        assert exponent == 1.0
+    else:
+        assert reached == pytest.approx(least, abs=1e-3) and reached >= least - 1e-9
+        log_normal = math.sqrt(-math.log(least)) / spread  # the effective sample size is exp(-(exponent spread)^2)
+        assert exponent == pytest.approx(log_normal, rel=0.15 if spread < 2 else 0.5)
+
+
+def test_equal_or_no_weights_are_not_smoothed() -> None:
+    assert smoothing_exponent(torch.ones(3), 0.5) == smoothing_exponent(torch.ones(0), 0.5) == 1.0

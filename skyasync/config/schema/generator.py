@@ -222,6 +222,9 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     """Maximum number of turns per episode; environments read it as extras['max_turns']. 0 is no limit."""
     max_concurrent_episodes: int = key(0, low=0)
     """Maximum number of episodes in flight over all prompts; others wait. 0 is no limit."""
+    adaptive_concurrency: bool = key(False, when="generator.max_engine_restarts")
+    """Limit the requests in flight at each engine to slightly more than it computes at once. Further requests wait in
+    the run, and go to the first engine with room. By default they are sent to the engines and wait there."""
     episode_timeout_s: float = key(0.0, low=0.0)
     """Maximum duration of an episode in seconds, including pauses of the engines. 0 is no limit for environments, whose
     steps have one, and 0.9 of trainer.step_timeout_s for agent programs."""

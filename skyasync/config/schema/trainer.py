@@ -98,7 +98,8 @@ class TrainerConfig(FaultToleranceConfig):
     is synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
     """auto lowers the policy's learning rate for stale samples, so that the KL divergence between sampling and trained
-    policy stays below 0.02 nats per token. The rate is never above the schedule's."""
+    policy stays below 0.02 nats per token. The rate is never above the schedule's. If the effective sample size is
+    below 0.5, it smooths the correction; fully_async and its variants also lower the staleness bound for a while."""
     sync_interval: int = key(1, low=1)
     """Training steps from one weight sync to the next. A value of n adds up to n - 1 to the staleness."""
     staleness_bound: str = key("hard", choices=("hard", "mean"))

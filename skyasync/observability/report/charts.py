@@ -128,9 +128,17 @@ _ESS = Chart(
 )
 _CONTROL = Chart(
     "Step size under staleness",
-    (Line("staleness_control/lr_scale", "factor of the learning rate"),),
-    says="1 is the rate of the schedule; it is lower while stale samples are far from the trained policy.",
+    (
+        Line("staleness_control/lr_scale", "factor of the learning rate"),
+        Line("staleness_control/correction_exponent", "exponent of the correction's factors"),
+    ),
+    says="Both are 1 where nothing is changed, and lower while stale samples are far from the trained policy.",
     percent=True,
+)
+_BOUND = Chart(
+    "Staleness bound",
+    (Line("staleness_control/max_staleness", "of prompts submitted now"),),
+    says="trainer.max_staleness, and less while staleness leaves a small effective sample size for many steps.",
 )
 _GAP = Chart(
     "Trainer and engine",
@@ -188,7 +196,8 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
         says="Mean |log(trainer / engine)| of the tokens of each staleness, before the correction.",
         missing="Needs the engine's log-probabilities: a generator that returns rollout_logprobs.",
     )
-    control = [_CONTROL] if "staleness_control/lr_scale" in names else []
+    decided = {"staleness_control/lr_scale": _CONTROL, "staleness_control/max_staleness": _BOUND}
+    control = [chart for name, chart in decided.items() if name in names]
     own = [
         *(shares[start : start + MOST_OWN] for start in range(0, len(shares), MOST_OWN)),
         *([name] for name in reported if name not in shares),

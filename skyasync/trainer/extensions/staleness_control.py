@@ -1,7 +1,11 @@
-"""The step size of asynchronous training: no larger than keeps the policy near the one that sampled.
+"""Step size, correction and staleness bound of asynchronous training, by how far samples are from the trained policy.
 
-Invariant: a factor depends only on what was measured, in the order of the training steps, and its state is in
-checkpoints. So a resumed run takes the steps of one that was not interrupted. Samples of staleness 0 give exactly 1.
+    step size    the first means: no larger than keeps the KL divergence at its limit
+    correction   if its factors differ so much that few tokens carry the gradient: they are smoothed
+    bound        if all that is not enough for many steps: fewer prompts are in flight; later as many as before
+
+Invariant: a decision depends only on what was measured, in the order of the training steps, and its state is in
+checkpoints. So a resumed run decides as one that was not interrupted. Samples of staleness 0 change nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +21,21 @@ from skyasync.errors import UserError
 from skyasync.trainer.context import RunContext
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from skyasync.algorithms.off_policy import Drift
     from skyasync.models.batch import UpdateBatch
 
 log = logging.getLogger(__name__)
 
 SCALE, FULL_KL = "staleness_control/lr_scale", "staleness_control/full_step_kl"
+EXPONENT, BOUND = "staleness_control/correction_exponent", "staleness_control/max_staleness"
 KL_LIMIT = 0.02  # nats per token
 MEMORY = 0.5  # weight of the earlier estimates in each new one
 REMEMBERED = 256  # training steps whose factors are kept; a sample that is older counts the missing ones as 1
 NOTED = 0.1  # relative change from which on a decision is logged again
+LEAST_SAMPLES, GOOD_SAMPLES = 0.5, 0.9  # effective sample size: of the alarm, and of a healthy run (docs/staleness.md)
+WINDOW = 8  # steps, and the bound's, in which all batches must agree on it
 
 
 @dataclass
@@ -89,23 +98,82 @@ class StepSize:
         return sum(latest) + (staleness - len(latest))
 
 
+@dataclass
+class StalenessBound:
+    """Chooses how many versions samples may be old, within the user's limit; a pure state machine.
+
+    It reads the effective sample size that staleness alone leaves. If log-ratios are normal with variance v, their
+    effective sample size is ``exp(-v)`` (Kong 1992) and their KL divergence ``v / 2``: it is ``exp(-2 KL)``, with the
+    divergence of tokens of staleness 0 subtracted, which a lower bound would not change.
+
+    Below ``LEAST_SAMPLES`` in every step of a window the bound is halved; above ``GOOD_SAMPLES`` it grows by 1. This
+    is additive increase, multiplicative decrease (Chiu and Jain 1989). A window is longer than the bound: after a
+    decision, samples of the former bound come first.
+
+    Attributes:
+        most: the user's limit.
+        least: that the plan can keep.
+        bound: of prompts that are submitted from now on.
+        low, good: latest steps in a row with so small, or so large, a sample size.
+    """
+
+    most: int
+    least: int = 1
+    bound: int = -1
+    low: int = 0
+    good: int = 0
+
+    def __post_init__(self) -> None:
+        self.bound = min(self.bound, self.most) if self.bound >= 0 else self.most
+
+    def choose(self, excess_kl: float) -> int:
+        """The bound after a training step on a batch with this KL divergence, noise left out."""
+        sample_size = math.exp(-2 * max(excess_kl, 0.0))
+        self.low = self.low + 1 if sample_size < LEAST_SAMPLES else 0
+        self.good = self.good + 1 if sample_size > GOOD_SAMPLES else 0
+        bound = self.bound
+        if self.low >= WINDOW + bound:
+            self.bound = max(bound // 2, min(self.least, self.most))
+        elif self.good >= WINDOW + bound:
+            self.bound = min(bound + 1, self.most)
+        if self.bound != bound:
+            self.low = self.good = 0
+        return self.bound
+
+
 def _average(before: float | None, value: float) -> float:
     return value if before is None else MEMORY * before + (1 - MEMORY) * value
 
 
 class StalenessControl(RunExtension):
-    """Scales the policy's learning rate in each training step (``trainer.staleness_control=auto``)."""
+    """Decides after each batch how the next is trained (``trainer.staleness_control=auto``).
 
-    def __init__(self, context: RunContext, bound: int) -> None:
+    Args:
+        bound: versions that a sample may be old by the run's settings.
+        least: the least bound that the plan can keep. None: it has no bound that could be changed.
+
+    Attributes:
+        exponent: of the correction's factors from the next optimizer step on.
+    """
+
+    def __init__(self, context: RunContext, bound: int, least: int | None = None) -> None:
         self._phases = context.phases
         self._rule = StepSize(bound)
-        self._noted = 1.0  # the factor that was logged last
+        self._bound = None if least is None or not bound else StalenessBound(bound, least)
+        self.exponent = 1.0
+        self._noted = {"factor": 1.0, "exponent": 1.0}  # what was logged last
 
-    def choose(self, parts: Sequence[UpdateBatch], step: int) -> float:
+    @property
+    def staleness_bound(self) -> int | None:
+        """Versions that a prompt may be old which is submitted from now on; None: as many as the settings say."""
+        return self._bound.bound if self._bound else None
+
+    def choose(self, parts: Sequence[UpdateBatch], step: int, weights: Sequence[Tensor] = ()) -> float:
         """The factor of the learning rate of a training step, from the batches of its first optimizer step.
 
         Args:
             step: training steps done.
+            weights: the correction's factors of these batches, each ``[batch, length]``.
 
         Raises:
             UserError: if samples are stale and their log-probabilities by the engine are not known.
@@ -120,8 +188,8 @@ class StalenessControl(RunExtension):
             )
         rule, factor = self._rule, self._rule.choose(batch)
         self._phases.metrics |= {SCALE: factor, FULL_KL: rule.full_kl}
-        if abs(factor - self._noted) > NOTED * self._noted:
-            self._noted, tokens = factor, sum(drift.tokens for drift in batch.values())
+        if self._changed("factor", factor):
+            tokens = sum(drift.tokens for drift in batch.values())
             estimate = f"they would be {rule.full_kl:.2g} nats per token from the policy after full steps"
             log.info(
                 "step %d: the learning rate is multiplied by %.2g (trainer.staleness_control): samples are %.1f "
@@ -132,10 +200,60 @@ class StalenessControl(RunExtension):
                 "nothing is known yet of the size of steps" if rule.speed is None else estimate,
                 rule.kl_limit,
             )
+        if rule.bound and weights:
+            self._choose_exponent(parts, step, weights)
+        if self._bound:
+            self._choose_bound(self._bound, batch, step)
         return factor
 
+    def _choose_exponent(self, parts: Sequence[UpdateBatch], step: int, weights: Sequence[Tensor]) -> None:
+        import torch
+
+        from skyasync.algorithms.off_policy import smoothing_exponent
+
+        factors = torch.cat([each[part.loss_mask] for part, each in zip(parts, weights, strict=True)])
+        self.exponent = smoothing_exponent(factors[factors > 0], LEAST_SAMPLES)  # a power of 0 is 0
+        self._phases.metrics[EXPONENT] = self.exponent
+        if self._changed("exponent", self.exponent):
+            log.info(
+                "step %d: the factors of the off-policy correction are raised to the power %.2g from now on "
+                "(trainer.staleness_control): their effective sample size in this batch is then at least %.2g",
+                step + 1,
+                self.exponent,
+                LEAST_SAMPLES,
+            )
+
+    def _choose_bound(self, rule: StalenessBound, batch: Mapping[int, Drift], step: int) -> None:
+        before = rule.bound
+        known = [drift for drift in batch.values() if math.isfinite(drift.kl)]
+        kl = sum(drift.tokens * drift.kl for drift in known) / max(sum(drift.tokens for drift in known), 1)
+        self._phases.metrics[BOUND] = float(before)
+        if rule.choose(kl - (self._rule.noise or 0.0)) != before:
+            log.info(
+                "step %d: prompts may be %d versions old from now on instead of %d (trainer.staleness_control; at most "
+                "trainer.max_staleness=%d): staleness has left an effective sample size %s for %d steps",
+                step + 1,
+                rule.bound,
+                before,
+                rule.most,
+                f"below {LEAST_SAMPLES:g}" if rule.bound < before else f"above {GOOD_SAMPLES:g}",
+                WINDOW + before,
+            )
+
+    def _changed(self, name: str, value: float) -> bool:
+        """Whether it is so different that it is logged again."""
+        if abs(value - self._noted[name]) <= NOTED * self._noted[name]:
+            return False
+        self._noted[name] = value
+        return True
+
     def state_dict(self) -> Mapping[str, Any]:
-        return asdict(self._rule)
+        bound = asdict(self._bound) if self._bound else None
+        return {**asdict(self._rule), "exponent": self.exponent, "staleness_bound": bound}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rule = StepSize(**{**state, "bound": self._rule.bound})
+        rule = dict(state)
+        self.exponent, bound = rule.pop("exponent", 1.0), rule.pop("staleness_bound", None)
+        self._rule = StepSize(**{**rule, "bound": self._rule.bound})
+        if self._bound and bound:
+            self._bound = StalenessBound(**{**bound, "most": self._bound.most, "least": self._bound.least})

@@ -25,6 +25,10 @@ overtake slow ones, as far as the deadlines allow.
 If weights are synced every n-th step only, n batches are taken between two syncs. The staleness of a prompt then grows
 by as many steps. The same argument holds, as long as S is at least n - 1.
 
+A lower bound for the time being (``Admission.max_staleness``) takes slots away, at least the ``n * P`` of a sync
+interval left. Prompts in flight keep their slots and deadlines, and the next ones wait until enough are free. Fewer
+prompts are safe wherever more were; their mean staleness falls with the slots, and S still bounds each.
+
 The mean bound has the same slots: AReaL's capacity ``(eta + version + 1) * batch - (accepted + running)`` equals
 the number of free slots, because every version has trained one batch (Fu et al. 2025). The difference is that finished
 prompts may overtake without limit, so only the mean staleness is bounded.
@@ -122,6 +126,8 @@ class Admission:
             their version, and run again. If bounds have become too tight for that, they are admitted like any other.
 
     Attributes:
+        max_staleness: at most that of the limits, and lower while fewer prompts shall be in flight. It changes how many
+            are admitted from now on; what has been admitted keeps its deadline, which is that of the limits.
         interrupted: those positions that run without having been admitted here: the caller starts them first.
     """
 
@@ -135,6 +141,7 @@ class Admission:
     ) -> None:
         self.limits = limits
         self.version = version
+        self.max_staleness = limits.max_staleness
         self._position, self._trained_early = position, set(trained_early)
         self._next = position
         self._running: dict[int, int] = dict(interrupted or {})  # position -> version at admission
@@ -160,6 +167,11 @@ class Admission:
         return self._untaken.total() - len(self._running)
 
     @property
+    def slots(self) -> int:
+        """Prompts that may be admitted and not yet done, by ``max_staleness``."""
+        return min(self.limits.slots, (self.max_staleness + 1) * self.limits.batch_size)
+
+    @property
     def charged(self) -> int:
         """Slots in use."""
         return self._untaken.total() + self._taken
@@ -176,7 +188,7 @@ class Admission:
 
     def admit(self) -> list[int]:
         """The positions that may be generated from now on; a slot is charged for each."""
-        free: float = self.limits.slots - self.charged
+        free: float = self.slots - self.charged
         if self.limits.max_concurrent:
             free = min(free, self.limits.max_concurrent - self.running)
         free = 0 if self.making_do else min(free, self._to_take - self._untaken.total())

@@ -74,6 +74,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             early, ledger = progress.trained_early, self.checkpointer.ledger
             interrupted = ledger.open_positions(progress.position, early)  # in the run before
             self.admission = Admission(limits, progress.step, progress.position, early, interrupted)
+            self._follow_control()
             self._finished: dict[int, tuple[list[Group], Metrics]] = {}
             self._rejected: list[Group] = []  # since the last batch
             self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
@@ -126,6 +127,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         return self.assemble(groups, metrics, batch.position, batch.trained_early, rejected)
 
     def _release(self) -> None:
+        self._follow_control()
         if self.policy_version == self.global_step:  # the engines have this step's weights
             self.admission.sync(self.policy_version)
             self._slot_freed.set()
+
+    def _follow_control(self) -> None:
+        control = self.learner.control
+        if control is not None and control.staleness_bound is not None:
+            self.admission.max_staleness = control.staleness_bound

@@ -75,6 +75,13 @@ def test_the_step_size_under_staleness_is_drawn_if_it_is_controlled() -> None:
         assert (title in [chart.title for section in sections(rows) for chart in section.charts]) is drawn
 
 
+def test_the_staleness_bound_is_drawn_if_it_is_controlled() -> None:
+    rows = [{"staleness_control/lr_scale": 0.5, "staleness_control/max_staleness": 2.0}]
+    charts = {chart.title: chart for section in sections(rows) for chart in section.charts}
+    assert [line.metric for line in charts["Staleness bound"].lines] == ["staleness_control/max_staleness"]
+    assert "Staleness bound" not in [chart.title for section in sections(rows[:0]) for chart in section.charts]
+
+
 def test_a_picture_without_data_says_what_would_fill_it(whole: str) -> None:
     entropy = whole[whole.index("<li><b>Entropy</b>") :][:300]
     assert "trainer.algorithm.use_entropy_loss=true" in entropy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync import TrainerCallback
-from skyasync.algorithms.off_policy import Drift, drift_by_staleness, off_policy_metrics
+from skyasync.algorithms.off_policy import Drift, drift_by_staleness, effective_sample_size, off_policy_metrics
 from skyasync.config.parts import Plan
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.extensions.staleness_control import FULL_KL, KL_LIMIT, SCALE, StalenessControl, StepSize
+from skyasync.trainer.extensions.staleness_control import (
+    BOUND,
+    EXPONENT,
+    FULL_KL,
+    KL_LIMIT,
+    LEAST_SAMPLES,
+    SCALE,
+    WINDOW,
+    StalenessBound,
+    StalenessControl,
+    StepSize,
+)
+from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times
@@ -93,6 +106,46 @@ def test_the_state_goes_through_a_checkpoint(bound: int, batches: list[dict[int,
     assert before + [resumed.choose(batch) for batch in batches[cut:]] == factors
 
 
+MUCH, LITTLE = 0.4, 0.01  # nats per token: effective sample sizes of 0.45 and 0.98
+
+
+def test_the_bound_is_halved_after_a_window_of_small_sample_sizes_and_rises_step_by_step_to_the_users_limit() -> None:
+    rule, bounds = StalenessBound(5), list[int]()
+    for kl in [MUCH] * 60 + [LITTLE] * 100:
+        bounds.append(rule.choose(kl))
+    changes = [(step, after) for step, (before, after) in enumerate(pairwise([5, *bounds])) if after != before]
+    ends = [WINDOW + 5, 2 * WINDOW + 5 + 2]
+    assert changes[:2] == [(ends[0] - 1, 2), (ends[1] - 1, 1)]
+    assert [bound for _, bound in changes[2:]] == [2, 3, 4, 5] and bounds[-1] == 5
+    assert [later - step for (step, _), (later, _) in pairwise(changes[2:])] == [10, 11, 12]
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.lists(st.floats(-1, 5), max_size=120))
+def test_the_bound_stays_between_what_the_plan_needs_and_what_the_user_allows(
+    most: int, least: int, kls: list[float]
+) -> None:
+    rule = StalenessBound(most, least)
+    bounds = [rule.choose(kl) for kl in kls]
+    assert all(min(least, most) <= bound <= most for bound in bounds)
+    assert bounds[: WINDOW + most - 1] == [most] * min(len(bounds), WINDOW + most - 1)
+
+
+def test_one_batch_between_is_enough_to_wait_again() -> None:
+    rule = StalenessBound(2)
+    kls = ([MUCH] * (WINDOW + 1) + [0.1]) * 4
+    assert {rule.choose(kl) for kl in kls} == {2}
+
+
+@given(st.integers(1, 9), st.lists(st.floats(0, 2), min_size=1, max_size=60), st.data())
+def test_the_bounds_state_goes_through_a_checkpoint(most: int, kls: list[float], data: st.DataObject) -> None:
+    rule = StalenessBound(most)
+    bounds = [rule.choose(kl) for kl in kls]
+    cut, rule = data.draw(st.integers(0, len(kls))), StalenessBound(most)
+    before = [rule.choose(kl) for kl in kls[:cut]]
+    resumed = StalenessBound(**json.loads(json.dumps(asdict(rule))))
+    assert before + [resumed.choose(kl) for kl in kls[cut:]] == bounds
+
+
 def batch(staleness: list[list[int]], drift: float) -> SimpleNamespace:
     """A batch of version 5; -1 is no loss token."""
     ages = torch.tensor(staleness)
@@ -142,6 +195,49 @@ def test_a_decision_is_logged_in_words_when_it_changes(caplog: pytest.LogCapture
     first, second = caplog.messages
     assert "multiplied by 0.33" in first and "0.0 versions old, nothing is known yet of the size of steps" in first
     assert "multiplied by 0.5" in second and "1.0 versions old, they would be 0.41 nats per token" in second
+
+
+def test_correction_and_bound_are_decided_in_words_and_go_through_a_checkpoint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}))
+    control = StalenessControl(context, 2, least=1)
+    made: Any = batch([[-1, 0, 0], [-1, 1, 1]], 1.2)  # two tokens of staleness 1 whose ratio is exp(1.2)
+    far: Any = batch([[-1, 1, 1], [-1, 1, 1]], 1.2)
+    factors = torch.tensor([[9.0, 1.0, 0.0], [9.0, 0.01, 40.0]])  # not of the prompt, and 0 is masked: 1, 0.01, 40
+    control.choose([made], 5, [factors])
+    kept = torch.tensor([[1.0, 0.01, 40.0]])
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    assert 0 < control.exponent < 1
+    assert effective_sample_size(kept**control.exponent, mask) == pytest.approx(LEAST_SAMPLES, abs=1e-3)
+    assert context.phases.metrics[EXPONENT] == control.exponent and context.phases.metrics[BOUND] == 2
+    with caplog.at_level("INFO"):
+        for step in range(6, 6 + WINDOW + 2):
+            control.choose([far], step - 1, [torch.ones(2, 3)])
+    assert control.exponent == 1.0 and control.staleness_bound == 1
+    assert any("raised to the power 1 from now on" in message for message in caplog.messages)
+    (bound,) = [message for message in caplog.messages if "versions old from now on" in message]
+    assert "may be 1 versions old from now on instead of 2" in bound and "below 0.5 for 10 steps" in bound
+    resumed = StalenessControl(context, 2, least=1)
+    resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
+    assert resumed.state_dict() == control.state_dict() and resumed.staleness_bound == 1
+    narrower = StalenessControl(context, 1, least=1)
+    narrower.load_state_dict(control.state_dict())
+    assert narrower.staleness_bound == 1
+
+
+def test_noise_between_engine_and_trainer_does_not_lower_the_bound() -> None:
+    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}))
+    control, ages = StalenessControl(context, 2, least=1), torch.tensor([[0, 1, 1, 2]])
+    noisy: Any = SimpleNamespace(
+        loss_mask=ages >= 0,
+        versions=5 - ages,
+        behaviour_logprobs=torch.full(ages.shape, -1.0),
+        proximal_logprobs=torch.full(ages.shape, 0.2),
+    )
+    for _ in range(3 * WINDOW):
+        control.choose([noisy], 5)
+    assert control.staleness_bound == 2
 
 
 # ---------------------------------------------------------------- in runs
@@ -200,6 +296,56 @@ async def test_a_stale_run_takes_smaller_steps_and_resumes_bitwise(model: str, t
     assert [resumed.tracker.rows[step][SCALE] for step in (4, 5, 6)] == factors[3:]
     for name, weights in whole.dispatch.weights().items():
         assert torch.equal(resumed.dispatch.weights()[name], weights), name
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+async def test_a_smoothed_correction_trains_otherwise_and_resumes_bitwise(model: str, tmp_path: Path) -> None:
+    def run(folder: str, **settings: Any) -> LocalRun:
+        made = stale_run(model, tmp_path / folder, 3e-2, **settings)
+        made.cfg.trainer.algorithm.off_policy_correction = "sequence_tis"
+        return LocalRun(AsyncRayPPOTrainer, made.cfg)
+
+    whole = await run("whole").train()
+    exponents = [whole.tracker.rows[step][EXPONENT] for step in range(1, 7)]
+    assert exponents[0] == 1.0 and min(exponents) < 1.0
+    used = [made.correction_exponent for made in whole.dispatch.batches]
+    assert used == [1.0, *exponents[:-1]], "of the batch before"
+    assert BOUND not in whole.tracker.rows[6], "the queue of one_step_off is as long as it is"
+    first = run("cut")
+    first.trainer.callbacks.append(Stop())
+    with pytest.raises(Broken):
+        await first.train()
+    resumed = await run("cut", resume_mode="latest").train()
+    assert [resumed.tracker.rows[step][EXPONENT] for step in (4, 5, 6)] == exponents[3:]
+    for name, weights in whole.dispatch.weights().items():
+        assert torch.equal(resumed.dispatch.weights()[name], weights), name
+
+
+@pytest.mark.slow
+async def test_admission_follows_the_bound_and_a_resumed_run_begins_with_it(model: str, tmp_path: Path) -> None:
+    class Lowers(TrainerCallback):
+        """Decides for 1 in the second step."""
+
+        def on_step_begin(self, trainer: Any, step: int) -> None:
+            if step == 2:
+                rule = trainer.learner.control._bound
+                rule.low, rule.choose = rule.bound + WINDOW, lambda kl: rule.bound
+                rule.bound = 1
+
+    def run(steps: int, resume_mode: str) -> LocalRun:
+        saved: dict[str, Any] = {"ckpt_path": str(tmp_path), "ckpt_interval": 1, "resume_mode": resume_mode}
+        return LocalRun(
+            FullyAsyncRayPPOTrainer, config(model, steps=steps, max_staleness=3, staleness_control="auto", **saved)
+        )
+
+    first = run(6, "none")
+    first.trainer.callbacks.append(Lowers())
+    await first.train()
+    assert [first.tracker.rows[step][BOUND] for step in range(1, 7)] == [3.0] + [1.0] * 5
+    assert first.trainer.admission.max_staleness == 1 and first.trainer.admission.slots == 8
+    second = await run(8, "latest").train()
+    assert second.tracker.rows[7][BOUND] == 1.0 and second.trainer.admission.slots == 8
 
 
 @pytest.mark.slow

@@ -122,6 +122,50 @@ def test_every_prompt_is_trained_exactly_once_in_its_time_and_within_the_slots(
     assert run.most_running <= (limits.max_concurrent or limits.slots)
 
 
+@dataclass
+class Controlled(Run):
+    """The bound for new prompts is another one after each sync."""
+
+    bounds: random.Random = field(default_factory=random.Random)
+
+    def sync(self) -> None:
+        super().sync()
+        before, charged = self.machine.slots, self.machine.charged
+        self.machine.max_staleness = self.bounds.randint(0, self.limits.max_staleness)
+        admitted = self.machine.admit()
+        for position in admitted:
+            self.admitted_at[position] = self.version
+            self.running.append(position)
+        assert not admitted or charged + len(admitted) <= self.machine.slots <= max(before, self.limits.slots)
+
+
+@MANY
+@given(limits(), st.data())
+def test_a_bound_that_falls_and_rises_loses_nothing_and_leaves_the_users_bound_as_it_is(
+    limits: AdmissionLimits, data: st.DataObject
+) -> None:
+    run = Controlled(limits, bounds=random.Random(data.draw(st.integers(0, 2**32 - 1))))
+    drive(run, data)
+    assert sorted(run.trained) == list(range(limits.total))
+    assert limits.bound == "mean" or max(run.ages) <= limits.max_staleness
+    assert run.most_charged <= limits.slots
+
+
+@pytest.mark.parametrize("lowered, slots", [(3, 8), (1, 4), (0, 2)])
+def test_a_lower_bound_lets_prompts_in_flight_end_and_admits_fewer(lowered: int, slots: int) -> None:
+    run = Run(AdmissionLimits(batch_size=2, total=60, max_staleness=3))
+    for _ in range(10):
+        run.step(lambda n: 0)
+    run.machine.max_staleness = lowered
+    in_flight, before = set(run.running), len(run.trained)
+    while not run.over:
+        run.step(lambda n: 0)
+        if len(run.trained) > before + 8:
+            assert run.machine.charged <= slots
+    assert in_flight <= set(run.trained)
+    assert max(run.ages[-20:]) <= lowered, "all prompts take equally long"
+
+
 @MANY
 @given(limits(), st.integers(0, 200), st.integers(0, 200), st.data())
 def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
