@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 
 _LONGEST = 400  # characters of a headline
 WHILE_PLAYING = "while playing the episode"  # begins the note of an error in one
@@ -66,7 +67,7 @@ def headline(error: BaseException) -> str:
         text = f"{text[:_LONGEST]}..."
     kind = type(seen).__name__
     summary = text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
-    notes = (note for note in getattr(seen, "__notes__", ()) if note.startswith(WHILE_PLAYING))
+    notes = (note for note in vars(seen).get("__notes__", ()) if note.startswith(WHILE_PLAYING))
     return ", ".join([summary, *notes])
 
 
@@ -81,3 +82,14 @@ def unknown(kind: str, name: str, options: Iterable[str]) -> str:
     close = nearest(name, options)
     hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
     return f"unknown {kind} {name!r}: {hint}allowed: {', '.join(options)}"
+
+
+def take_former_methods(cls: type, former: Mapping[str, str]) -> None:
+    """Give the methods that ``cls`` defines under former names their new names, each with a warning.
+
+    Args:
+        former: new names by former ones.
+    """
+    for old in former.keys() & vars(cls).keys():
+        warnings.warn(f"{cls.__name__}.{old}: the method is called {former[old]} now", FutureWarning, 4)
+        setattr(cls, former[old], vars(cls)[old])

@@ -39,8 +39,7 @@ from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.group_sampling import GroupMonitor, play_episodes
 from skyasync.rollout.tokenizer import Tokenizer, template_text
 from skyasync.rollout.types import RolloutRequest, Segment, Trajectory
-from skyasync.utils.retry import RetryPolicy
-from skyasync.utils.rpc import ProcessLostError
+from skyasync.utils.rpc import ProcessLostError, RetryPolicy
 
 
 def agent_generator(

@@ -24,8 +24,17 @@ from typing import Any, cast
 from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import resolve_reference
-from skyasync.utils.retry import RetryPolicy
-from skyasync.utils.rpc import CLOSE_S, HEARTBEAT_S, Answer, Call, RayTransport, RpcPool, RpcTransport, key_of
+from skyasync.utils.rpc import (
+    CLOSE_S,
+    HEARTBEAT_S,
+    Answer,
+    Call,
+    RayTransport,
+    RetryPolicy,
+    RpcPool,
+    RpcTransport,
+    key_of,
+)
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 THREAD = "agent program"

@@ -18,9 +18,8 @@ from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict, cast
 
 from skyasync.envs.images import read_messages
 from skyasync.envs.tools import answer_to, read_tool_calls
-from skyasync.errors import NonFiniteRewardError, UserError, unknown
+from skyasync.errors import NonFiniteRewardError, UserError, take_former_methods, unknown
 from skyasync.inference.interface import SamplingParams
-from skyasync.utils.former_names import take_former_methods
 
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))

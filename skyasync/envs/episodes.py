@@ -27,8 +27,7 @@ from skyasync.envs.base import (
     check_step,
 )
 from skyasync.errors import NonFiniteRewardError, TransientError
-from skyasync.utils.retry import RetryPolicy
-from skyasync.utils.rpc import Answer, Call, portable
+from skyasync.utils.rpc import Answer, Call, RetryPolicy, portable
 
 
 class EnvSettings(NamedTuple):

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from skyasync.arrays import TURN_TOKENS, floats, ints
 from skyasync.config.schema import GeneratorConfig, SamplingConfig
 from skyasync.config.schema.sampling import evaluation
-from skyasync.errors import UserError
+from skyasync.errors import UserError, take_former_methods
 from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.types import (
     GeneratorInput,
@@ -40,7 +40,6 @@ from skyasync.rollout.types import (
     Trajectory,
     TrajectoryId,
 )
-from skyasync.utils.former_names import take_former_methods
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs

@@ -4,44 +4,43 @@ Invariant: every call is answered exactly once within about ``limit_s`` of its s
 that names its cause. A process that is lost or stuck is replaced; its calls fail with ``ProcessLostError``.
 
 Calls that are posted in one turn of the event loop travel in one message, and answers return in small batches as calls
-finish. At the other end, calls that await share an event loop in a thread of its own, all others run in
-``DaemonThreads``; the loop that sends and receives messages runs no code of the user.
+finish. What the process does with them is in ``rpc_server``.
 
 | who waits                      | for what    | woken by                                                    |
 |--------------------------------|-------------|-------------------------------------------------------------|
 | ``RpcClient.load``             | the process | its answer, or ``START_S``                                  |
 | the future that ``post`` gives | its answer  | an exchange, or the loss of the process                     |
 | an exchange (a task each)      | the process | its answers, its heartbeat, its failure, or ``silence_s``   |
-| ``RpcServer.exchange``         | answers     | a call's end, a later exchange, or ``HEARTBEAT_S``          |
+| ``RetryPolicy.wait``           | its pause   | the clock                                                   |
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import pickle
-import threading
-import time
+import random
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from skyasync.errors import TransientError, UserError
-from skyasync.utils.daemon_threads import DaemonThreads
+from skyasync.errors import TransientError, UserError, headline
 
 if TYPE_CHECKING:
+    from skyasync.config.schema import EnvironmentConfig
     from skyasync.utils.process_identity import ProcessIdentity
+
+log = logging.getLogger(__name__)
 
 START_S = 120.0  # for a new process, and for what it imports before its first call
 GRACE_S = 1.0  # for a coroutine to end after it has been cancelled
 CLOSE_S = 30.0  # for a call that ends another one, if calls have no limit
 HEARTBEAT_S = 5.0  # an exchange without answers ends after this, which shows that the process is alive
-LINGER_S = 0.005  # answers are collected for this long
-HOLD_S = 0.25  # at most, for all answers to a message's "init" calls
 MOST_HUNG = 4  # calls that may hang in a process before it is replaced
+
+_warned: set[str] = set()  # types of transient errors that this process has logged
 
 
 class ProcessLostError(RuntimeError):
@@ -102,178 +101,56 @@ class Service(Protocol):
         """Forget what hangs; its caller has its answer."""
 
 
-# ---------------------------------------------------------------- in the process
+@dataclass(frozen=True)
+class RetryPolicy:
+    """A transient error is tried again after growing pauses, at most so often, and then raised like any other.
 
-
-class RpcServer:
-    """``load`` and ``exchange`` are called from one event loop.
+    Each try has the time limit of the first. Pauses are spent on the caller's event loop.
 
     Args:
-        make: its service; called first of all.
-        limit_s: of a call; 0 is none.
-        max_threads: at once.
+        tries: after the first; 0 is none.
+        pause_s: before the second try, twice that before the third, and so on.
+        names: of further transient errors besides ``TransientError``, with their module or without.
     """
 
-    def __init__(self, make: Callable[[], Service], limit_s: float, max_threads: int = 512) -> None:
-        self._service, self._limit_s = make(), limit_s
-        self._threads: DaemonThreads[Call, Answer] = DaemonThreads(
-            self._run_in_thread, self._answer, most=max_threads, limit_s=limit_s or float("inf")
-        )
-        self._outgoing = AnswerBatches()
-        self._hanging: set[int] = set()  # calls that await and did not end when they were cancelled
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the calls that await
+    tries: int = 0
+    pause_s: float = 1.0
+    names: tuple[str, ...] = ()
 
-    async def load(self, *args: object) -> Exception | None:
-        return await self._loaded(lambda: self._service.load(*args))
+    @classmethod
+    def of(cls, cfg: EnvironmentConfig) -> RetryPolicy:
+        """Of a run."""
+        return cls(cfg.max_retries, cfg.retry_pause_s, tuple(cfg.transient_errors))
 
-    async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
-        """Start these calls; returns answers to them or to earlier ones, and how many calls hang.
+    def is_transient(self, error: BaseException) -> bool:
+        """Whether an error, or what it derives from, is transient."""
+        bases = type(error).__mro__
+        known = {name for base in bases for name in (base.__name__, f"{base.__module__}.{base.__qualname__}")}
+        return isinstance(error, TransientError) or not known.isdisjoint(self.names)
 
-        Waits until there are answers, a later exchange takes over, or ``HEARTBEAT_S`` have passed.
-        """
-        if calls:
-            self._outgoing.expect(calls)
-            awaiting = {call.number for call in calls if self._service.is_async(call)}
-            loop = asyncio.get_running_loop()
-            if awaiting and self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="calls that await", daemon=True).start()
-            for call in calls:  # without a task per call on this loop, which would cost as much again
-                if self._loop is None or call.number not in awaiting:
-                    continue
-                limit_s = self._limit_s or (CLOSE_S if call.method == "close" else None)
-                timer = None if limit_s is None else loop.call_later(limit_s + GRACE_S, self._end, call)
-                running = asyncio.run_coroutine_threadsafe(within(limit_s, self._service, call), self._loop)
-                running.add_done_callback(partial(loop.call_soon_threadsafe, self._end, call, timer))
-            self._threads.submit([call for call in calls if call.number not in awaiting])
-        answers = await self._outgoing.collect(HEARTBEAT_S)
-        return answers, self._threads.hung + len(self._hanging)
+    def as_transient(self, error: Exception) -> Exception:
+        """The error; as a ``TransientError`` if it is one by its name, which may not survive the way back."""
+        if not self.is_transient(error) or isinstance(error, TransientError):
+            return error
+        transient = TransientError(f"{type(error).__qualname__}: {error}")
+        for note in vars(error).get("__notes__", ()):
+            transient.add_note(note)
+        return transient
 
-    def close(self) -> None:
-        self._threads.close()
-        if self._loop is None:
-            return
-
-        async def stop() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=GRACE_S)
-            asyncio.get_running_loop().stop()
-
-        asyncio.run_coroutine_threadsafe(stop(), self._loop)
-
-    @staticmethod
-    async def _loaded(load: Callable[[], None]) -> Exception | None:
-        """The error that it raises, if any. It may take long, so it runs in a thread."""
-        try:
-            await asyncio.to_thread(load)
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # what would end the event loop too
-            return portable(error)
-        return None
-
-    def _answer(self, call: Call, answer: Answer | None) -> None:
-        if answer is None:
-            self._service.give_up(call.key)
-            answer = Answer(call.number, None, self._service.overdue(call))
-        self._outgoing.put(answer)
-
-    def _end(self, call: Call, timer: asyncio.TimerHandle | None = None, ended: Future[Answer] | None = None) -> None:
-        """A call that awaits has ended; or (without ``ended``) it hangs: it was cancelled, or blocks its event loop."""
-        if timer is not None:
-            timer.cancel()
-        if ended is None:
-            self._hanging.add(call.number)
-            self._answer(call, None)
-        elif call.number in self._hanging:  # it has been answered for
-            self._hanging.remove(call.number)
-        else:
-            self._outgoing.put(ended.result())
-
-    def _run_in_thread(self, call: Call) -> Answer:
-        """The answer to a call that does not await, in a thread without an event loop."""
-        coroutine = self._service.run(call)
-        try:
-            coroutine.send(None)
-        except StopIteration as ended:
-            answer: Answer = ended.value
-            return answer
-        except asyncio.CancelledError as error:  # raised by what does not await; it would end the thread
-            return Answer(call.number, None, RuntimeError(f"the environment of {call.name} raised {error!r}"))
-        coroutine.close()
-        problem = f"the environment of {call.name} awaits, but its class has no async def among init, step and close"
-        return Answer(call.number, None, TypeError(problem))
-
-
-class AnswerBatches:
-    """Answers on their way back, in small batches; each is collected exactly once. ``put`` may be called in any thread.
-
-    The answers to a message's ``init`` calls wait until all of them are there (at most ``HOLD_S``): the engine then
-    gets the first requests of these episodes together, so that what it computes does not depend on threads' timing.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None  # on which answers are collected
-        self._lock = threading.Lock()
-        self._answers: list[Answer] = []
-        self._open: set[int] = set()  # numbers of the calls that are not answered
-        self._opening: set[int] = set()  # of these, "init" calls that are answered together
-        self._opening_until = 0.0
-        self._armed = False
-        self._ready: asyncio.Event | None = None
-
-    def expect(self, calls: Sequence[Call]) -> None:
-        """These calls will be answered."""
-        self._loop = asyncio.get_running_loop()
-        with self._lock:
-            self._open.update(call.number for call in calls)
-            if not self._opening:
-                self._opening = {call.number for call in calls if call.method == "init"}
-                self._opening_until = time.monotonic() + HOLD_S
-
-    def put(self, answer: Answer) -> None:
-        with self._lock:
-            self._answers.append(answer)
-            self._open.discard(answer.number)
-            self._opening.discard(answer.number)
-            last, arm = not self._open, not self._armed
-            self._armed = True
-        assert self._loop is not None
-        with suppress(RuntimeError):  # the loop is closed
-            if last:
-                self._loop.call_soon_threadsafe(self._deliver)
-            elif arm:
-                self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, self._deliver)
-
-    async def collect(self, limit_s: float) -> list[Answer]:
-        """A later call takes the place of an earlier one, which then returns nothing."""
-        if self._ready is not None:
-            self._ready.set()
-        ready = self._ready = asyncio.Event()
-        if self._answers and not self._armed:
-            ready.set()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await ready.wait()
-        if self._ready is not ready:
-            return []
-        self._ready = None
-        with self._lock:
-            answers, self._answers = self._answers, []
-        return answers
-
-    def _deliver(self) -> None:
-        with self._lock:
-            if self._opening and time.monotonic() < self._opening_until:
-                asyncio.get_running_loop().call_later(LINGER_S, self._deliver)
-                return
-            self._opening, self._armed = set(), False
-            ready = self._ready if self._answers else None
-        if ready is not None:
-            ready.set()
+    async def wait(self, number: int, what: str, error: BaseException) -> bool:
+        """Pause before try ``number`` (the second is 1), for a random part of the time; false if there is none."""
+        if number > self.tries:
+            return False
+        kind = headline(error).partition(":")[0]
+        if kind not in _warned:
+            _warned.add(kind)
+            message = (
+                "%s has failed for now and is asked again, up to %d times (environment.max_retries); others with such "
+                "an error are counted in env/retries: %s"
+            )
+            log.warning(message, what, self.tries, headline(error))
+        await asyncio.sleep(self.pause_s * 2 ** (number - 1) * random.uniform(0.5, 1.0))
+        return True
 
 
 async def within(limit_s: float | None, service: Service, call: Call) -> Answer:
@@ -299,7 +176,7 @@ def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loa
         pass
     kind = next((kind for kind in (TransientError, UserError) if isinstance(error, kind)), RuntimeError)
     stand_in = kind(f"{type(error).__qualname__}: {error}")
-    for note in getattr(error, "__notes__", ()):
+    for note in vars(error).get("__notes__", ()):
         stand_in.add_note(note)
     return stand_in
 
@@ -349,23 +226,6 @@ class LocalTransport:
             task.cancel()
 
 
-class RpcActor(RpcServer):
-    """A server in a Ray actor, which speaks in plain data: tuples take a third of the time to travel."""
-
-    async def identity(self) -> ProcessIdentity:
-        from skyasync.utils.process_identity import ProcessIdentity
-
-        return ProcessIdentity.mine()
-
-    async def load_pickled(self, args: bytes) -> Exception | None:
-        """The module of a user's class is imported where that may take its time."""
-        return await self._loaded(lambda: self._service.load(*pickle.loads(args)))
-
-    async def exchange_tuples(self, calls: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], int]:
-        answers, hung = await self.exchange([Call(*call) for call in calls])
-        return [tuple(answer) for answer in answers], hung
-
-
 class RayTransport:
     """A Ray actor, which ends with the process that made it.
 
@@ -378,6 +238,8 @@ class RayTransport:
         self, make: Callable[[], Service], limit_s: float, max_threads: int = 512, options: dict[str, Any] | None = None
     ) -> None:
         import ray
+
+        from skyasync.utils.rpc_server import RpcActor
 
         actor: Any = ray.remote(RpcActor).options(num_cpus=0, **(options or {}))
         self._actor = actor.remote(make, limit_s, max_threads)

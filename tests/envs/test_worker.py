@@ -15,8 +15,9 @@ from skyasync.envs import BaseTextEnv, env_factory
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.interop.openrlhf.agent_file import PATH_KEY
 from skyasync.rewards.settings import ENV_KEY, RewardSettings
-from skyasync.utils import rpc
-from skyasync.utils.rpc import Call, RpcServer
+from skyasync.utils import rpc_server
+from skyasync.utils.rpc import Call
+from skyasync.utils.rpc_server import RpcServer
 
 PROMPT = [{"role": "user", "content": "begin"}]
 PATIENCE_S = 20.0
@@ -126,7 +127,7 @@ async def at_work(config=None, **settings):
 
 
 async def test_a_message_of_quick_calls_is_answered_in_one(monkeypatch):
-    monkeypatch.setattr(rpc, "HOLD_S", PATIENCE_S)  # a busy machine needs more than that
+    monkeypatch.setattr(rpc_server, "HOLD_S", PATIENCE_S)  # a busy machine needs more than that
     async with at_work() as caller:
         episodes = [f"e{i}" for i in range(1024)]
         await caller.begin(Gated, *episodes)
@@ -153,7 +154,7 @@ async def test_a_slow_step_does_not_hold_up_the_answers_to_the_others(env):
 
 @pytest.mark.parametrize("env", [Gated, AsyncGated, Stubborn])
 async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worker_goes_on(env, monkeypatch):
-    monkeypatch.setattr("skyasync.utils.rpc.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.utils.rpc_server.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=0.2, max_threads=1) as caller:
         await caller.begin(env, "stuck")
         (call,) = caller.calls("step", ["stuck"], "never")
@@ -172,7 +173,7 @@ async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worke
 @pytest.mark.parametrize("env", [Difficult, AsyncDifficult])
 @pytest.mark.parametrize("action", KINDS)
 async def test_other_raised_errors_than_exceptions_are_reported_at_once_and_leave_no_thread(action, env, monkeypatch):
-    monkeypatch.setattr("skyasync.utils.rpc.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.utils.rpc_server.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=PATIENCE_S / 2) as caller:
         await caller.begin(env, "a", "b")
         bad, good = caller.calls("step", ["a"], action) + caller.calls("step", ["b"], "0.5")
@@ -219,7 +220,7 @@ async def test_a_later_exchange_takes_over_from_an_earlier_one():
 
 
 async def test_silence_ends_with_a_heartbeat(monkeypatch):
-    monkeypatch.setattr("skyasync.utils.rpc.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("skyasync.utils.rpc_server.HEARTBEAT_S", 0.05)
     async with at_work() as caller:
         await caller.begin(Gated, "a")
         assert await caller.exchange(caller.calls("step", ["a"], "open")) == []

@@ -20,8 +20,7 @@ from skyasync.inference.client import InferenceClient
 from skyasync.rollout.episode_limits import EpisodeLimits, check_given_up
 from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
-from skyasync.utils.retry import RetryPolicy
-from skyasync.utils.rpc import LocalTransport
+from skyasync.utils.rpc import LocalTransport, RetryPolicy
 from tests.agents.test_generator import PROGRAMS, Engine
 from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests, tokenizer
 from tests.virtual_time import virtual_time

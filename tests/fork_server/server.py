@@ -56,7 +56,7 @@ OF_RUNS = (
     "skyasync.trainer.plans.one_step_off",
     "skyasync.trainer.plans.streamed",
     "skyasync.utils.rpc",
-    "skyasync.utils.retry",
+    "skyasync.utils.rpc_server",
     "skyasync.rollout.collate",
     "skyasync.rollout.generator",
     "skyasync.rollout.generator",

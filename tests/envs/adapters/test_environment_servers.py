@@ -20,7 +20,7 @@ from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.pool import local_pool
 from skyasync.errors import TransientError, UserError
 from skyasync.preflight.parts import check_environment
-from skyasync.utils.retry import RetryPolicy
+from skyasync.utils.rpc import RetryPolicy
 
 MOVES = {
     "$defs": {"MoveAction": {"enum": ["UP", "DOWN", "LEFT", "RIGHT"], "type": "string"}},

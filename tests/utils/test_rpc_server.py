@@ -3,7 +3,7 @@
 import threading
 from contextlib import contextmanager
 
-from skyasync.utils.daemon_threads import DaemonThreads
+from skyasync.utils.rpc_server import DaemonThreads
 
 PATIENCE_S = 20.0
 
