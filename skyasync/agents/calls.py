@@ -1,4 +1,4 @@
-"""One call of the model: from a request of any API to what is recorded.
+"""One episode at the endpoint, and its calls of the model: from a request of any API to what is recorded.
 
 Invariant: an answer that was given is recorded, with the tokens that the engine read and wrote. If a stream is broken
 off, what was sent of it is recorded. Nothing is recorded twice, or after the episode. However many streams there are,
@@ -15,33 +15,104 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
-from collections.abc import AsyncGenerator, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from jinja2 import TemplateError
 
-from skyasync.agents.api.types import AnswerHead, ModelReply, ModelRequest, RequestError
-from skyasync.agents.parsers.reply import ReplyParser
-from skyasync.agents.recorder import AgentChat, RecordedCall, comparable, conversation, thoughts
-from skyasync.agents.session import INLINE, Session
+from skyasync.agents.api import AnswerHead, Message, ModelReply, ModelRequest, RequestError
+from skyasync.agents.parsers import ReplyParser
+from skyasync.agents.recorder import AgentChat, RecordedCall, Recorder, comparable, conversation, thoughts
 from skyasync.arrays import Ints, ints
 from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
 from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
 from skyasync.models.images import images_of, reads_images
-from skyasync.rollout.types import action_of
+from skyasync.rollout.types import TrajectoryId, action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
 FREE_BYTES, BYTES_PER_TOKEN = 2**20, 16  # of a request to a model: text takes about 4 bytes a token
 LONG_REPLY = 1024  # tokens that are read in milliseconds; a thread reads longer replies
 MOST_LISTED = 2**18  # tokens of one answer that are sent with their log-probabilities or ids: about 200 bytes each
 READING_SHARE = 0.1  # most of the time that may go into reading incomplete replies
+MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
+STORED_CHARACTERS = 32 * 1024**2  # of all these conversations together
+INLINE = 16 * 1024  # bytes or characters read in milliseconds; of longer requests an episode has one read at a time
 POLL_S = 0.05
 CLOSE_S = 5.0
+
+
+class Session:
+    """One episode at the endpoint: its key, its calls, and the failure of an engine if it met one.
+
+    Args:
+        affinity: sessions that share it go to the same engine; by default the episode is alone.
+        reads_behaviour: the setting for which the objective reads the log-probabilities of what is sampled here; "" for
+            none. Requests then cannot ask for a distribution that the trainer could not compute.
+
+    Attributes:
+        conversations: by the id of an answer, the conversation that a later request continues if it names the answer.
+        over: nothing is answered or recorded any more.
+        streams: of each answer that is streamed at present, what records the part that has been sent.
+    """
+
+    def __init__(
+        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None, reads_behaviour: str = ""
+    ) -> None:
+        self.identity, self.sampling, self.affinity = identity, sampling, affinity or str(identity)
+        self.reads_behaviour = reads_behaviour
+        self.api_key = secrets.token_urlsafe(32)
+        self.recorder = Recorder()
+        self.conversations: dict[str, list[Message]] = {}
+        self._stored: dict[str, int] = {}  # characters of these
+        self._reading = asyncio.Lock()
+        self.tokenising = asyncio.Lock()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.handlers: set[asyncio.Task[Any]] = set()
+        self.streams: set[Callable[[], None]] = set()
+        self.over = False
+        self._requests = 0
+
+    def requests(self, prompt: Ints, request: ModelRequest, capacity: int) -> list[GenerationRequest]:
+        """One request per choice, each with an id (and seed) of its own; ``capacity``: tokens that a reply may have."""
+        sampling = request.sampling
+        most = min(sampling.max_tokens, capacity)
+        sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        first, self._requests = self._requests, self._requests + request.choices
+        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**62 for i in range(request.choices)]
+        return [
+            GenerationRequest(
+                request_id=f"{self.identity}-c{first + choice}",
+                prompt_token_ids=prompt,
+                sampling=sampling if seed is None else replace(sampling, seed=seed),
+                session_id=self.affinity,
+                images=images_of(request.messages),
+            )
+            for choice, seed in enumerate(seeds)
+        ]
+
+    def reads(self, size: int | None) -> AbstractAsyncContextManager[object]:
+        """Around the reading of a request of so many bytes (None: unknown). Long ones are read one at a time."""
+        return nullcontext() if size is not None and size <= INLINE else self._reading
+
+    def store(self, answer: str, conversation: list[Message], characters: int) -> None:
+        """Let a later request name the answer; the oldest answers are dropped."""
+        self.conversations[answer], self._stored[answer] = conversation, characters
+        while len(self._stored) > MOST_STORED or sum(self._stored.values()) > STORED_CHARACTERS:
+            oldest = next(iter(self._stored))
+            del self.conversations[oldest], self._stored[oldest]
+
+    def settle(self) -> None:
+        """Record what has been sent of answers that are still streamed: the program may have read enough."""
+        for settle in list(self.streams):
+            settle()
 
 
 class StreamPoller:
@@ -87,7 +158,7 @@ class Calls:
         self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # only one: long conversations take memory
         #: Most bytes of a request: far more than the model can read.
         self.most_bytes = min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * max_model_len)
-        if reads_images(getattr(chat.tokenizer, "name_or_path", "")):
+        if reads_images(chat.tokenizer.name_or_path):
             self.most_bytes = MOST_BYTES
 
     async def prompt(self, session: Session, request: ModelRequest, size: int) -> Ints:
@@ -165,9 +236,8 @@ class Calls:
 
     @cached_property
     def _longest_token(self) -> float:
-        """Its characters, by which a text has at least so many tokens; infinite if the tokenizer does not tell."""
-        vocabulary: dict[str, int] = getattr(self.chat.tokenizer, "get_vocab", dict)()
-        return max(map(len, vocabulary), default=math.inf)
+        """Its characters, by which a text has at least so many tokens."""
+        return max(map(len, self.chat.tokenizer.get_vocab()), default=math.inf)
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
         """An engine that is asked for an unknown token may fail, and with it the run."""

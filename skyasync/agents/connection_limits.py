@@ -28,7 +28,7 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 from aiohttp.typedefs import Handler
 
-from skyasync.agents.api.types import Body, RequestError, from_json
+from skyasync.agents.api import Body, RequestError, from_json
 from skyasync.inference.origin_check import foreign_origin, is_loopback
 
 HEAD_S = 20.0

@@ -37,12 +37,11 @@ from typing import Any
 
 from aiohttp import web
 
-from skyasync.agents.api.types import Body, RequestError
-from skyasync.agents.api.validation import given, number
+from skyasync.agents.api import Body, RequestError, given, number
+from skyasync.agents.calls import Session
 from skyasync.agents.connection_limits import read_json
 from skyasync.agents.programs import AgentError, AgentScore, check_score
 from skyasync.agents.server import Endpoint, key_of, same_key
-from skyasync.agents.session import Session
 from skyasync.config.keys import Key
 from skyasync.errors import UserError
 

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from skyasync.agents.calls import Session
 from skyasync.agents.external_sessions import SessionBroker
 from skyasync.agents.programs import (
     AgentError,
@@ -25,7 +26,6 @@ from skyasync.agents.programs import (
 )
 from skyasync.agents.recorder import sequences
 from skyasync.agents.server import Endpoint
-from skyasync.agents.session import Session
 from skyasync.config.parts import reads_behaviour
 from skyasync.config.schema import Config
 from skyasync.config.schema.generator import ONLINE

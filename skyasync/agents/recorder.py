@@ -25,7 +25,7 @@ from typing import Literal
 
 import numpy as np
 
-from skyasync.agents.api.types import Message
+from skyasync.agents.api import Message
 from skyasync.arrays import Ints, ints, joined
 from skyasync.models.images import Images
 from skyasync.rollout.chat import Tools, knows_tools, template_tokens, tokens_after

@@ -30,16 +30,14 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from skyasync.agents.api import Api, RequestError
 from skyasync.agents.api.chat import ChatApi, CompletionsApi
 from skyasync.agents.api.messages import CountTokensApi, MessagesApi
 from skyasync.agents.api.responses import ResponsesApi
-from skyasync.agents.api.types import Api, RequestError
-from skyasync.agents.calls import LONG_REPLY, Calls, ModelCall
+from skyasync.agents.calls import LONG_REPLY, Calls, ModelCall, Session
 from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_json
-from skyasync.agents.parsers import reasoning_parser, tool_parser
-from skyasync.agents.parsers.reply import ReplyParser
+from skyasync.agents.parsers import ReplyParser, reasoning_parser, tool_parser
 from skyasync.agents.recorder import AgentChat
-from skyasync.agents.session import Session
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.tokenizer import Tokenizer

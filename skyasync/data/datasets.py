@@ -121,10 +121,8 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
         read, too_long = read + len(prompts), too_long + len(prompts) - len(short)
         if too_long > 2 * reported:
             reported = too_long
-            log.warning(
-                "%d of %d prompts so far have more than trainer.max_prompt_length=%d tokens and are left out",
-                too_long, read, limit,
-            )  # fmt: skip
+            message = "%d of %d prompts so far have more than trainer.max_prompt_length=%d tokens and are left out"
+            log.warning(message, too_long, read, limit)
         check_rows(short, cfg)
         return short
 

@@ -234,16 +234,14 @@ def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int) -> int:
     steps, size, epochs = trainer_cfg.max_training_steps, trainer_cfg.train_batch_size, trainer_cfg.epochs
     total = (epochs or (0 if steps else 1)) * dataset_size
     if steps and 0 < total <= (steps - 1) * size:
-        log.warning(
+        message = (
             "the data ends before trainer.max_training_steps=%d: trainer.epochs=%d of %d prompts are %d steps of %d "
-            "(trainer.epochs=0 goes through it as often as the steps take)",
-            steps, epochs, dataset_size, -(-total // size), size,
-        )  # fmt: skip
+            "(trainer.epochs=0 goes through it as often as the steps take)"
+        )
+        log.warning(message, steps, epochs, dataset_size, -(-total // size), size)
     elif not total and steps * size > dataset_size:
-        log.warning(
-            "trainer.max_training_steps=%d goes %.1f times through the %d training prompts",
-            steps, steps * size / dataset_size, dataset_size,
-        )  # fmt: skip
+        message = "trainer.max_training_steps=%d goes %.1f times through the %d training prompts"
+        log.warning(message, steps, steps * size / dataset_size, dataset_size)
     if trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
         return total or ENDLESS
     return min(total or ENDLESS, steps * size or ENDLESS)

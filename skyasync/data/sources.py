@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import TASK_SOURCE
@@ -189,17 +189,25 @@ def reader(source: str, cfg: Config) -> Read:
     elif is_folder and not is_saved(folder):
         name = str(folder)
     else:
-        return lambda start: _skipped(rows(source, cfg, is_eval=False), start)
+        return partial(_from_row, source, cfg)
     if split and "[" in split:
         raise UserError(f"data.streaming=true: {source} asks for a slice, which needs the whole: remove it")
     return partial(_translated, source, partial(_streamed, source, name, config, split))
 
 
-def _skipped(rows: Iterable[Row], start: int) -> Iterator[Row]:
-    if hasattr(rows, "__getitem__") and hasattr(rows, "__len__"):
-        whole: Any = rows
+@runtime_checkable
+class _Indexed(Protocol):
+    """Rows that are read by their numbers, as those of a list or a data set."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+def _from_row(source: str, cfg: Config, start: int) -> Iterator[Row]:
+    whole = rows(source, cfg, is_eval=False)
+    if isinstance(whole, _Indexed):
         return (whole[number] for number in range(start, len(whole)))
-    return islice(rows, start, None)
+    return islice(whole, start, None)
 
 
 def _parquet(path: Path, start: int) -> Iterator[Row]:

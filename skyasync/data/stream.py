@@ -27,9 +27,7 @@ from skyasync.rollout.types import Prompt, PromptId
 
 log = logging.getLogger(__name__)
 
-BLOCKS_IN_MEMORY = (
-    4  # blocks besides those of prompts in flight: the current, the next, an empty one between two passes
-)
+BLOCKS_IN_MEMORY = 4  # besides those of prompts in flight: the current, the next, an empty one between two passes
 
 
 @dataclass(frozen=True, order=True)
@@ -109,8 +107,10 @@ class BlockStream(PromptStream):
         limit_s: float | None = None,
     ) -> None:
         if not dataset:
-            raise UserError("the first block of data.train_data has no prompt that is short enough: raise "
-                            "data.shuffle_buffer or trainer.max_prompt_length")  # fmt: skip
+            raise UserError(
+                "the first block of data.train_data has no prompt that is short enough: raise data.shuffle_buffer or "
+                "trainer.max_prompt_length"
+            )
         self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
         self.rows = len(dataset)
         self._blocks = dataset

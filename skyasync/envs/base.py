@@ -190,7 +190,7 @@ def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
         "observations": observations,
         "reward": reward,
         "done": bool(done),
-        "sampling_params": {name: getattr(sampling, name) for name in changes},
+        "sampling_params": {name: vars(sampling)[name] for name in changes},
     }
 
 

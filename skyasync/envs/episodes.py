@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from traceback import format_exc
 from typing import Any, NamedTuple, TypedDict, cast
@@ -108,8 +109,10 @@ class Episodes:
         return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
 
     async def run(self, call: Call) -> Answer:
+        methods: dict[str, Callable[..., Awaitable[object]]]
+        methods = {"init": self._init, "step": self._step, "close": self._close}
         try:
-            return Answer(call.number, await getattr(self, f"_{call.method}")(call.key, *call.args))
+            return Answer(call.number, await methods[call.method](call.key, *call.args))
         except asyncio.CancelledError:
             raise
         except BaseException as caught:  # also what would end a thread, or an event loop
@@ -162,9 +165,14 @@ class Episodes:
         return episode
 
     async def _step(
-        self, name: str, action: str, seen: TurnTokens | None = None, env_class: str = "",
-        extras: dict[str, Any] | None = None, opening: Conversation | str = "",
-    ) -> StepResult:  # fmt: skip
+        self,
+        name: str,
+        action: str,
+        seen: TurnTokens | None = None,
+        env_class: str = "",
+        extras: dict[str, Any] | None = None,
+        opening: Conversation | str = "",
+    ) -> StepResult:
         episode = self._episodes.get(name) if env_class else self._episodes[name]
         if episode is None:
             episode = self._make(name, env_class, extras or {})

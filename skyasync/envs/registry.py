@@ -39,9 +39,13 @@ class EnvSpec:
 
 
 def register(
-    name: str = "", factory: EnvFactory | str | None = None, *, id: str = "",
-    entry_point: EnvFactory | str | None = None, kwargs: Mapping[str, object] | None = None,
-) -> None:  # fmt: skip
+    name: str = "",
+    factory: EnvFactory | str | None = None,
+    *,
+    id: str = "",
+    entry_point: EnvFactory | str | None = None,
+    kwargs: Mapping[str, object] | None = None,
+) -> None:
     """Make ``environment.env_class=name`` mean this class (or ``module:Class``).
 
     Args:

@@ -15,9 +15,8 @@ from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
 from skyasync.rewards.answer_match import gsm8k
 from skyasync.rewards.reward_functions import RewardFunction, load_functions, reward_function, score_response
-from skyasync.rewards.score import Score
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
-from skyasync.rewards.signature import CODE_SANDBOX, seen
+from skyasync.rewards.signature import CODE_SANDBOX, Score, seen
 
 
 @ENVS.register("reward")

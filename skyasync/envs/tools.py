@@ -42,8 +42,7 @@ def tool(method: Tool) -> Tool:
 
 def tools_of(env_class: object) -> dict[str, Callable[..., Any]]:
     """Name -> method, for every method of a class that is marked. Of the class: an object's properties would run."""
-    methods = ((name, getattr(env_class, name)) for name in dir(env_class) if not name.startswith("__"))
-    return {name: method for name, method in methods if getattr(method, _MARK, False)}
+    return {name: method for name, method in inspect.getmembers(env_class, inspect.isfunction) if _MARK in vars(method)}
 
 
 def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
@@ -104,7 +103,7 @@ def answer_to(call: dict[str, Any], owner: object) -> dict[str, str]:
     if name not in tools:
         content = f"error: {unknown('tool', name, tools)}"
     else:
-        method = getattr(owner, name)
+        method = MethodType(tools[name], owner)
         try:
             bound = inspect.signature(method).bind(**arguments)
         except TypeError as error:

@@ -29,13 +29,12 @@ class Interop(OtherFrameworks):
         return [system.title for system in systems().values()]
 
     def key_hint(self, path: str, value: object, given: Mapping[str, Foreign], defaults: Mapping[str, Foreign]) -> str:
-        from skyasync.interop.conversion import ConversionContext
-        from skyasync.interop.hints import key_hint
+        from skyasync.interop.conversion import ConversionContext, key_hint
 
         return key_hint(path, value, ConversionContext(given, given, defaults))
 
     def value_hint(self, path: str, value: Foreign) -> str:
-        from skyasync.interop.hints import value_hint
+        from skyasync.interop.conversion import value_hint
 
         return value_hint(path, value)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from skyasync.interop.settings import TableRow
-from skyasync.interop.system import System, systems
+from skyasync.interop.system import System, TableRow, systems
 
 _INTRODUCTION = """\
 # Migrating settings
@@ -128,8 +127,14 @@ def guide(system: System) -> str:
                 rows.setdefault(target.path, row)
     anchor, code = _CODE[system.name]
     shown = dict.fromkeys(_line(rows[path]) for path in common if path in rows)
-    return _GUIDE.format(name=system.name, title=system.title, rows="\n".join(shown), count=len(system.table.rows),
-                         code=code, anchor=anchor and f"#{anchor}")  # fmt: skip
+    return _GUIDE.format(
+        name=system.name,
+        title=system.title,
+        rows="\n".join(shown),
+        count=len(system.table.rows),
+        code=code,
+        anchor=anchor and f"#{anchor}",
+    )
 
 
 def markdown() -> str:

@@ -14,8 +14,7 @@ from skyasync.config.schema import Config
 from skyasync.config.values import Value, value_of, written
 from skyasync.interop.conversion import BATCH, ConversionContext, N, NoCounterpartError, converted
 from skyasync.interop.recipe import SourceRecipe
-from skyasync.interop.settings import TableRow, Target
-from skyasync.interop.system import System
+from skyasync.interop.system import System, TableRow, Target
 
 A = "trainer.algorithm."
 CORRECTION = f"{A}off_policy_correction"

@@ -27,13 +27,21 @@ _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithme
 _LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
 _SHELLS = ("bash", "sh", "zsh")
 _OPERATORS = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv, "%": operator.mod,
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.floordiv,
+    "%": operator.mod,
     "**": operator.pow,
-}  # fmt: skip
+}
 _COMPARISONS = {
-    "-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge, "-lt": operator.lt,
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
     "-le": operator.le,
-}  # fmt: skip
+}
 
 Known = bool | None
 """Whether a condition holds or a branch runs; None if that is not known."""

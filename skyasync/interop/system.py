@@ -1,26 +1,128 @@
 """Another framework: its name, its table of settings, and what adapts its recipes and classes.
 
-Each folder here is one, and declares ``SYSTEM``. It has a table of its settings (``settings.tsv``: see
-``settings.py``) and ``translate.py``: ``CONVERSIONS`` are functions for the table, and ``finish(draft)`` decides about
-keys that depend on each other, after each was carried over alone.
+Each folder here is one, and declares ``SYSTEM``. It has a table of its settings, and ``translate.py``: ``CONVERSIONS``
+are functions for the table, and ``finish(draft)`` decides about keys that depend on each other, after each was carried
+over alone.
+
+A table, ``settings.tsv``, is taken from the framework's own definitions of its arguments (2026). It has five columns,
+separated by tabs:
+
+``theirs``   names of one key, separated by spaces; ``{a,b}`` stands for both, ``*`` for anything
+``default``  its value there where nothing is set; empty where that has no bearing on ours
+``ours``     our keys; ``key=value`` is set along with the first; ``key[0]`` is an entry of a list;
+             ``-``: no counterpart, ``=``: needs no setting here
+``values``   ``theirs=ours`` where values are spelled differently: ``~`` leaves ours at its default, ``-`` is a value
+             without a counterpart, ``*=`` is any other; ``@name`` is a function of ``conversion.py``
+``note``     why there is no counterpart, or what differs
+
+Invariant: the name that says most about a key decides: itself, then the longest pattern.
 """
 
 from __future__ import annotations
 
 import pkgutil
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import translate
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from skyasync.interop.settings import Table
+from typing import Any
 
 _FOLDER = Path(__file__).parent
 SETTINGS = "settings.tsv"
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A key of ours; ``index`` is the entry of a list, ``fixed`` the value where it does not depend on theirs."""
+
+    path: str
+    index: int | None = None
+    fixed: str | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Target:
+        path, equals, fixed = text.partition("=")
+        match = re.fullmatch(r"(.+)\[(\d)\]", path)
+        return cls(match[1], int(match[2])) if match else cls(path, None, fixed if equals else None)
+
+    def __str__(self) -> str:
+        return self.path if self.index is None else f"{self.path}[{self.index}]"
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """One line of a table; ``kind`` is "key", "-" (no counterpart) or "=" (needs no setting).
+
+    ``spelled`` are the names as the table has them, braces and all.
+    """
+
+    names: tuple[str, ...]
+    spelled: tuple[str, ...]
+    default: str
+    kind: str
+    targets: tuple[Target, ...] = ()
+    aliases: dict[str, str] = field(default_factory=dict, hash=False)
+    function: str = ""
+    note: str = ""
+
+    @classmethod
+    def read(cls, line: str) -> TableRow:
+        theirs, default, ours, values, note = line.split("\t")
+        spelled = tuple(theirs.split())
+        names = tuple(name for pattern in spelled for name in expand(pattern))
+        words = values.split()
+        aliases = dict(word.split("=", 1) for word in words if not word.startswith("@"))
+        function = next((word[1:] for word in words if word.startswith("@")), "")
+        kind = ours if ours in ("-", "=") else "key"
+        targets = tuple(Target.read(word) for word in ours.split()) if kind == "key" else ()
+        return cls(names, spelled, default, kind, targets, aliases, function, note)
+
+    @property
+    def free(self) -> list[Target]:
+        """The targets that take their value from theirs."""
+        return [target for target in self.targets if target.fixed is None]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One system's rows, by name and by pattern, the longest pattern first."""
+
+    rows: tuple[TableRow, ...]
+    exact: dict[str, TableRow] = field(repr=False)
+    patterns: tuple[tuple[re.Pattern[str], TableRow], ...] = field(repr=False)
+
+    @classmethod
+    def read(cls, file: Path) -> Table:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        rows = tuple(TableRow.read(line) for line in lines[1:] if line.strip())
+        named = [(name, row) for row in rows for name in row.names]
+        patterns = sorted((n for n in named if "*" in n[0]), key=lambda entry: -len(entry[0].replace("*", "")))
+        exact = {name: row for name, row in named if "*" not in name}
+        return cls(rows, exact, tuple((re.compile(translate(name)), row) for name, row in patterns))
+
+    def find(self, path: str) -> TableRow | None:
+        """The row that answers for ``path``."""
+        matching = (row for pattern, row in self.patterns if pattern.fullmatch(path))
+        return self.exact.get(path) or next(matching, None)
+
+    @property
+    def variables(self) -> dict[str, TableRow]:
+        """The rows of environment variables, which the system reads as it does its keys."""
+        return {name: row for name, row in self.exact.items() if name.isupper()}
+
+
+def expand(pattern: str) -> list[str]:
+    """``a.{b,c}`` as ``a.b`` and ``a.c``."""
+    match = _BRACES.search(pattern)
+    if not match:
+        return [pattern]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [name for option in match[1].split(",") for name in expand(f"{before}{option}{after}")]
 
 
 @dataclass(frozen=True)
@@ -61,8 +163,6 @@ class System:
 
     @cached_property
     def table(self) -> Table:
-        from skyasync.interop.settings import Table
-
         return Table.read(_FOLDER / self.name / SETTINGS)
 
 

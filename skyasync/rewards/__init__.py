@@ -1,6 +1,6 @@
 """Reward functions: text in, a number out."""
 
 from skyasync.rewards.registry import REWARDS, quick, register
-from skyasync.rewards.score import Score
+from skyasync.rewards.signature import Score
 
 __all__ = ["REWARDS", "Score", "quick", "register"]

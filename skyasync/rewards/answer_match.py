@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError
-from skyasync.rewards.registry import REWARDS, marking, quick
+from skyasync.rewards.registry import REWARDS, Capabilities, quick
 
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 _CHOICES = re.compile(r"\\boxed\{\s*\(?([A-Za-z])\)?\s*\}|[Aa]nswer(?:\s+is|\s*:)\s*\**\(?([A-Za-z])\b")
@@ -86,7 +86,7 @@ def _library() -> ModuleType:
 
 
 @REWARDS.register("math_verify", extra="math-verify")
-@marking(load=_library)
+@Capabilities(load=_library)
 def math_verify(response: str, label: object) -> float:
     """1 if an expression in the response equals the label's.
 

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from skyasync.errors import UserError
 from skyasync.rewards.sandbox_program import VALUES
 
-_THROUGH = (
-    ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Starred,
-    ast.keyword, ast.Slice, ast.JoinedStr, ast.FormattedValue,
-)  # fmt: skip
+_OPERATIONS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp)
+_DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr, ast.FormattedValue)
+_THROUGH = (*_OPERATIONS, *_DISPLAYS, ast.keyword, ast.Slice)
 _PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)}
 _RUN_TEXT = {"eval", "exec", "compile", "open", "__import__"}  # what the code returns must not be run by the check
-_MODULES = {
-    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools", "heapq", "itertools",
-    "json", "math", "numpy", "operator", "random", "re", "statistics", "string", "typing",
-}  # fmt: skip
+_NUMBERS = {"cmath", "decimal", "fractions", "math", "numpy", "random", "statistics"}
+_CONTAINERS = {"bisect", "collections", "copy", "functools", "heapq", "itertools", "operator"}
+_MODULES = _NUMBERS | _CONTAINERS | {"datetime", "json", "re", "string", "typing"}
 _OF_FUNCTIONS = {"map", "filter", "reduce", "sorted", "max", "min", "isinstance", "issubclass", "callable", "hasattr"}
 
 

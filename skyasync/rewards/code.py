@@ -17,7 +17,7 @@ from typing import Any
 from skyasync.errors import UserError
 from skyasync.rewards import sandbox
 from skyasync.rewards.asserts import Split, split
-from skyasync.rewards.registry import REWARDS, marking
+from skyasync.rewards.registry import REWARDS, Capabilities
 from skyasync.rewards.sandbox_program import plain
 
 SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it
@@ -31,7 +31,7 @@ def _check_row(known: Mapping[str, Any]) -> None:
 
 
 @REWARDS.register("code_tests")
-@marking(check=_check_row)
+@Capabilities(check=_check_row)
 def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict[str, float]:
     """1 if the last code block of the response (all of it, if there is none) passes every test of the label.
 

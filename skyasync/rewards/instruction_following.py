@@ -26,7 +26,7 @@ from typing import Any
 
 from skyasync.errors import UserError, unknown
 from skyasync.rewards.judge_prompts import without_thinking
-from skyasync.rewards.registry import REWARDS, marking
+from skyasync.rewards.registry import REWARDS, Capabilities
 
 Instructions = list[tuple[str, dict[str, object]]]
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
@@ -49,7 +49,7 @@ def _check_row(known: Mapping[str, Any]) -> None:
 
 
 @REWARDS.register("instruction_following")
-@marking(check=_check_row)
+@Capabilities(check=_check_row)
 def instruction_following(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
 ) -> dict[str, float]:
@@ -61,7 +61,7 @@ def instruction_following(
 
 
 @REWARDS.register("instruction_following_loose")
-@marking(check=_check_row)
+@Capabilities(check=_check_row)
 def instruction_following_loose(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
 ) -> dict[str, float]:
@@ -70,7 +70,7 @@ def instruction_following_loose(
 
 
 @REWARDS.register("instruction_following_share")
-@marking(check=_check_row)
+@Capabilities(check=_check_row)
 def instruction_following_share(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
 ) -> dict[str, float]:
@@ -125,9 +125,11 @@ def _rewards(response: str, label: object, names: object, arguments: object, cho
         for followed, (name, given) in zip(strict, instructions, strict=True)
     ]
     rewards = {
-        "strict": float(all(strict)), "loose": float(all(loose)),
-        "share": sum(strict) / len(strict), "loose_share": sum(loose) / len(loose),
-    }  # fmt: skip
+        "strict": float(all(strict)),
+        "loose": float(all(loose)),
+        "share": sum(strict) / len(strict),
+        "loose_share": sum(loose) / len(loose),
+    }
     return {"reward": rewards.pop(chosen), **rewards}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from skyasync.config.schema.judges import PLACEHOLDER, JudgeConfig, is_reference, is_text, placeholders
 from skyasync.errors import UserError, nearest
 from skyasync.registry import resolve_reference
-from skyasync.rewards.score import Score, as_score
+from skyasync.rewards.signature import Score, as_score
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}

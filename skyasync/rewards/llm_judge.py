@@ -43,7 +43,7 @@ from skyasync.rewards.judge_prompts import (
     parse_grade,
     prompt_text,
 )
-from skyasync.rewards.score import Score
+from skyasync.rewards.signature import Score
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from skyasync.errors import MissingExtraError, UserError, unknown
-from skyasync.rewards.registry import REWARDS, marking
+from skyasync.rewards.registry import REWARDS, Capabilities
 
 SIZE, EVAL_SIZE = 500, 100
 OURS = ("size", "seed", "val_size", "val_seed")
@@ -94,7 +94,7 @@ def _library() -> ModuleType:
 
 
 @REWARDS.register("reasoning_gym", extra="reasoning-gym")
-@marking(load=_library)
+@Capabilities(load=_library)
 def score(response: str, reasoning_gym: dict[str, Any]) -> float:
     """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the whole response.
 

@@ -2,13 +2,14 @@
 
 A reward function is called with keyword arguments of which it takes the ones it names (all, with ``**extra``):
 ``prompt`` (the last message's text), ``response`` (what the model wrote), ``label`` (the row's), ``messages`` (the
-whole conversation), and every other column of the row. It returns what ``skyasync.rewards.score`` accepts. It may
-be ``async``. Functions with other frameworks' signatures are called as they are there (``skyasync.rewards.signature``).
+whole conversation), and every other column of the row. It returns what ``as_score`` accepts. It may be ``async``.
+Functions with other frameworks' signatures are called as they are there (``skyasync.rewards.signature``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyasync.other_frameworks import other_frameworks
@@ -35,28 +36,35 @@ def register(name: str) -> Callable[[F], F]:
     return REWARDS.register(name)
 
 
-def quick(function: F) -> F:
-    """Mark a function that returns at once whatever the response is: it is called directly, without a limit."""
-    function.__dict__["quick"] = True
-    return function
-
-
-def marking(
-    load: Callable[[], Any] | None = None, check: Callable[[Mapping[str, Any]], None] | None = None
-) -> Callable[[F], F]:
-    """Mark a function with what is called besides it.
+@dataclass(frozen=True)
+class Capabilities:
+    """How a function is called; as a decorator it marks one.
 
     Args:
+        quick: it returns at once whatever the response is: it is called directly, without a limit.
         load: called in the process of the function, before its first call and outside of its limit.
         check: called with what is known of every row of the function, before the run. It raises ``UserError`` for a row
             that cannot be rewarded.
     """
 
-    def mark(function: F) -> F:
-        function.__dict__.update(load=load or (lambda: None), check=check)
+    quick: bool = False
+    load: Callable[[], Any] = lambda: None
+    check: Callable[[Mapping[str, Any]], None] = lambda known: None
+
+    def __call__(self, function: F) -> F:
+        function.__dict__["capabilities"] = self
         return function
 
-    return mark
+
+def capabilities_of(function: Callable[..., Any]) -> Capabilities:
+    """Those of a function, which may be any callable of the user's."""
+    capabilities: Capabilities = getattr(function, "capabilities", Capabilities())
+    return capabilities
+
+
+def quick(function: F) -> F:
+    """Mark a function that returns at once whatever the response is: it is called directly, without a limit."""
+    return Capabilities(quick=True)(function)
 
 
 def is_remote(name: str) -> bool:

@@ -19,9 +19,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from skyasync.errors import UserError, nearest
-from skyasync.rewards.registry import find
-from skyasync.rewards.score import Score, call, call_async
-from skyasync.rewards.signature import BY_NAME, Signature, signature_of, wrong_return
+from skyasync.rewards.registry import capabilities_of, find
+from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of, wrong_return
 from skyasync.utils.rpc import GRACE_S
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
@@ -71,7 +70,7 @@ class RewardFunction:
             )
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-        quick = getattr(function, "quick", False)
+        quick = capabilities_of(function).quick
         return cls(
             reference,
             function,
@@ -157,7 +156,9 @@ def _start(function: RewardFunction, known: Mapping[str, Any], limit_s: float) -
     async def limited() -> Score:
         try:
             async with asyncio.timeout(limit_s) as timer:
-                return await call_async(function.name, function.function, function.arguments(known))
+                arguments, logged = function.signature.with_logs(function.arguments(known))
+                returned = await function.function(**arguments)
+                return read_result(function.name, function.signature, returned, logged)
         except TimeoutError:
             if not timer.expired():
                 raise  # the function's own
@@ -198,7 +199,7 @@ class _NamedFunction:
 
     @property
     def known_everywhere(self) -> bool:
-        return ":" in self.name or getattr(self.function, "__module__", "").startswith("skyasync.rewards.")
+        return ":" in self.name or (self.function.__module__ or "").startswith("skyasync.rewards.")
 
     def __call__(self, **arguments: object) -> Score:
         return call(self.name, self.function, arguments)
@@ -219,5 +220,5 @@ def portable(function: Callable[..., Any], name: str) -> bytes:
 
 def _loaded(name: str) -> _NamedFunction:
     function = find(name)
-    getattr(function, "load", lambda: None)()
+    capabilities_of(function).load()
     return _NamedFunction(name, function)

@@ -46,16 +46,11 @@ DEEPEST = 200  # levels of an answer's JSON
 SLACK = 1 << 20  # bytes of answers beyond those that right ones take
 PROGRAM = Path(sandbox_program.__file__)
 PACKAGES = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
+_LIBRARIES += [str(Path(sys.base_prefix, name)) for name in ("lib", sys.platlibdir)]
+_SYSTEM = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache"]
 #: What the code may read: Python, installed packages, and what a program that computes needs of the system.
-READABLE = [
-    *dict.fromkeys(
-        [
-            sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix, "lib")),
-            str(Path(sys.base_prefix, sys.platlibdir)), *PACKAGES,
-            "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/etc/ld.so.cache",
-        ]
-    )
-]  # fmt: skip
+READABLE = list(dict.fromkeys([*_LIBRARIES, *PACKAGES, *_SYSTEM]))
 
 Answers = list[dict[str, Any]]
 
@@ -131,12 +126,18 @@ def _answers(
     seconds: float,
     seconds_per_test: float,
 ) -> Answers:
-    task = json.dumps({
-        "code": code, "tests": list(tests), "seconds": seconds, "seconds_per_test": seconds_per_test,
-        "memory_mb": MEMORY_MB, "readable": READABLE if where == "landlock" else None,
-        "filter_calls": where in ("bubblewrap", "landlock", "seccomp"),
-        "packages": [] if _is_server(where) else PACKAGES,
-    })  # fmt: skip
+    task = json.dumps(
+        {
+            "code": code,
+            "tests": list(tests),
+            "seconds": seconds,
+            "seconds_per_test": seconds_per_test,
+            "memory_mb": MEMORY_MB,
+            "readable": READABLE if where == "landlock" else None,
+            "filter_calls": where in ("bubblewrap", "landlock", "seccomp"),
+            "packages": [] if _is_server(where) else PACKAGES,
+        }
+    )
     most = sum(sizes) + SLACK
     if _is_server(where):
         output = _from_server(where, task, most, seconds)
@@ -182,7 +183,7 @@ def _is_server(where: str) -> bool:
 
 def _command(backend: str) -> list[str]:
     """Python without its environment and the run's; for bubblewrap inside of a file system that has nothing else."""
-    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]  # outside of a virtual environment
     program = [python, "-I", "-S", "-B", "-X", "utf8", str(PROGRAM)]
     if backend != "bubblewrap":
         return program
@@ -200,9 +201,14 @@ def _from_process(command: list[str], task: str, most: int, lines: int, seconds:
             given.write(task.encode())
             given.seek(0)
             process = subprocess.Popen(
-                command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env={}, cwd="/",
+                command,
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
                 start_new_session=True,
-            )  # fmt: skip
+            )
     except OSError as error:
         raise TransientError(f"the code's sandbox did not start: {error}") from error
     output, missing, deadline = bytearray(), lines, time.monotonic() + START_S
@@ -246,9 +252,13 @@ def _threads(process: int) -> int:
 def _from_server(url: str, task: str, most: int, seconds: float) -> bytes:
     """What the program writes there: the task is its input, so that the server has the tests' inputs only."""
     body = {
-        "code": PROGRAM.read_text(), "language": "python", "stdin": task, "compile_timeout": seconds,
-        "run_timeout": seconds, "memory_limit_MB": MEMORY_MB,
-    }  # fmt: skip
+        "code": PROGRAM.read_text(),
+        "language": "python",
+        "stdin": task,
+        "compile_timeout": seconds,
+        "run_timeout": seconds,
+        "memory_limit_MB": MEMORY_MB,
+    }
     request = urllib.request.Request(
         f"{url.rstrip('/').removesuffix('/run_code')}/run_code",
         json.dumps(body).encode(),

@@ -27,7 +27,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards import sandbox
 from skyasync.rewards.judge_prompts import check_placeholders, known_to_judge, parser_function, prompt_text
-from skyasync.rewards.registry import REWARDS, is_remote
+from skyasync.rewards.registry import REWARDS, capabilities_of, is_remote
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
 from skyasync.rewards.signature import CODE_SANDBOX, seen
 
@@ -132,7 +132,7 @@ def settle_references(environment: EnvironmentConfig) -> None:
 
 class RowChecks:
     """A row passes if it has all that its judges' prompts show, the columns that its reward functions take as
-    parameters, and all that they check themselves (``checking``)."""
+    parameters, and all that they check themselves (``Capabilities.check``)."""
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._settings = RewardSettings.of(environment)
@@ -155,8 +155,7 @@ class RowChecks:
             tokens = seen("", "", [], [], known.get("label")) if function.looks_at_tokens else {}
             shown = {**known, CODE_SANDBOX: self._settings.code_sandbox, **tokens}
             function.arguments(shown)  # raises for one that is missing
-            if check := getattr(function.function, "check", None):
-                check(shown)
+            capabilities_of(function.function).check(shown)
 
     def check_metric(self, metric: str, known: Mapping[str, Any]) -> None:
         """Raises ``UserError`` if no function of the row can report this metric: names start with the function's."""

@@ -3,16 +3,22 @@
 A function's own signature decides. Those of other frameworks are in ``skyasync.interop``.
 
 Invariant: what a function is given was read and written by the engine, tokens included, and not made again from text.
+After ``as_score`` a reward and its metrics are finite floats; anything else has raised an error with the function's
+name.
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
+from numbers import Real
 from typing import Any
 
+from skyasync.errors import NonFiniteRewardError, UserError, nearest
 from skyasync.other_frameworks import other_frameworks
 
 SEEN = frozenset({"queries", "prompts", "labels", "prompt_ids", "completion_ids"})  # known where tokens are
@@ -45,7 +51,7 @@ class Signature:
         return arguments, {}
 
     def answer(self, returned: object) -> object:
-        """What the function returned, as ``skyasync.rewards.score`` reads it."""
+        """What the function returned, as ``as_score`` reads it."""
         return returned
 
 
@@ -59,8 +65,8 @@ def signature_of(function: Callable[..., object]) -> Signature:
 
 def wrong_return(function: Callable[..., object]) -> str:
     """What every way out of it returns, if that is nothing (as the way past its last line does) or a tuple; else ""."""
-    code = getattr(function, "__code__", None)
-    steps = list(dis.get_instructions(code)) if code else []
+    has_code = inspect.isfunction(function) or inspect.ismethod(function)
+    steps = list(dis.get_instructions(function)) if has_code else []
     returns = [i for i, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
     values = [steps[i] if steps[i].opname == "RETURN_CONST" else steps[i - 1] for i in returns]
     constants = [step.argval if step.opname.endswith("_CONST") else ... for step in values]
@@ -83,3 +89,70 @@ def seen(read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int]
     """What is known of a turn whose tokens are."""
     texts = {"queries": [read + wrote], "prompts": [read], "labels": [label]}
     return {**texts, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+
+
+# ---------------------------------------------------------------- results
+
+REWARD_KEYS = ("reward", "score")
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of one function, not yet weighted.
+
+    Args:
+        no_reward: the function timed out or failed; its reward counts as 0.
+        applies: the function applies to this row; if not, its reward counts as 0 and is not a metric.
+    """
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    no_reward: bool = False
+    applies: bool = True
+
+
+def call(name: str, function: Callable[..., object], arguments: Mapping[str, Any]) -> Score:
+    """Call a function, and read its result by the rules of its signature."""
+    signature = signature_of(function)
+    arguments, logged = signature.with_logs(arguments)
+    return read_result(name, signature, function(**arguments), logged)
+
+
+def read_result(name: str, signature: Signature, returned: object, logged: Mapping[str, Any]) -> Score:
+    """The score of a function, by the rules of its signature; ``logged``: what it has logged meanwhile."""
+    result = signature.answer(returned)
+    if signature.may_abstain and result is None:
+        return Score(0.0, applies=False)
+    score = as_score(name, result)
+    numbers = {key: _number(f"{key!r}, logged by reward function {name},", value) for key, value in logged.items()}
+    return replace(score, metrics=score.metrics | numbers)
+
+
+def as_score(function: str, returned: object) -> Score:
+    """A number, or a mapping with ``reward`` (or ``score``) and further numbers, which become metrics.
+
+    Raises:
+        UserError: naming the function and what it returned.
+    """
+    if not isinstance(returned, Mapping):
+        return Score(_number(f"reward function {function}", returned, " or a mapping with the key 'reward'"))
+    key = next((key for key in REWARD_KEYS if key in returned), None)
+    if key is None:
+        close = nearest("reward", map(str, returned), count=1)
+        hint = f" (did you mean 'reward' by {close[0]!r}?)" if close else ""
+        raise UserError(
+            f"reward function {function} returned a mapping without 'reward' or 'score'{hint}; it has: "
+            f"{', '.join(map(str, returned)) or 'nothing'}"
+        )
+    numbers = {str(name): _number(f"{name!r} of reward function {function}", v) for name, v in returned.items()}
+    reward = numbers.pop(key)
+    return Score(reward, numbers)
+
+
+def _number(what: str, value: object, alternative: str = "") -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
+        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else UserError
+        text = repr(value)
+        raise kind(f"{what} is {text if len(text) <= 80 else f'{text[:77]}...'}: {hint}")
+    return float(value)

@@ -71,8 +71,8 @@ class ChatTokenizer:
             UserError: if the template shows the conversation differently once the message is there.
         """
         if not self._applies_template:
-            return ints([*self.tokenizer.encode(message["content"], add_special_tokens=False),
-                         self.tokenizer.eos_token_id])  # fmt: skip
+            text = self.tokenizer.encode(message["content"], add_special_tokens=False)
+            return ints([*text, self.tokenizer.eos_token_id])
         read, whole = self.prompt(conversation, tools), ints(self._frame([*conversation, message], tools))
         if whole[: len(read)].tolist() == read.tolist():
             return whole[len(read) :]
@@ -163,7 +163,7 @@ def template_tokens(
     Raises:
         UserError: if the model reads text alone, or the template shows more or fewer placeholders than images.
     """
-    processor, path = None, getattr(tokenizer, "name_or_path", "")
+    processor, path = None, tokenizer.name_or_path
     if (images := images_of(messages)) or reads_images(path):
         from skyasync.models.vision import processor_of
 

@@ -16,29 +16,45 @@ from skyasync.errors import UserError, unknown
 
 GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
 
+Messages = Sequence[Mapping[str, Any]]
+
 
 class Tokenizer(Protocol):
     """What the library asks of a tokenizer: a Hugging Face one does, and so does one of your own with these."""
 
+    added_tokens_decoder: Mapping[int, Any]
+    all_special_ids: Sequence[int]
     chat_template: str | None
     clean_up_tokenization_spaces: bool
     eos_token: str | None
     eos_token_id: int
+    name_or_path: str
+    pad_token_id: int | None
 
     def __len__(self) -> int: ...
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **more: bool) -> str: ...
+    def get_vocab(self) -> Mapping[str, int]: ...
     @overload
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-        tokenize: Literal[True] = True, add_generation_prompt: bool = False, return_dict: Literal[False],
-    ) -> list[int]: ...  # fmt: skip
+        self,
+        conversation: Messages,
+        *,
+        tools: Messages | None = None,
+        tokenize: Literal[True] = True,
+        add_generation_prompt: bool = False,
+        return_dict: Literal[False],
+    ) -> list[int]: ...
     @overload
     def apply_chat_template(
-        self, conversation: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
-        tokenize: Literal[False], add_generation_prompt: bool = False,
-    ) -> str: ...  # fmt: skip
+        self,
+        conversation: Messages,
+        *,
+        tools: Messages | None = None,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+    ) -> str: ...
 
 
 def with_template(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]) -> Tokenizer:

@@ -74,10 +74,15 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
     import pyarrow.parquet as pq
 
     types = {
-        "reward": pa.float64(), "tokens": pa.list_(pa.int32()), "logprobs": pa.list_(pa.float32()),
-        "versions": pa.list_(pa.int32()), "trainer_logprobs": pa.list_(pa.float32()), "lengths": pa.list_(pa.int32()),
-        "segment_rewards": pa.list_(pa.float64()), "kinds": pa.list_(pa.string()),
-    }  # fmt: skip
+        "reward": pa.float64(),
+        "tokens": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+        "trainer_logprobs": pa.list_(pa.float32()),
+        "lengths": pa.list_(pa.int32()),
+        "segment_rewards": pa.list_(pa.float64()),
+        "kinds": pa.list_(pa.string()),
+    }
     scalars = ("epoch", "row", "repetition", "sequence", "env_class", "messages", "extras", "stop_reason", "metrics")
     rows = []
     for group in recorded.groups:

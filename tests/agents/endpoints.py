@@ -10,8 +10,8 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from skyasync.agents.calls import Session
 from skyasync.agents.server import Endpoint
-from skyasync.agents.session import Session
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId

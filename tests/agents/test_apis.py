@@ -18,8 +18,8 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 
 from examples.agents.tasks import CALCULATOR
+from skyasync.agents.calls import Session
 from skyasync.agents.recorder import sequences
-from skyasync.agents.session import Session
 from tests.agents.endpoints import HELLO, MAX_MODEL_LEN, chat, entered, real_endpoint, scripted, url
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

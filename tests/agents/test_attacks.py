@@ -22,11 +22,9 @@ from aiohttp.compression_utils import ZLibDecompressor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyasync.agents import calls, recorder, server
-from skyasync.agents.api import types
-from skyasync.agents.calls import ModelCall
+from skyasync.agents import api, calls, recorder, server
+from skyasync.agents.calls import INLINE, MOST_STORED, STORED_CHARACTERS, ModelCall, Session
 from skyasync.agents.recorder import AgentChat
-from skyasync.agents.session import INLINE, MOST_STORED, STORED_CHARACTERS, Session
 from tests.agents.endpoints import HELLO, Scripted, entered, real_endpoint, scripted, url
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -236,7 +234,7 @@ async def test_the_collector_of_garbage_does_not_walk_through_a_body(
         collecting.append(gc.isenabled())
         return loads(said)
 
-    monkeypatch.setattr(types.json, "loads", watched)
+    monkeypatch.setattr(api.json, "loads", watched)
     async with real.http.post(f"{url(real.endpoint)}/completions", data="[" + "[]," * 1000 + "[]]") as answer:
         assert answer.status == 400
     assert (collecting, gc.isenabled()) == ([False], True)
@@ -250,7 +248,7 @@ async def test_nor_through_the_arguments_of_a_call(real: SimpleNamespace, monkey
         collecting.append(gc.isenabled())
         return loads(said)
 
-    monkeypatch.setattr(types.json, "loads", watched)
+    monkeypatch.setattr(api.json, "loads", watched)
     call = {"function": {"name": "f", "arguments": "[[],[]]"}}
     messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, *HELLO]
     assert (await ask(real, "chat/completions", {**CHAT, "messages": messages}))[0] == 200

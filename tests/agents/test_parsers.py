@@ -17,11 +17,11 @@ from examples.agents.tasks import CALCULATOR
 from skyasync.agents.parsers import (
     REASONING_PARSERS,
     TOOL_PARSERS,
+    ReplyParser,
     check_parsers,
     reasoning_parser,
     tool_parser,
 )
-from skyasync.agents.parsers.reply import ReplyParser
 from skyasync.agents.recorder import AgentChat, RecordedCall, Recorder, conversation, thoughts
 from skyasync.arrays import ints
 from skyasync.errors import UserError

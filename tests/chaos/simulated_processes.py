@@ -225,6 +225,7 @@ class Letters:
     """A tokenizer with one token per letter."""
 
     eos_token_id, eos_token, chat_template = 0, "\0", None
+    name_or_path = ""
 
     def encode(self, text: str, **_: object) -> list[int]:
         return [ord(letter) for letter in text]

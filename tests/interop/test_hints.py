@@ -10,10 +10,8 @@ from skyasync.config import Config, ConfigError, load_config
 from skyasync.config.command_line import unknown_key
 from skyasync.config.keys import Key, Keys
 from skyasync.config.values import WrongTypeError, convert, free, parse
-from skyasync.interop.conversion import ConversionContext, NoCounterpartError, converted
-from skyasync.interop.hints import key_hint, value_hint
-from skyasync.interop.settings import TableRow, Target, expand
-from skyasync.interop.system import systems
+from skyasync.interop.conversion import ConversionContext, NoCounterpartError, converted, key_hint, value_hint
+from skyasync.interop.system import TableRow, Target, expand, systems
 
 KEYS = Keys.of(Config)
 HERE = Path(__file__).parent

@@ -21,6 +21,7 @@ from skyasync.rewards.instruction_following import (
     parameters,
     variants,
 )
+from skyasync.rewards.registry import capabilities_of
 
 AT_LEAST, LESS = "at least", "less than"
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
@@ -133,7 +134,7 @@ def test_a_label_may_say_it_all(written: Any) -> None:
 )  # fmt: skip
 def test_a_row_that_cannot_be_graded_is_reported_before_the_run(row: dict[str, Any], line: str) -> None:
     with pytest.raises(UserError, match=line):
-        instruction_following.check({"label": None, **row})  # type: ignore[attr-defined]
+        capabilities_of(instruction_following).check({"label": None, **row})
 
 
 def test_one_instruction_may_stand_alone() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.rewards.score import Score, as_score
+from skyasync.rewards.signature import Score, as_score
 
 
 @pytest.mark.parametrize(

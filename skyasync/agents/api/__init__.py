@@ -1,5 +1,352 @@
-"""The APIs of the endpoint, one file each.
+"""The APIs of the endpoint, one file each, and what they have in common: requests, replies, streams, fields.
 
-An API reads its requests into the one ``ModelRequest`` of ``types``, and writes the ``ModelReply``s to it in its own
-schema. Nothing here touches an engine, a tokenizer or the network.
+An API reads its requests into the one ``ModelRequest``, and writes the ``ModelReply``s to it in its own schema. Nothing
+here touches an engine, a tokenizer or the network.
+
+Invariant: every field of a request is either carried out or rejected with an error that names it; only fields that
+cannot change an answer are ignored.
 """
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from skyasync.config.keys import Key
+from skyasync.envs.images import NO_IMAGES, image_part, read_parts
+from skyasync.errors import UserError, nearest
+from skyasync.inference.interface import LARGEST_BIAS, LIMITS, SamplingParams
+from skyasync.rollout.chat import Tools
+
+if TYPE_CHECKING:
+    from skyasync.agents.calls import Session
+
+T = TypeVar("T")
+
+#: The numbers by which a request may sample, by the names of ``SamplingParams``.
+NUMBERS = tuple(name for name in LIMITS if not name.endswith("_token_ids"))
+LENGTHS = (("max_completion_tokens", "max_tokens"), ("max_output_tokens", "max_tokens"))
+MOST_STOPS, LONGEST_STOP = 64, 256
+MOST_BIASES = 4096
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+_BIAS = Key("", float, low=-LARGEST_BIAS, high=LARGEST_BIAS)
+
+Message = dict[str, Any]
+"""As chat templates read it: content is text, or parts with images; the arguments of tool calls are values."""
+Body = dict[str, Any]  # JSON
+
+
+class RequestError(Exception):
+    """A request that is answered with an error, in the schema of its API."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.code, self.status = param, code, status
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A conversation to be continued, or a ``prompt`` of text or token ids instead.
+
+    Args:
+        tools: None if the model is not to be shown any.
+        stored: the conversation that a later request continues if it names the answer to this one, without that answer;
+            None if no request may.
+    """
+
+    model: str
+    sampling: SamplingParams
+    choices: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    messages: list[Message] = field(default_factory=list)
+    tools: Tools = None
+    parallel_tool_calls: bool = True
+    prompt: str | list[int] | None = None
+    stored: list[Message] | None = None
+
+
+@dataclass(frozen=True)
+class ModelReply:
+    """One sampled reply, or what is certain of it while it is generated.
+
+    Args:
+        finish_reason: "stop", "length", "tool_calls" or "abort"; "" while it is generated.
+        stopped_by: the stop string that ended the text.
+        logprobs: text and log-probability of each token; None if they were not requested.
+        reasoning_tokens: how many of its tokens are reasoning.
+    """
+
+    index: int
+    text: str
+    finish_reason: str
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: str = ""
+    stopped_by: str | None = None
+    logprobs: list[tuple[str, float]] | None = None
+    token_ids: list[int] | None = None
+    reasoning_tokens: int = 0
+
+    @property
+    def message(self) -> Message:
+        """For chat templates, and as a later request is read."""
+        message: Message = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = self.tool_calls
+        return message
+
+
+@dataclass(frozen=True)
+class AnswerHead:
+    """What an answer has besides its replies. ``created`` is in seconds since 1970."""
+
+    id: str
+    model: str
+    created: int
+    prompt_tokens: int
+    completion_tokens: int = 0
+    prompt_token_ids: list[int] | None = None
+
+
+class Api:
+    """One request of an API, and its answer in the schema of that API: whole, or as server-sent events.
+
+    A stream is ``begin``, then ``update`` for every reply whenever it has grown and once with its ``finish_reason``,
+    then ``end``; or ``fail``, at any point after ``begin``. Nothing that was sent is taken back.
+
+    Attributes:
+        prefix: begins the ids of answers.
+        counts_tokens: the answer is the length of the prompt; the model is not called.
+    """
+
+    prefix: ClassVar[str]
+    counts_tokens: ClassVar[bool] = False
+
+    def __init__(self, body: Body, session: Session) -> None:
+        self.request = self.read(body, session)
+        self.head = AnswerHead("", "", 0, 0)  # until the stream begins
+        self.sent: dict[int, tuple[int, int, int]] = {}  # of each reply: characters of reasoning and text, tokens
+
+    def read(self, body: Body, session: Session) -> ModelRequest:
+        """Raises ``RequestError``, naming the field that is wrong or not supported."""
+        raise NotImplementedError
+
+    def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
+        raise NotImplementedError
+
+    def begin(self, head: AnswerHead) -> str:
+        self.head = head
+        return ""
+
+    def update(self, reply: ModelReply) -> str:
+        raise NotImplementedError
+
+    def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
+        raise NotImplementedError
+
+    def fail(self, error: RequestError) -> str:
+        return event(self.error(error))
+
+    @staticmethod
+    def error(error: RequestError) -> Body:
+        """The body of an error, as OpenAI sends it."""
+        types = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
+        kind = types.get(error.status, "invalid_request_error")
+        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+    def unsent(self, reply: ModelReply) -> ModelReply:
+        """The reply without what has been sent of it; the rest counts as sent from now on."""
+        reasoning, text, tokens = self.sent.get(reply.index, (0, 0, 0))
+        self.sent[reply.index] = (
+            max(reasoning, len(reply.reasoning)),
+            max(text, len(reply.text)),
+            max(tokens, len(reply.logprobs or reply.token_ids or ())),
+        )
+        return replace(
+            reply,
+            reasoning=reply.reasoning[reasoning:],
+            text=reply.text[text:],
+            logprobs=None if reply.logprobs is None else reply.logprobs[tokens:],
+            token_ids=None if reply.token_ids is None else reply.token_ids[tokens:],
+        )
+
+
+def event(data: Body | str, name: str = "") -> str:
+    """A server-sent event; text is sent as it is."""
+    text = data if isinstance(data, str) else json.dumps(data)
+    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+
+
+def from_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)
+    """Raises ``ValueError`` or ``RecursionError`` for what is no JSON, or nested too deeply."""
+    collecting = gc.isenabled()
+    gc.disable()  # it would walk through a body of many lists again and again
+    try:
+        return json.loads(text)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+# ---------------------------------------------------------------- fields
+
+
+def check_fields(
+    body: Body, known: Collection[str], ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
+) -> None:
+    """Raises ``RequestError`` for a field that is not ``known``, unless its value is one that requests nothing."""
+    for name, value in body.items():
+        if name in known or name in ignored:
+            continue
+        if name not in neutral:
+            close = nearest(name[:100], {*known, *neutral}, count=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise RequestError(f"unknown field {name:.100}{hint}", name[:100], "unknown_parameter")
+        if value not in neutral[name]:
+            raise RequestError(f"{name}={value!r:.200} is not supported here: remove it", name, "unsupported_parameter")
+
+
+def given(body: Mapping[str, Any], name: str, kind: type[T], form: str, default: T | None = None) -> T:
+    """The value of a field, which must be of this type; ``default`` if it is null or missing."""
+    value = body.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, kind):
+        raise RequestError(f"{name} must be {form}", name)
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    return given(body, name, bool, "true or false", default)
+
+
+def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
+    """The number of a field within its bounds; None if it is null or missing."""
+    value = body.get(name)
+    if value is None:
+        return None
+    right_kind = type(value) is int or (type(value) is float and limits.type is float)
+    if not right_kind or not limits.allows(value):
+        kind = "number" if limits.type is float else "whole number"
+        raise RequestError(f"{name} must be a {kind} {limits.bounds()}; it is {value!r:.100}", name)
+    return value
+
+
+def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
+    """How to sample; ``defaults`` hold for what the request leaves out. Fields are by the names of all APIs."""
+    chosen: dict[str, Any] = {}
+    for given_name, name in (*zip(NUMBERS, NUMBERS, strict=True), *LENGTHS):
+        value = number(body, given_name, LIMITS[name])
+        if value is not None:
+            chosen[name] = value
+    if bias := given(body, "logit_bias", dict, "an object", {}):
+        if len(bias) > MOST_BIASES:
+            raise RequestError(f"logit_bias has {len(bias)} tokens; it may have {MOST_BIASES}", "logit_bias")
+        if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
+            raise RequestError("logit_bias must have token ids as its names", "logit_bias")
+        chosen["logit_bias"] = {int(token): number(bias, token, _BIAS) or 0.0 for token in bias}
+    for name in ("stop", "stop_sequences"):
+        value = body.get(name)
+        if value is None:
+            continue
+        stop = [value] if isinstance(value, str) else value
+        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
+        if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
+            most = f"{MOST_STOPS} texts of {LONGEST_STOP} characters"
+            raise RequestError(f"{name} may have {most}; it has {len(stop)}, or a longer one", name)
+        chosen["stop"] = tuple(stop)
+    try:
+        return replace(defaults, **chosen)
+    except ValueError as error:  # of half a surrogate pair
+        raise RequestError(str(error)) from error
+
+
+def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
+    """The text of a message; a list of parts if images are among them, which have been read.
+
+    Raises:
+        RequestError: for a part that is neither text nor an image as a data: URL.
+    """
+    if not isinstance(content, list) or not any(image_part(part) for part in content):
+        return text_of(content, where)
+    try:
+        parts = read_parts(content, files=False)
+    except UserError as error:
+        raise RequestError(f"{where}: {error}", where, "unsupported_content") from error
+    return [part if image_part(part) else {"type": "text", "text": text_of([part], where)} for part in parts]
+
+
+def text_of(content: object, where: str) -> str:
+    """The text of a message, or of its parts together.
+
+    Raises:
+        RequestError: for a part that is not text.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    for part in parts:
+        check_no_image(part, where)
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise RequestError(f"{where} must be text, or a list of parts of type text", where)
+    return "".join(part["text"] for part in parts)
+
+
+def check_no_image(part: object, where: str) -> None:
+    """Raises ``RequestError`` for a part that is an image."""
+    if kind := image_part(part):
+        raise RequestError(f"{where} has a part of type {kind}: {NO_IMAGES}", where, "unsupported_content")
+
+
+def tool_call(name: object, arguments: object, identity: object, where: str) -> dict[str, Any]:
+    """A call that a message brings back, as templates read it."""
+    if not isinstance(name, str):
+        raise RequestError(f"{where} must have a name and arguments", where)
+    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it is
+        arguments = from_json(arguments) if isinstance(arguments, str) else arguments
+    return {"id": str(identity or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
+    """The tools of a request in the form of chat completions, which templates read; None if the model is shown none.
+
+    Args:
+        shown: the result of ``shows_tools``.
+        kind: the type that a tool must have.
+        schema: the field of a tool with the schema of its parameters.
+    """
+    requested = given(body, "tools", list, "a list of tools", [])
+    tools: list[dict[str, Any]] = []
+    for index, tool in enumerate(requested if shown else ()):
+        where = f"tools[{index}]"
+        tool_type = tool.get("type", "custom" if kind == "custom" else None) if isinstance(tool, dict) else tool
+        if not isinstance(tool, dict) or tool_type != kind:
+            raise RequestError(f"{where} has the type {tool_type}: only tools of type {kind} are known here", where)
+        name, description, parameters = tool.get("name"), tool.get("description"), tool.get(schema)
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"{where} must have a name", where)
+        function: dict[str, Any] = {"name": name}
+        if isinstance(description, str):
+            function["description"] = description
+        function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+        tools.append({"type": "function", "function": function})
+    return tools or None
+
+
+def shows_tools(choice: object, name: str = "tool_choice") -> bool:
+    """Whether the model is shown the tools. Raises ``RequestError`` if it is to be forced to call one."""
+    if choice not in (None, "auto", "none"):
+        raise RequestError(f"{name} must be auto or none: a call of a tool cannot be enforced here", "tool_choice")
+    return choice != "none"

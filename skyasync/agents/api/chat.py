@@ -9,11 +9,19 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply, ModelRequest, RequestError, event
-from skyasync.agents.api.validation import (
+from skyasync.agents.api import (
+    NUMBERS,
     ROLES,
+    AnswerHead,
+    Api,
+    Body,
+    Message,
+    ModelReply,
+    ModelRequest,
+    RequestError,
     check_fields,
     content_of,
+    event,
     flag,
     given,
     number,
@@ -24,7 +32,7 @@ from skyasync.agents.api.validation import (
 from skyasync.config.keys import Key
 
 if TYPE_CHECKING:
-    from skyasync.agents.session import Session
+    from skyasync.agents.calls import Session
 
 _CHOICES = Key("", int, low=1, high=128)
 
@@ -48,14 +56,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-COMMON = frozenset(
-    ["model", "n", "stream", "stream_options", "return_token_ids", "temperature", "top_p", "top_k", "min_p",
-     "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias", "repetition_penalty", "seed",
-     "stop", "max_tokens"]
-)  # fmt: skip
-CHAT_FIELDS = COMMON | {
-    "messages", "tools", "tool_choice", "parallel_tool_calls", "logprobs", "max_completion_tokens",
-}  # fmt: skip
+COMMON = {*NUMBERS, "model", "n", "stream", "stream_options", "return_token_ids", "logit_bias", "stop"}
+_TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
+CHAT_FIELDS = COMMON | _TOOL_FIELDS | {"messages", "logprobs", "max_completion_tokens"}
 COMPLETION_FIELDS = COMMON | {"prompt", "logprobs"}
 
 

@@ -10,11 +10,18 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply, ModelRequest, RequestError, event
-from skyasync.agents.api.validation import (
+from skyasync.agents.api import (
+    AnswerHead,
+    Api,
+    Body,
+    Message,
+    ModelReply,
+    ModelRequest,
+    RequestError,
     check_fields,
     check_no_image,
     content_of,
+    event,
     flag,
     function_tools,
     given,
@@ -27,7 +34,7 @@ from skyasync.agents.api.validation import (
 from skyasync.inference.interface import LIMITS
 
 if TYPE_CHECKING:
-    from skyasync.agents.session import Session
+    from skyasync.agents.calls import Session
 
 #: Fields for Anthropic's own service, which caches and routes; they change no answer.
 IGNORED = frozenset(["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"])
@@ -41,12 +48,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "output_format": (None,),
     "thinking": (None,),
 }
-_FIELDS = frozenset(
-    ["max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools",
-     "top_k", "top_p"]
-)  # fmt: skip
-_ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-           429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}  # fmt: skip
+_SAMPLING = {"max_tokens", "stop_sequences", "temperature", "top_k", "top_p"}
+_FIELDS = _SAMPLING | {"messages", "model", "stream", "system", "tool_choice", "tools"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
 

@@ -12,12 +12,19 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyasync.agents.api.types import AnswerHead, Api, Body, Message, ModelReply, ModelRequest, RequestError, event
-from skyasync.agents.api.validation import (
+from skyasync.agents.api import (
     ROLES,
+    AnswerHead,
+    Api,
+    Body,
+    Message,
+    ModelReply,
+    ModelRequest,
+    RequestError,
     check_fields,
     check_no_image,
     content_of,
+    event,
     flag,
     function_tools,
     given,
@@ -28,12 +35,10 @@ from skyasync.agents.api.validation import (
 )
 
 if TYPE_CHECKING:
-    from skyasync.agents.session import Session
+    from skyasync.agents.calls import Session
 
-IGNORED = frozenset(
-    ["metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-     "service_tier", "stream_options", "user"]
-)  # fmt: skip
+_CACHE = {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+IGNORED = _CACHE | {"metadata", "safety_identifier", "service_tier", "stream_options", "user"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
@@ -47,10 +52,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "truncation": (None, "disabled"),
 }
-_FIELDS = frozenset(
-    ["input", "instructions", "max_output_tokens", "model", "parallel_tool_calls", "previous_response_id", "store",
-     "stream", "temperature", "tool_choice", "tools", "top_p"]
-)  # fmt: skip
+_SAMPLING = {"max_output_tokens", "temperature", "top_p"}
+_TOOLS = {"parallel_tool_calls", "tool_choice", "tools"}
+_FIELDS = _SAMPLING | _TOOLS | {"input", "instructions", "model", "previous_response_id", "store", "stream"}
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 

@@ -1,7 +1,8 @@
-"""Parsers: what models of different families write as calls of tools, and as thinking.
+"""From the tokens of a reply to its reasoning, its text and its calls of tools, in the form of the model's family.
 
 Invariant: a parser is a function of text alone, and never raises: what is not well-formed is text, for the program to
-see. What is ``sure`` of an incomplete text is the beginning of what is read from the complete one.
+see. Of an incomplete reply only what will not change is read: each part is the beginning of the same part of any longer
+reply. Left out are incomplete characters, and what may become a stop string, a delimiter or blanks before one.
 
 A parser of your own is ``module:attribute``: for calls a function ``text -> (text, [{"name": ..., "arguments":
 {...}}])``, for thinking a function ``text -> (reasoning, text)``, or a class with the methods below. ``vllm:NAME`` is
@@ -10,13 +11,14 @@ vLLM's parser of this name, if vLLM is installed. Functions and vLLM's parsers r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
+from skyasync.arrays import Ints
 from skyasync.errors import MissingVLLMError, UserError, unknown
 from skyasync.registry import Registry
 from skyasync.rollout.chat import Tools
@@ -58,18 +60,14 @@ class ReasoningParser:
         raise NotImplementedError
 
 
-TOOL_PARSERS = Registry(
-    "tool parser",
-    {"skyasync.agents.parsers.tools": "hermes qwen llama3_json mistral deepseek_v3 deepseek_v31 pythonic"},
-)
-REASONING_PARSERS = Registry(
-    "reasoning parser", {"skyasync.agents.parsers.reasoning": "think qwen3 deepseek_r1 mistral seed_oss"}
-)
+_FORMATS = "skyasync.agents.parsers.formats"
+TOOL_PARSERS = Registry("tool parser", {_FORMATS: "hermes qwen llama3_json mistral deepseek_v3 deepseek_v31 pythonic"})
+REASONING_PARSERS = Registry("reasoning parser", {_FORMATS: "think qwen3 deepseek_r1 mistral seed_oss"})
 
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
     """Raises ``UserError`` if there is none of this name."""
-    from skyasync.agents.parsers.tools import FunctionTools, read_with_vllm
+    from skyasync.agents.parsers.formats import FunctionTools, read_with_vllm
 
     parser = find_parser(TOOL_PARSERS, name)
     if name.startswith(VLLM):
@@ -79,7 +77,7 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
 
 def reasoning_parser(name: str, tokenizer: Tokenizer) -> ReasoningParser | None:
     """None for "". Raises ``UserError`` if there is none of this name, or it cannot be made for this tokenizer."""
-    from skyasync.agents.parsers.reasoning import FunctionReasoning, split_with_vllm
+    from skyasync.agents.parsers.formats import FunctionReasoning, split_with_vllm
 
     if not name:
         return None
@@ -120,3 +118,106 @@ def find_parser(registry: Registry, name: str) -> Callable[..., Any]:
     if short not in manager.list_registered():
         raise UserError(unknown("parser of vLLM", short, manager.list_registered()))
     return find(short)
+
+
+# ---------------------------------------------------------------- replies
+
+
+def before(text: str, delimiter: str) -> str:
+    """What stands before the delimiter, or before what may become it; without the blanks before it."""
+    front, present, _ = text.partition(delimiter)
+    return (front if present else before_partial(text, [delimiter])).rstrip()
+
+
+def before_partial(text: str, strings: Sequence[str]) -> str:
+    """The text without an end that is the beginning of one of the strings."""
+    overlaps = [n for string in strings for n in range(1, len(string) + 1) if text.endswith(string[:n])]
+    return text[: len(text) - max(overlaps, default=0)]
+
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_PROMPT_END = 32  # tokens of a prompt that are looked at for an open delimiter
+
+
+class ParsedReply(NamedTuple):
+    """``reasoning_tokens``: how many of its tokens are reasoning."""
+
+    reasoning: str
+    text: str
+    functions: list[dict[str, Any]]
+    stopped_by: str | None = None
+    reasoning_tokens: int = 0
+
+
+class ReplyParser:
+    """Args: reasoning: None leaves thinking in the text."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: ToolParser, reasoning: ReasoningParser | None = None) -> None:
+        self.tokenizer, self.tools, self.reasoning = tokenizer, tools, reasoning
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {*tokenizer.all_special_ids, *(token for token, about in added if about.special)}
+        last = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+        #: The special tokens that the parsers read, without and with tools.
+        self._delimiters: dict[bool, set[int]] = {False: set(), True: set()}
+        for parser, cases in ((reasoning, (False, True)), (tools, (True,))):
+            if parser is None:
+                continue
+            tokens = self._special - last
+            if parser.delimiters is not None:
+                tokens = {t for t in self._special if tokenizer.decode([t]).strip() in parser.delimiters}
+            for with_tools in cases:
+                self._delimiters[with_tools] |= tokens
+
+    def opens(self, prompt: Ints) -> bool:
+        """Whether the template has begun the model's thinking."""
+        if self.reasoning is None:
+            return False
+        end = prompt[-_PROMPT_END:].tolist()
+        return self.reasoning.opens(self.tokenizer.decode(end, clean_up_tokenization_spaces=False))
+
+    def read(
+        self, tokens: Ints, stop: Sequence[str], tools: Tools, *, framed: bool, opened: bool, done: bool, several: bool
+    ) -> ParsedReply:
+        """A reply, or what is sure of it.
+
+        Args:
+            stop: the text ends before the first of these.
+            framed: it is a message, not the continuation of a text.
+            opened: the result of ``opens`` for its prompt.
+            done: the reply is complete.
+            several: all of its calls count, not only the first.
+        """
+        whole = tokens.tolist()
+        text = self._decoded(whole, framed, tools)
+        stopped_by = min((s for s in stop if s in text), key=text.index, default=None)
+        if stopped_by is not None:
+            text = text[: text.index(stopped_by)]
+        elif not done:
+            text = before_partial(text.rstrip(_INCOMPLETE), stop)
+        if not framed:
+            return ParsedReply("", text, [], stopped_by)
+        reasoning, functions = "", list[dict[str, Any]]()
+        if self.reasoning is not None:
+            reasoning, text = self.reasoning.split(text, opened=opened, done=done)
+        if tools and done:
+            text, functions = self.tools.read(text, tools)
+        elif tools:
+            text = self.tools.sure(text)
+        reasoning_tokens = 0
+        if self.reasoning is not None and done and reasoning:  # with its delimiters
+            low, high = 0, len(whole)
+            while low < high and (text or functions):  # a binary search: text only grows with tokens
+                middle = (low + high) // 2
+                part = self._decoded(whole[:middle], True, None)
+                ended = bool(self.reasoning.split(part, opened=True, done=True)[1])
+                low, high = (low, middle) if ended else (middle + 1, high)
+            reasoning_tokens = max(low - 1, 0) if text or functions else len(whole)
+        return ParsedReply(reasoning, text, functions if several else functions[:1], stopped_by, reasoning_tokens)
+
+    def _decoded(self, tokens: list[int], framed: bool, tools: Tools) -> str:
+        """The text, with those special tokens that are delimiters."""
+        delimiters = self._delimiters[bool(tools)] if framed else set[int]()
+        if not delimiters:
+            return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        shown = [token for token in tokens if token in delimiters or token not in self._special]
+        return self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -22,6 +22,7 @@ from skyasync.envs.base import InvalidEnvOutputError
 from skyasync.envs.registry import ENVS, Foreign
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
+from skyasync.rewards.signature import single_value
 
 #: What stands before the colon in gem's ids, such as "game:GuessTheNumber-v0-easy" and "rg:chain_sum".
 GEM_FAMILIES = ("game", "rg", "logic", "math", "code", "qa", "eval")
@@ -63,14 +64,14 @@ class GemEnv(GameEnv):
         self._info = info or {}
         self._modes |= self._info.get("metrics_agg_mode") or {}
         for name, value in (self._info.get("metrics") or {}).items():
-            if isinstance(value, bool | int | float) or hasattr(value, "item"):
-                self._metrics.setdefault(str(name), []).append(float(value))
+            if isinstance(number := single_value(value), float):
+                self._metrics.setdefault(str(name), []).append(number)
         return float(reward), any(map(bool, ended))
 
     def observe(self) -> str:
-        observation, render = self._observation, getattr(self._env, "render", None)
-        if not isinstance(observation, str) and render is not None and getattr(self._env, "render_mode", "") == "ansi":
-            observation = render()
+        observation = self._observation
+        if not isinstance(observation, str) and getattr(self._env, "render_mode", "") == "ansi":
+            observation = self._env.render()
         return f"{observation}{self._info.get('suffix', '')}"
 
     def get_metrics(self) -> dict[str, float]:
@@ -94,13 +95,15 @@ class GemEnv(GameEnv):
 
     def _action(self, text: str) -> str | int:
         """The text; for discrete actions the last number in it that is one, or else the first action."""
-        space = getattr(self._env, "action_space", None)
-        count = getattr(space, "n", None)
-        if count is None:
-            return text
-        first = int(getattr(space, "start", 0))
+        match self._env:
+            case object(action_space=object(n=count, start=first)):  # gymnasium's Discrete
+                actions = range(int(first), int(first) + int(count))
+            case object(action_space=object(n=count)):
+                actions = range(int(count))
+            case _:
+                return text
         numbers = [int(digits) for digits in re.findall(r"\d+", text)]
-        return next((n for n in reversed(numbers) if first <= n < first + int(count)), first)
+        return next((number for number in reversed(numbers) if number in actions), actions.start)
 
 
 def played_by_gem(env_class: type, kwargs: Mapping[str, object]) -> type[GemEnv]:

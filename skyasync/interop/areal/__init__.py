@@ -21,7 +21,7 @@ SYSTEM = System(
     "areal",
     "AReaL",
     order=4,
-    adapters={"reward_signature": "rewards:ArealSignature", "agent_class": "agent_class:program_of"},
+    adapters={"reward_signature": "adapters:ArealSignature", "agent_class": "adapters:program_of"},
 )
 
 

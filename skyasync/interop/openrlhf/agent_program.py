@@ -24,7 +24,7 @@ from skyasync.envs.base import Conversation
 from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object
 from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
 from skyasync.interop.openrlhf.user_modules import refuse_images
-from skyasync.rewards.score import as_score
+from skyasync.rewards.signature import as_score
 from skyasync.rollout.chat import PlainText
 from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, with_template
 
@@ -56,9 +56,14 @@ async def play(
         executor = _executor(path, named, max_length)
         prompt = PlainText(tokenizer, bool(config["chat_template"])).opening(cast(Conversation, data["prompt"]))
         known = {
-            "prompt": prompt, "label": data.get("label"), "sampling_params": sampling_object(episode.sampling),
-            "max_length": max_length, "hf_tokenizer": tokenizer, "llm_engine": ENGINE, "images": None,
-        }  # fmt: skip
+            "prompt": prompt,
+            "label": data.get("label"),
+            "sampling_params": sampling_object(episode.sampling),
+            "max_length": max_length,
+            "hf_tokenizer": tokenizer,
+            "llm_engine": ENGINE,
+            "images": None,
+        }
         taken = inspect.signature(executor.execute).parameters
         result = await executor.execute(**{name: value for name, value in known.items() if name in taken})
         return episode.score(result if result is not None else episode.queued)

@@ -32,9 +32,8 @@ def finish(draft: Draft) -> None:
     enabled = enabled or bool(draft.given.get("use_icepop"))
     draft.set_correction(enabled, draft.theirs(*bounds), *kind, *bounds)
     draft.set_kl(bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef"))
-    total, response = (
-        draft.theirs("data.max_len", "max_len"), draft.theirs("rollout.max_new_tokens", "max_new_tokens")
-    )  # fmt: skip
+    total = draft.theirs("data.max_len", "max_len")
+    response = draft.theirs("rollout.max_new_tokens", "max_new_tokens")
     if isinstance(total, int):  # their limit counts prompt and response together
         names, prompt = draft.named("data.max_len", "max_len"), "trainer.max_prompt_length"
         if isinstance(response, int) and "prompt_max_len" not in draft.given:

@@ -116,9 +116,14 @@ class AgentExecutorBase:
     """Plays an episode from a prompt. A subclass overrides ``execute``, or names the agent to play."""
 
     def __init__(
-        self, agent_instance_cls: Foreign = None, max_steps: int = 0, max_length: int = 0,
-        llm_engine: Foreign = None, hf_tokenizer: Foreign = None, result_queue: Foreign = None,
-    ) -> None:  # fmt: skip
+        self,
+        agent_instance_cls: Foreign = None,
+        max_steps: int = 0,
+        max_length: int = 0,
+        llm_engine: Foreign = None,
+        hf_tokenizer: Foreign = None,
+        result_queue: Foreign = None,
+    ) -> None:
         self.agent_instance_cls, self.max_steps, self.max_length = agent_instance_cls, max_steps, max_length
         self.llm_engine, self.hf_tokenizer, self.result_queue = llm_engine, hf_tokenizer, result_queue
 
@@ -126,9 +131,15 @@ class AgentExecutorBase:
         return await self.llm_engine.generate(prompt_ids, sampling_params)
 
     async def execute(
-        self, prompt: str, label: Foreign, sampling_params: Foreign, max_length: int = 0,
-        hf_tokenizer: Foreign = None, llm_engine: Foreign = None, images: Foreign = None,
-    ) -> dict[str, Foreign]:  # fmt: skip
+        self,
+        prompt: str,
+        label: Foreign,
+        sampling_params: Foreign,
+        max_length: int = 0,
+        hf_tokenizer: Foreign = None,
+        llm_engine: Foreign = None,
+        images: Foreign = None,
+    ) -> dict[str, Foreign]:
         if self.agent_instance_cls is None:
             raise NotImplementedError("AgentExecutor must define execute, or name its agent when it is made")
         refuse_images(images)
@@ -141,9 +152,8 @@ class AgentExecutorBase:
             turns += 1
             before = episode.text
             action = await episode.generate(sampling_params)
-            result = await awaited(agent.step({
-                "observation_text": before, "action_text": action, "label": label, "sampling_params": sampling_params,
-            }))  # fmt: skip
+            states = {"observation_text": before, "action_text": action, "label": label}
+            result = await awaited(agent.step({**states, "sampling_params": sampling_params}))
             refuse_images(result.get("environment_images"))
             reward += cast(float, single_value(result["rewards"]))
             if not result["done"] or result.get("environment_feedback"):
@@ -170,9 +180,15 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         self.reward_endpoints = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
 
     async def execute(
-        self, prompt: str, label: Foreign, sampling_params: Foreign, max_length: int = 0,
-        hf_tokenizer: Foreign = None, llm_engine: Foreign = None, images: Foreign = None,
-    ) -> dict[str, Foreign]:  # fmt: skip
+        self,
+        prompt: str,
+        label: Foreign,
+        sampling_params: Foreign,
+        max_length: int = 0,
+        hf_tokenizer: Foreign = None,
+        llm_engine: Foreign = None,
+        images: Foreign = None,
+    ) -> dict[str, Foreign]:
         refuse_images(images)
         episode = _TokenEpisode(prompt, hf_tokenizer, max_length, llm_engine)
         await episode.generate(sampling_params)
@@ -181,7 +197,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             return result
         from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
         from skyasync.rewards.registry import find
-        from skyasync.rewards.score import as_score
+        from skyasync.rewards.signature import as_score
 
         name = ",".join(self.reward_endpoints)
         function = find(f"{name}:reward_func" if name.endswith(".py") else name)
@@ -228,9 +244,15 @@ class _TokenEpisode:
 
     def result(self, prompt: str, label: Foreign) -> dict[str, Foreign]:
         return {
-            "prompt": prompt, "label": label, "images": None, "mm_train_inputs": None, "truncated": self._truncated,
-            "observation_tokens": self._tokens, "action_ranges": self._ranges, "rollout_log_probs": self._logprobs,
-        }  # fmt: skip
+            "prompt": prompt,
+            "label": label,
+            "images": None,
+            "mm_train_inputs": None,
+            "truncated": self._truncated,
+            "observation_tokens": self._tokens,
+            "action_ranges": self._ranges,
+            "rollout_log_probs": self._logprobs,
+        }
 
 
 def refuse_images(images: Foreign) -> None:

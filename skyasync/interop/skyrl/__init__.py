@@ -19,7 +19,6 @@ _NAMES = {
         "sync_registries"
     ),
     "batch": "TrainingInputBatch",
-    "callbacks": "CallbackInput TrainingCallback TrainingControl",
     "experiment": (
         "AlgorithmConfig BasePPOExp Config GeneratorConfig SkyRLTrainConfig TrainerConfig initialize_ray make_config "
         "validate_cfg"
@@ -29,7 +28,7 @@ _NAMES = {
         "InferenceEngineOutput TrajectoryID get_sampling_params_for_backend prepare_generator_input"
     ),
     "gym": "BaseTextEnv BaseTextEnvStepOutput ConversationType Env ToolGroup make register tool",
-    "hooks": "SkyRLNames",
+    "hooks": "CallbackInput SkyRLNames TrainingCallback TrainingControl",
     "shims": "ResumeMode Timer",
     "trainer": "RayPPOTrainer",
 }

@@ -57,7 +57,7 @@ class SkyRLRegistry:
     def get(cls, name: str | Enum) -> Function:
         """Their function, or ours if it was not registered here."""
         part: Function = cls._parts[_text(name)]
-        theirs: Function = getattr(part, "of_skyrl", part)
+        theirs: Function = part.__dict__.get("of_skyrl", part)
         return theirs
 
     @classmethod
@@ -93,9 +93,13 @@ def _loss(function: Function) -> Function:
         with torch.enable_grad():
             leaf = cut["current"].detach().requires_grad_()
             known = {
-                "log_probs": leaf, "old_log_probs": cut["proximal"], "advantages": cut["advantages"], **settings,
-                "loss_mask": cut["mask"].to(leaf.dtype), rollout: cut.get("behaviour"),
-            }  # fmt: skip
+                "log_probs": leaf,
+                "old_log_probs": cut["proximal"],
+                "advantages": cut["advantages"],
+                **settings,
+                "loss_mask": cut["mask"].to(leaf.dtype),
+                rollout: cut.get("behaviour"),
+            }
             answer: Any = function(**{name: value for name, value in known.items() if name in names})
             total, metrics = answer if isinstance(answer, tuple) else (answer, {})
             if not isinstance(total, Tensor) or total.numel() != 1:
@@ -121,9 +125,12 @@ def _estimator(function: Function) -> Function:
     def call(tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> tuple[Tensor, Tensor]:
         rewards, mask = tensors["rewards"], tensors["mask"]
         known = {
-            "token_level_rewards": rewards, "response_mask": mask.to(rewards.dtype),
-            "index": tensors["group_ids"].numpy(), "values": tensors.get("values"), **settings,
-        }  # fmt: skip
+            "token_level_rewards": rewards,
+            "response_mask": mask.to(rewards.dtype),
+            "index": tensors["group_ids"].numpy(),
+            "values": tensors.get("values"),
+            **settings,
+        }
         answer = function(**{name: value for name, value in known.items() if takes_all or name in parameters})
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise UserError(f"advantage estimator {function.__name__} must return (advantages, returns)")

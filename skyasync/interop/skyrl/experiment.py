@@ -61,8 +61,10 @@ def make_config(
     """A configuration whose groups are these classes, with keys of their own."""
     algorithm = ("algorithm", algorithm_cls, field(default_factory=algorithm_cls))
     trainer = make_dataclass(trainer_cls.__name__, [algorithm], bases=(trainer_cls,))
-    groups = [(name, group, field(default_factory=group)) for name, group in
-              (("trainer", trainer), ("generator", generator_cls))]  # fmt: skip
+    groups = [
+        (name, group, field(default_factory=group))
+        for name, group in (("trainer", trainer), ("generator", generator_cls))
+    ]
     return make_dataclass("Config", groups, bases=(SkyRLTrainConfig,))
 
 

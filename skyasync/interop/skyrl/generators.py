@@ -19,8 +19,8 @@ from typing import Any, TypeAlias, TypedDict
 
 from aiohttp import web
 
+from skyasync.agents.calls import Session
 from skyasync.agents.server import LOOPBACK, Endpoint
-from skyasync.agents.session import Session
 from skyasync.arrays import ints
 from skyasync.envs.base import Conversation
 from skyasync.envs.registry import Foreign
@@ -32,8 +32,16 @@ from skyasync.rollout.types import PromptId, TrajectoryId
 
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 #: Entries of an output that are not lists per trajectory, or have no part in training here.
-_NOT_TRAINED = frozenset({"rollout_metrics", "is_last_step", "env_metrics", "trajectory_generation_times",
-                    "trajectory_time_splits", "rollout_expert_indices"})  # fmt: skip
+_NOT_TRAINED = frozenset(
+    {
+        "rollout_metrics",
+        "is_last_step",
+        "env_metrics",
+        "trajectory_generation_times",
+        "trajectory_time_splits",
+        "rollout_expert_indices",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -170,9 +178,13 @@ class InferenceEngineClient(Delegate):
     """
 
     def __init__(
-        self, client: Foreign, tokenizer: Callable[[], Foreign], sampling: SamplingParams, max_model_len: int,
+        self,
+        client: Foreign,
+        tokenizer: Callable[[], Foreign],
+        sampling: SamplingParams,
+        max_model_len: int,
         model_name: str = "policy",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(client)
         self._client, self._tokenizer, self._sampling, self._max_model_len = client, tokenizer, sampling, max_model_len
         self.model_name = model_name
@@ -246,9 +258,13 @@ def get_sampling_params_for_backend(backend: str, sampling_params: Foreign) -> d
 
 
 def prepare_generator_input(
-    prompts: Sequence[Mapping[str, Any]], n_samples_per_prompt: int, sampling_params: dict[str, Any],
-    default_env_class: str, training_phase: str, global_step: int,
-) -> tuple[GeneratorInput, list[str]]:  # fmt: skip
+    prompts: Sequence[Mapping[str, Any]],
+    n_samples_per_prompt: int,
+    sampling_params: dict[str, Any],
+    default_env_class: str,
+    training_phase: str,
+    global_step: int,
+) -> tuple[GeneratorInput, list[str]]:
     """A generator's input for a batch of the data loader, and each trajectory's uid."""
     pairs = [(prompt, repetition) for prompt in prompts for repetition in range(n_samples_per_prompt)]
     return {

@@ -1,20 +1,26 @@
 """SkyRL's hooks, callbacks and names on any plan of ours: ``class Mine(SkyRLNames, AsyncRayPPOTrainer)``.
 
-Invariant: a hook that a subclass defines is called in SkyRL's form; any other hook is ours and costs nothing.
+Callbacks get three arguments for every event, and flags that ask for a save or an evaluation.
+
+Invariant: a hook that a subclass defines is called in SkyRL's form; any other hook is ours and costs nothing. An event
+is over when every callback has returned, also one that is ``async def``; an exception ends the run.
+Source: ``skyrl/train/utils/callbacks.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from skyasync.callbacks import RunExtension
+from skyasync.callbacks import RunExtension, Watched
 from skyasync.envs.registry import Foreign
+from skyasync.errors import UserError, unknown
 from skyasync.interop.skyrl.batch import TrainingInputBatch, as_groups, as_output
-from skyasync.interop.skyrl.callbacks import CallbackHandler, TrainingCallback, check_events
 from skyasync.interop.skyrl.gym import numbers
 from skyasync.interop.skyrl.shims import LoggedTracker, SettingsView, TrainDataLoader
 from skyasync.models.batch import TokenBatch
@@ -27,6 +33,118 @@ else:
     _Base = object
 
 HOOKS = ("postprocess_generator_output", "apply_reward_kl_penalty", "compute_advantages_and_returns")
+
+
+_BEFORE_AND_AFTER = ("on_train_start", "on_train_end", "on_epoch_start", "on_epoch_end", "on_step_start", "on_step_end")
+EVENTS = (*_BEFORE_AND_AFTER, "on_eval_start", "on_eval_end", "on_save", "on_log")
+
+
+@dataclass
+class CallbackInput:
+    """What an event is about; fields that have no part in it are None."""
+
+    global_step: int
+    epoch: int
+    total_steps: int
+    steps_per_epoch: int
+    batch: Foreign = None
+    metrics: dict[str, Any] | None = None
+    logs: dict[str, Any] | None = None
+    ckpt_path: str | None = None
+
+
+@dataclass
+class TrainingControl:
+    """Set in ``on_step_end``: the step then ends with a checkpoint or an evaluation."""
+
+    should_save: bool = False
+    should_evaluate: bool = False
+
+    def reset(self) -> None:
+        self.should_save = self.should_evaluate = False
+
+
+class TrainingCallback:
+    """Override the events that you care about, ``def`` or ``async def``."""
+
+
+for _event in EVENTS:
+    setattr(TrainingCallback, _event, lambda self, trainer, callback_input, control: None)
+
+
+class CallbackHandler(RunExtension):
+    """Passes the events of our trainer to SkyRL's callbacks."""
+
+    def __init__(self, callbacks: Sequence[TrainingCallback]) -> None:
+        self.callbacks, self.control = list(callbacks), TrainingControl()
+        self._unawaited: list[tuple[Awaitable[object], CallbackInput]] = []
+        for callback in callbacks:
+            check_events(callback)
+
+    # Events of our trainer.
+
+    def on_start(self, trainer: Watched) -> None:
+        self.control.reset()
+        self.fire("on_train_start", trainer)
+        self.begin_step(trainer)
+
+    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        event_input = self.fire("on_step_end", trainer, metrics=metrics)
+        if trainer.global_step % event_input.steps_per_epoch == 0:
+            self.fire("on_epoch_end", trainer)
+
+    def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> None:
+        self.fire("on_eval_end", trainer, metrics=metrics)
+
+    def on_checkpoint(self, trainer: Watched, folder: Path) -> None:
+        self.fire("on_save", trainer, ckpt_path=str(folder))
+
+    def on_end(self, trainer: Watched) -> None:
+        self.fire("on_train_end", trainer)
+
+    # Events that ``SkyRLNames`` adds.
+
+    def begin_step(self, trainer: Foreign) -> None:
+        """The events before a step, if another one follows."""
+        step = trainer.context.progress.step
+        if step < trainer.total_steps:
+            if step % trainer.steps_per_epoch == 0:
+                self.fire("on_epoch_start", trainer)
+            self.fire("on_step_start", trainer)
+
+    def fire(self, event: str, trainer: Foreign, **more: Foreign) -> CallbackInput:
+        """One event for all callbacks; what ``async def`` ones return is awaited by ``settle``."""
+        per_epoch = trainer.steps_per_epoch
+        step = trainer.context.progress.step + (event in ("on_step_start", "on_epoch_start"))
+        event_input = CallbackInput(step, max(step - 1, 0) // per_epoch, trainer.total_steps, per_epoch, **more)
+        for callback in self.callbacks:
+            answer = getattr(callback, event)(trainer, event_input, self.control)
+            if inspect.isawaitable(answer):
+                self._unawaited.append((answer, event_input))
+        return event_input
+
+    async def settle(self) -> list[CallbackInput]:
+        """Await what ``async def`` callbacks have returned; the events that it was about."""
+        done = []
+        while self._unawaited:
+            awaitable, event_input = self._unawaited.pop(0)
+            await awaitable
+            done.append(event_input)
+        return done
+
+
+def check_events(callback: object) -> None:
+    """Raises ``UserError`` for a method ``on_...`` that is no event, or an event that is missing."""
+    names = dir(callback)
+    for name in names:
+        if name.startswith("on_") and name not in EVENTS:
+            raise UserError(f"callback {type(callback).__name__}: {unknown('event', name, EVENTS)}")
+    for name in EVENTS:
+        if name not in names:
+            raise UserError(f"callback {type(callback).__name__} has no {name}: subclass TrainingCallback")
+
+
+# ---------------------------------------------------------------- the trainer
 
 
 class Postprocessed(tuple[Foreign, list[str]]):

@@ -29,14 +29,21 @@ log = logging.getLogger("skyrl")
 #: Their settings that have no counterpart, off.
 THEIRS: dict[str, Any] = {
     "trainer": {
-        "hf_save_interval": -1, "update_ref_every_epoch": False, "dump_data_batch": False, "print_example_interval": 0,
-        "enable_ray_gpu_monitor": False, "num_logger_train_samples": 0, "critic": {"model": {"path": None}},
+        "hf_save_interval": -1,
+        "update_ref_every_epoch": False,
+        "dump_data_batch": False,
+        "print_example_interval": 0,
+        "enable_ray_gpu_monitor": False,
+        "num_logger_train_samples": 0,
+        "critic": {"model": {"path": None}},
     },
     "generator": {
-        "step_wise_trajectories": False, "merge_stepwise_output": False, "batched": False,
+        "step_wise_trajectories": False,
+        "merge_stepwise_output": False,
+        "batched": False,
         "inference_engine": {"backend": "vllm", "enable_ray_prometheus_stats": False},
     },
-}  # fmt: skip
+}
 
 
 class ResumeMode(StrEnum):

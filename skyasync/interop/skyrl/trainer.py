@@ -84,8 +84,8 @@ class SkyRLTrainer(SkyRLNames, trainer.RayPPOTrainer):
         await self.callback_handler.settle()
         version, settings = self.policy_version, self.cfg.generator
         ids = input_batch["trajectory_ids"]
-        prompts = {uid: self.train_dataloader.requests[uid][0] for uid in dict.fromkeys(t.instance_id for t in ids)
-                   if uid in self.train_dataloader.requests}  # fmt: skip
+        known, uids = self.train_dataloader.requests, dict.fromkeys(t.instance_id for t in ids)
+        prompts = {uid: known[uid][0] for uid in uids if uid in known}
         limit = {"max_turns": settings.max_turns} if settings.max_turns else {}
         request: GeneratorInput = {
             "prompts": input_batch["prompts"],
@@ -225,9 +225,10 @@ def _with_our_end(theirs: Callable[[Foreign], Awaitable[None]]) -> Callable[[For
             if self._ran:
                 return
             settings, step, total = self.cfg.trainer, self.context.progress.step, self.total_training_steps
+            most = f"trainer.max_training_steps={settings.max_training_steps}"
             if step < total:
-                self._warn(f"has ended after {step} of the {total} steps of trainer.epochs={settings.epochs} and "
-                           f"trainer.max_training_steps={settings.max_training_steps}")  # fmt: skip
+                limits = f"trainer.epochs={settings.epochs} and {most}"
+                self._warn(f"has ended after {step} of the {total} steps of {limits}")
             saves = self.checkpointer.checkpoints is not None and 0 < settings.ckpt_interval <= step
             if saves and not self.checkpointer.saved_step:
                 self._warn(f"has saved no checkpoint: it does not read trainer.ckpt_interval={settings.ckpt_interval}")

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ValidationError
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from skyasync.agents.api.types import RequestError
+from skyasync.agents.api import RequestError
 from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_bytes, read_json
 from skyasync.agents.server import LOOPBACK, key_of, same_key
 from skyasync.config.schema.sampling import INT32

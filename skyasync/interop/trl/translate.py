@@ -47,8 +47,10 @@ def finish(draft: Draft) -> None:
     bounds: list[Value] = [draft.theirs(low) or 0.0, draft.given.get(cap, draft.given.get(high, 3.0))]
     draft.set_correction(enabled, bounds, mode, low, high, cap)
     device, accumulation, generation = (
-        "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
-    )  # fmt: skip
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "steps_per_generation",
+    )
     per_device, steps = draft.theirs(device), draft.given.get(accumulation, 1)
     if isinstance(per_device, int) and isinstance(steps, int):
         generations = draft.theirs(generation) or steps

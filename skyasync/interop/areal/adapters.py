@@ -1,9 +1,9 @@
-"""Agents that are classes with ``async def run(self, data, **extra)``, as AReaL has them.
+"""AReaL's reward functions, and agents that are classes with ``async def run(self, data, **extra)``.
 
 ``run`` is given the row and, if it takes them, ``base_url``, ``api_key`` and ``http_client`` (one for all episodes
 of the process, with httpx installed); it returns the reward, or ``{id of an answer: reward}``.
 
-Invariant: one object per process, made with those settings that its class takes.
+Invariant: one object per process, made with those settings that its class takes. Source: ``areal/api/reward_api.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,30 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from inspect import Parameter
+from typing import Any
+
+from skyasync.rewards.signature import Signature
+
+
+class ArealSignature(Signature):
+    """``(prompt, completions, prompt_ids, completion_ids, answer)`` give a number.
+
+    ``prompt`` is all that the model read, ``completions`` the response, ``answer`` the row's column, or else its label.
+    """
+
+    name = "areal"
+    needs_tokens = True
+
+    def matches(self, parameters: Mapping[str, Parameter]) -> bool:
+        if "completions" not in parameters or parameters.keys() & {"response", "queries"}:
+            return False
+        return "prompt" in parameters or parameters["completions"].annotation in (str, "str")
+
+    def arguments(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
+        prompts = known.get("prompts")
+        prompt = prompts[0] if isinstance(prompts, list) else known.get("prompt")
+        return {"answer": known.get("label"), **known, "prompt": prompt, "completions": known.get("response")}
 
 
 def program_of(agent_class: Callable[..., object], settings: Mapping[str, object]) -> Callable[..., object]:

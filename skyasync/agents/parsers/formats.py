@@ -1,6 +1,8 @@
-"""Parsers of calls of tools: the formats of the models' own chat templates, by vLLM's names for them.
+"""The formats of calls of tools and of thinking in the models' own chat templates, by vLLM's names for them.
 
-What follows a call is no part of the message, as in these templates.
+What follows a call is no part of the message, as in these templates. A reply is thinking from its beginning or not at
+all: it begins with the first delimiter, or the template has opened it. Thinking that never ends is all there is of the
+reply.
 """
 
 from __future__ import annotations
@@ -9,12 +11,12 @@ import ast
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from skyasync.agents.parsers import TOOL_PARSERS, Functions, ToolParser
+from skyasync.agents.parsers import REASONING_PARSERS, TOOL_PARSERS, Functions, ReasoningParser, ToolParser, before
 from skyasync.envs.tools import between, read_tool_calls
 from skyasync.rollout.chat import Tools
 from skyasync.rollout.tokenizer import Tokenizer
@@ -22,18 +24,6 @@ from skyasync.rollout.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _DECODER = json.JSONDecoder()
-
-
-def before(text: str, delimiter: str) -> str:
-    """What stands before the delimiter, or before what may become it; without the blanks before it."""
-    front, present, _ = text.partition(delimiter)
-    return (front if present else before_partial(text, [delimiter])).rstrip()
-
-
-def before_partial(text: str, strings: Sequence[str]) -> str:
-    """The text without an end that is the beginning of one of the strings."""
-    overlaps = [n for string in strings for n in range(1, len(string) + 1) if text.endswith(string[:n])]
-    return text[: len(text) - max(overlaps, default=0)]
 
 
 class _Delimited(ToolParser):
@@ -205,3 +195,77 @@ def read_with_vllm(parser: Callable[..., Any], tokenizer: Tokenizer, text: str, 
         for call in result.tool_calls
     ]
     return (result.content or "") if calls else text, calls
+
+
+# ---------------------------------------------------------------- thinking
+
+
+class _Between(ReasoningParser):
+    """Thinking between two delimiters."""
+
+    delimiters: ClassVar[tuple[str, str]]
+
+    def opens(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self.delimiters[0])
+
+    def split(self, text: str, *, opened: bool, done: bool) -> tuple[str, str]:
+        start, end = self.delimiters
+        bare = text.lstrip()
+        if not bare.startswith(start):
+            if not done and start.startswith(bare):  # it may become the delimiter
+                return "", ""
+            if not opened:
+                return "", text
+        thought, ended, rest = bare.removeprefix(start).partition(end)
+        if ended:
+            return thought.strip(), rest.lstrip()
+        return (thought.strip() if done else before(thought, end).lstrip()), ""
+
+
+@REASONING_PARSERS.register("think")
+@REASONING_PARSERS.register("qwen3")
+@REASONING_PARSERS.register("deepseek_r1")
+class Think(_Between):
+    """``<think>...</think>``: Qwen 3, DeepSeek R1, and many others."""
+
+    delimiters: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+
+
+@REASONING_PARSERS.register("mistral")
+class MistralThink(_Between):
+    """``[THINK]...[/THINK]``: Magistral."""
+
+    delimiters: ClassVar[tuple[str, str]] = ("[THINK]", "[/THINK]")
+
+
+@REASONING_PARSERS.register("seed_oss")
+class SeedThink(_Between):
+    """``<seed:think>...</seed:think>``: Seed-OSS."""
+
+    delimiters: ClassVar[tuple[str, str]] = ("<seed:think>", "</seed:think>")
+
+
+@dataclass
+class FunctionReasoning(ReasoningParser):
+    """A function ``text -> (reasoning, text)``; an error leaves the reply as text."""
+
+    function: Callable[[str], tuple[str | None, str | None]]
+
+    def split(self, text: str, *, opened: bool, done: bool) -> tuple[str, str]:
+        if not done:
+            return "", ""
+        try:
+            reasoning, rest = self.function(text)
+        except Exception as error:
+            log.warning("the reasoning parser has failed, and the reply is left as text: %r", error)
+            return "", text
+        return reasoning or "", rest or ""
+
+
+def split_with_vllm(parser: Callable[..., Any], tokenizer: Tokenizer, text: str) -> tuple[str | None, str | None]:
+    """The reasoning and the text by one of vLLM's parsers."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    request = ChatCompletionRequest.model_validate({"messages": [], "model": "policy"})
+    split: tuple[str | None, str | None] = parser(tokenizer).extract_reasoning(text, request)
+    return split
