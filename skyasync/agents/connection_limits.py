@@ -44,15 +44,11 @@ RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "lingering_time": LI
 
 
 class ConnectionLimits:
-    """Listens for an application's server.
+    """Listens for an application's server. As many connections may be open as the process has room for."""
 
-    Args:
-        most: connections that may be open at once; 0 is as many as the process has room for.
-    """
-
-    def __init__(self, most: int = 0) -> None:
+    def __init__(self) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = most or max(256, descriptors - RESERVED_DESCRIPTORS)
+        self._most = max(256, descriptors - RESERVED_DESCRIPTORS)
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
         self._without_key: dict[_Connection, None] = {}  # and without a request in progress, oldest first
         self._server: asyncio.Server | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -144,12 +144,6 @@ class PromptStream:
     def cursor(self, position: int = 0, trained_early: Collection[int] = ()) -> PromptCursor:
         """A reader of what is left when all before ``position`` and those in ``trained_early`` are trained."""
         return PromptCursor(self, position, trained_early)
-
-    def batches(self, position: int = 0, trained_early: Collection[int] = ()) -> Iterator[PromptBatch]:
-        """The batches of what is left when all before ``position`` and those in ``trained_early`` are trained."""
-        cursor = self.cursor(position, trained_early)
-        while (batch := cursor.take(self._batch_size)).prompts:
-            yield batch
 
     @cached_property
     def digest(self) -> str:

@@ -19,7 +19,6 @@ from typing import Any, Unpack
 from skyasync.envs.base import BaseTextEnv, Conversation, TurnTokens
 from skyasync.envs.episodes import EnvLimits, EnvSettings, Episodes, StepResult
 from skyasync.envs.registry import env_factory
-from skyasync.envs.tools import ToolSchema, schemas
 from skyasync.errors import TransientError
 from skyasync.models.images import images_of
 from skyasync.utils.rpc import (
@@ -63,41 +62,29 @@ class EnvPool:
     def __init__(self, start: Callable[[], RpcTransport], workers: int, settings: EnvSettings) -> None:
         self.pool = RpcPool(start, workers, "the environment", HEARTBEAT_S + settings.step_timeout_s)
         self.pool.fill()
-        self._env_config, self._local = settings.env_config, Episodes(settings)
+        self.env_config, self._local = settings.env_config, Episodes(settings)
         self._patience = settings.patience
         self._routes: dict[str, _Route] = {}  # by episode
         self._running: set[asyncio.Task[Answer]] = set()  # in this process
         self._classes: dict[str, type[BaseTextEnv]] = {}
-        self._tools: dict[str, list[ToolSchema]] = {}
 
     def end(self) -> None:
         """Ask the processes to end, whatever is being played in them."""
         self.pool.end()
 
-    def takes_text(self, env_class: str) -> bool:
-        """Whether these environments read and write plain text (``raw_text``), not messages."""
-        return self._class(env_class).raw_text
-
-    def tools(self, env_class: str) -> list[ToolSchema]:
-        """These environments' tools as the model is shown them, in OpenAI's form."""
-        if env_class not in self._tools:
-            self._tools[env_class] = schemas(self._class(env_class))
-        return self._tools[env_class]
-
-    def sees_tokens(self, env_class: str, extras: dict[str, Any]) -> bool:
-        """Whether such an episode is to be shown the tokens of each turn."""
-        return self._class(env_class).sees_tokens(self._env_config, extras)
-
-    def graded_by(self, env_class: str, extras: dict[str, Any]) -> list[tuple[str, float]]:
-        """A row's reward functions with their weights, if a language model that grades is among them; else nothing."""
-        return self._class(env_class).graded_by(self._env_config, extras)
+    def env_class(self, name: str) -> type[BaseTextEnv]:
+        """The class of these environments."""
+        if name not in self._classes:
+            self._classes[name] = env_factory(name)
+            self._local.add(name, self._classes[name])
+        return self._classes[name]
 
     async def init(
         self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
         """Start an episode; returns the conversation (or text) it starts from."""
-        own_class = self._class(env_class)
-        instant = own_class.instant(self._env_config, extras)
+        own_class = self.env_class(env_class)
+        instant = own_class.instant(self.env_config, extras)
         route = _Route(None if instant else self.pool.take(episode), key_of(episode))
         self._routes[episode] = route
         if route.home is not None:
@@ -179,12 +166,6 @@ class EnvPool:
         task.add_done_callback(self._running.discard)
         return task
 
-    def _class(self, name: str) -> type[BaseTextEnv]:
-        if name not in self._classes:
-            self._classes[name] = env_factory(name)
-            self._local.add(name, self._classes[name])
-        return self._classes[name]
-
     def _leave(self, episode: str) -> None:
         route = self._routes.pop(episode, None)
         if route is not None and route.home is not None:
@@ -200,9 +181,7 @@ def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **set
     return EnvPool(lambda: LocalTransport(Episodes(own), own.step_timeout_s), workers, own)
 
 
-def ray_pool(settings: EnvSettings, workers: int, options: dict[str, Any] | None = None) -> EnvPool:
-    """A pool of ``workers`` actors, ``options`` being Ray's for each."""
+def ray_pool(settings: EnvSettings, workers: int) -> EnvPool:
+    """A pool of ``workers`` actors."""
     make = partial(Episodes, settings)
-    return EnvPool(
-        lambda: RayTransport(make, settings.step_timeout_s, settings.max_threads, options), workers, settings
-    )
+    return EnvPool(lambda: RayTransport(make, settings.step_timeout_s, settings.max_threads), workers, settings)

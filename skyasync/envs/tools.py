@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ def tools_of(env_class: object) -> dict[str, Callable[..., Any]]:
     return {name: method for name, method in inspect.getmembers(env_class, inspect.isfunction) if _MARK in vars(method)}
 
 
+@cache
 def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
     """What the chat template is told of an environment's tools; none for one that has none.
 
@@ -65,7 +67,7 @@ def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
     return shown
 
 
-def read_tool_calls(text: str, *, several: bool = True) -> tuple[str, list[dict[str, Any]]]:
+def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text in front of the tool calls, and the calls in the form of templates, without ids.
 
     A call that is no JSON object with a name and arguments leaves the whole text as it is, so that its reader sees what
@@ -85,7 +87,7 @@ def read_tool_calls(text: str, *, several: bool = True) -> tuple[str, list[dict[
         functions.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
     if not functions:
         return text, []
-    return text[: text.index("<tool_call>")].rstrip(), functions if several else functions[:1]
+    return text[: text.index("<tool_call>")].rstrip(), functions
 
 
 def between(text: str, start: str, end: str) -> Iterator[str]:

@@ -25,7 +25,7 @@ from skyasync.inference.interface import (
     GenerationRequest,
     InferenceEngine,
 )
-from skyasync.utils.process_identity import ProcessIdentity
+from skyasync.utils.machine import ProcessIdentity
 from skyasync.weight_sync.update import WeightUpdate
 
 log = logging.getLogger(__name__)

@@ -18,17 +18,17 @@ from skyasync.models.batch import RolloutBatch
 from skyasync.rollout.types import Group, Segment, Trajectory, images_in
 
 
-def collate(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:
-    """All trajectories of the groups as one right-padded batch; ``group_ids`` number the groups from 0."""
-    collation = _Collation(groups, pad_token_id)
+def collate(groups: Sequence[Group]) -> RolloutBatch:
+    """All trajectories of the groups as one batch, right-padded by zeros; ``group_ids`` number the groups from 0."""
+    collation = _Collation(groups)
     for _ in collation.fill():
         pass
     return collation.batch()
 
 
-async def collate_in_turns(groups: Sequence[Group], pad_token_id: int = 0) -> RolloutBatch:
+async def collate_in_turns(groups: Sequence[Group]) -> RolloutBatch:
     """``collate`` that lets other tasks run after each group, and within a large one."""
-    collation = _Collation(groups, pad_token_id)
+    collation = _Collation(groups)
     for _ in collation.fill():
         await asyncio.sleep(0)
     return collation.batch()
@@ -46,8 +46,7 @@ class _Row(NamedTuple):
 class _Collation:
     """One entry per token, ``[rows, length]``. Arrays of zeros take memory only when they are written to."""
 
-    def __init__(self, groups: Sequence[Group], pad_token_id: int) -> None:
-        self._pad_token_id = pad_token_id
+    def __init__(self, groups: Sequence[Group]) -> None:
         owners = ((g, trajectory) for g, group in enumerate(groups) for trajectory in group.trajectories)
         self._rows = [
             _Row(group, number, trajectory, sequence)
@@ -91,8 +90,6 @@ class _Collation:
                 if segment.reward and len(segment.tokens):
                     self._rewards[index, end - 1] = segment.reward
             self._attention_mask[index, :end] = True
-            if self._pad_token_id:
-                self._tokens[index, end:] = self._pad_token_id
             written += self._tokens.shape[1]
         yield
 

@@ -22,6 +22,7 @@ from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
 from skyasync.envs.base import Conversation, InvalidEnvOutputError
 from skyasync.envs.pool import EnvPool
 from skyasync.envs.reward import known_of, metrics_of
+from skyasync.envs.tools import schemas
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError, unknown
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
@@ -112,7 +113,8 @@ class EpisodeGenerator(TrajectoryGenerator):
         try:
             async with self._in_flight, self._time_limit(request.id):
                 response = await self._play_with_retries(trajectory, request)
-            if weighted := self._environments.graded_by(prompt.env_class, request.extras):
+            env_class, env_config = self._environments.env_class(prompt.env_class), self._environments.env_config
+            if weighted := env_class.graded_by(env_config, request.extras):
                 if self._judges is None:
                     raise UserError(
                         "the row's reward functions name a judge, and there are none: set environment.judges.NAME (a "
@@ -127,7 +129,8 @@ class EpisodeGenerator(TrajectoryGenerator):
             if isinstance(error, EpisodeFailedError) and isinstance(error.__cause__, Exception):
                 opening = Segment("prompt", self._chat.prompt(prompt.messages), images=images_of(prompt.messages))
                 return failed_episode(trajectory, self._limits, error.__cause__, opening)
-            if not any(note.startswith(WHILE_PLAYING) for note in getattr(error, "__notes__", ())):  # many may share it
+            notes: list[str] = vars(error).get("__notes__", [])
+            if not any(note.startswith(WHILE_PLAYING) for note in notes):  # many may share it
                 error.add_note(f"{WHILE_PLAYING} {request.id}")
             raise
         if self._limits.on_error != "raise":
@@ -172,20 +175,21 @@ class EpisodeGenerator(TrajectoryGenerator):
     async def _play(self, trajectory: Trajectory, request: RolloutRequest) -> str:
         """One episode to its end; the text of its last action."""
         limits, environments, sampling = self._limits, self._environments, request.sampling
-        episode, env_class, text = str(trajectory.id), request.prompt.env_class, ""
-        as_text = environments.takes_text(env_class)
+        episode, name, text = str(trajectory.id), request.prompt.env_class, ""
+        env_class = environments.env_class(name)
+        as_text = env_class.raw_text
         frame = self._plain if as_text else self._chat
         if as_text and images_of(request.prompt.messages):
-            raise UserError(f"environment {env_class} reads plain text (raw_text): rows with images need messages")
+            raise UserError(f"environment {name} reads plain text (raw_text): rows with images need messages")
         opening = self._plain.opening(request.prompt.messages) if as_text else request.prompt.messages
         with limits.environment_errors():
-            start = await environments.init(episode, env_class, request.extras, opening)
-        tools = environments.tools(env_class)
+            start = await environments.init(episode, name, request.extras, opening)
+        tools = schemas(env_class)  # type: ignore[arg-type]  # a class can be hashed
         tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
         messages = [] if isinstance(start, str) else list(start)
         images = images_of(start)
         trajectory.segments[0].tokens, trajectory.segments[0].images = tokens, images
-        sees_tokens = environments.sees_tokens(env_class, request.extras)
+        sees_tokens = env_class.sees_tokens(environments.env_config, request.extras)
         for turn in range(limits.max_turns) if limits.max_turns else count():
             # The model acts.
             free = self._max_model_len - len(tokens)
@@ -194,11 +198,11 @@ class EpisodeGenerator(TrajectoryGenerator):
                     f"the prompt of {trajectory.id} has {len(tokens)} tokens, which leaves no room for a response: "
                     f"raise generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
                 )
-            name = request_id(trajectory.id, turn)
-            seed = request_seed(sampling.seed, name)
+            request_name = request_id(trajectory.id, turn)
+            seed = request_seed(sampling.seed, request_name)
             limited = replace(sampling, max_tokens=min(sampling.max_tokens, free), seed=seed)
             session = limits.session(trajectory.id)
-            generation = GenerationRequest(name, tokens, limited, session_id=session, images=images)
+            generation = GenerationRequest(request_name, tokens, limited, session_id=session, images=images)
             recorded = self._partial.turn(trajectory.id, turn, tokens, images, seeded=seed is not None)
             output = await (self._client.go_on(generation, recorded) if recorded else self._client.generate(generation))
             trajectory.stop_reason = output.finish_reason or "stop"

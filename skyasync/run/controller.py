@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import ray.exceptions
 
     from skyasync.run.experiment import BasePPOExp
-    from skyasync.utils.process_identity import ProcessIdentity
+    from skyasync.utils.machine import ProcessIdentity
 
 POLL_S = 0.5
 ANSWER_S = 10.0  # for the controller to report
@@ -124,7 +124,7 @@ class Controller:
         trainer.callbacks.append(_Recording(self._recorder))
 
     async def who(self) -> ProcessIdentity:
-        from skyasync.utils.process_identity import ProcessIdentity
+        from skyasync.utils.machine import ProcessIdentity
 
         return ProcessIdentity.mine()
 

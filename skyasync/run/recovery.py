@@ -83,7 +83,7 @@ class Recovery:
     """Restarts of one run. The controller's process has a copy, in its experiment."""
 
     def __init__(self, experiment: BasePPOExp, folder: Path) -> None:
-        from skyasync.utils.process_identity import born
+        from skyasync.utils.machine import born
 
         self._experiment = experiment
         self._budget = Restarts(folder, experiment.cfg.trainer.max_restarts)
@@ -96,7 +96,7 @@ class Recovery:
 
     def lost_workers(self, step: int) -> bool:
         """Whether the run has failed since a worker's process has, and may start the workers again."""
-        from skyasync.utils.process_identity import born
+        from skyasync.utils.machine import born
 
         run, (program, began) = self._experiment, self._program
         lost = getattr(run.parts.dispatch, "lost", None)  # a dispatch of the user's may have none

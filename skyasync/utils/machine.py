@@ -1,11 +1,17 @@
-"""The memory of this machine and of its GPUs, without torch."""
+"""This machine: its memory and its GPUs, without torch, and which process is which.
+
+Invariant: a process is told from another that has got its number since by when it began.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _NO_LIMIT = 1 << 60
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -46,3 +52,41 @@ def _host_memory() -> int:
         if file.is_file() and (text := file.read_text().strip()).isdigit():
             total = min(total, int(text), _NO_LIMIT)
     return total
+
+
+# ---------------------------------------------------------------- processes
+
+
+class ProcessIdentity(NamedTuple):
+    """Which process an actor is, so that it can be ended from outside when it answers nothing any more.
+
+    ``node``: Ray's. ``born``: in the kernel's ticks.
+    """
+
+    node: str
+    number: int
+    born: str
+
+    @classmethod
+    def mine(cls) -> ProcessIdentity:
+        """Of the actor's process that asks."""
+        import ray
+
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid(), born(os.getpid()))
+
+    def end(self) -> None:
+        """SIGKILL, which also ends a process that is stopped or stuck; on this machine only."""
+        import ray
+
+        if self.node == ray.get_runtime_context().get_node_id() and born(self.number) == self.born:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.number, signal.SIGKILL)
+
+
+def born(process: int) -> str:
+    """When a process began; empty if there is none, or only the record of one that has ended."""
+    try:
+        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if state == "Z" else numbers[18]
+    except (OSError, ValueError, IndexError):
+        return ""

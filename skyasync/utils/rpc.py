@@ -30,7 +30,7 @@ from skyasync.errors import TransientError, UserError, headline
 
 if TYPE_CHECKING:
     from skyasync.config.schema import EnvironmentConfig
-    from skyasync.utils.process_identity import ProcessIdentity
+    from skyasync.utils.machine import ProcessIdentity
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from skyasync.utils.rpc import CLOSE_S, GRACE_S, HEARTBEAT_S, Answer, Call, Service, portable, within
 
 if TYPE_CHECKING:
-    from skyasync.utils.process_identity import ProcessIdentity
+    from skyasync.utils.machine import ProcessIdentity
 
 LINGER_S = 0.005  # answers are collected for this long
 HOLD_S = 0.25  # at most, for all answers to a message's "init" calls
@@ -209,7 +209,7 @@ class RpcActor(RpcServer):
     """A server in a Ray actor, which speaks in plain data: tuples take a third of the time to travel."""
 
     async def identity(self) -> ProcessIdentity:
-        from skyasync.utils.process_identity import ProcessIdentity
+        from skyasync.utils.machine import ProcessIdentity
 
         return ProcessIdentity.mine()
 

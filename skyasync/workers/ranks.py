@@ -26,7 +26,7 @@ from skyasync.models import MeshShape
 from skyasync.models.batch import TokenBatch
 from skyasync.models.prefix_tree import SortedRows, sorted_rows
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
-from skyasync.utils.process_identity import ProcessIdentity
+from skyasync.utils.machine import ProcessIdentity
 from skyasync.workers.roles import ROLES, Role
 from skyasync.workers.worker import LOOPBACK
 

@@ -18,7 +18,10 @@ SIZES = {
 
 
 def ids(stream, position=0):
-    return [[p.id for p in batch.prompts] for batch in stream.batches(position)]
+    cursor, batches = stream.cursor(position), []
+    while prompts := cursor.take(stream._batch_size).prompts:
+        batches.append([prompt.id for prompt in prompts])
+    return batches
 
 
 def make(size, batch, seed, total):
@@ -55,7 +58,7 @@ def test_batches_are_full_but_the_last_and_as_many_as_announced(size, batch, see
 @given(**SIZES)
 def test_a_batch_says_where_the_next_one_begins(size, batch, seed, total):
     stream, position, resumed = make(size, batch, seed, total), 0, []
-    while left := next(stream.batches(position), None):
+    while (left := stream.cursor(position).take(batch)).prompts:
         resumed.append([p.id for p in left.prompts])
         position = left.position
     assert resumed == ids(stream)

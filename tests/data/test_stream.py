@@ -188,7 +188,10 @@ POSITIONS = {"position": st.integers(0, 70), "left_out": st.frozensets(st.intege
 
 
 def ids(stream: PromptStream, position: int = 0) -> list[PromptId]:
-    return [prompt.id for batch in stream.batches(position) for prompt in batch.prompts]
+    cursor, read = stream.cursor(position), list[PromptId]()
+    while prompts := cursor.take(stream._batch_size).prompts:
+        read += [prompt.id for prompt in prompts]
+    return read
 
 
 @given(**SIZES, left_out=POSITIONS["left_out"])

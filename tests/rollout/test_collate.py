@@ -25,8 +25,7 @@ def batch():
             Group(
                 prompt(1), [trajectory(action([3], 0.5), Segment("observation", [9, 8], reward=0.25), action([4, 6]))]
             ),
-        ],
-        pad_token_id=77,
+        ]
     )
 
 
@@ -58,7 +57,7 @@ async def test_other_tasks_have_their_turn_within_a_large_group():
 
 def test_every_column_belongs_to_its_token():
     found = batch()
-    assert found.tokens.tolist() == [[1, 2, 3, 4, 77, 77, 77], [1, 2, 5, 77, 77, 77, 77], [1, 2, 3, 9, 8, 4, 6]]
+    assert found.tokens.tolist() == [[1, 2, 3, 4, 0, 0, 0], [1, 2, 5, 0, 0, 0, 0], [1, 2, 3, 9, 8, 4, 6]]
     assert found.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1]]
     assert found.attention_mask.sum(1).tolist() == [4, 3, 7]
     assert found.versions.tolist()[0] == [-1, -1, 7, 7, -1, -1, -1]

@@ -13,7 +13,7 @@ import pytest
 from skyasync.config.schema import Config
 from skyasync.observability.jsonl import read_rows
 from skyasync.run.recovery import NAME, Recovery
-from skyasync.utils.process_identity import born
+from skyasync.utils.machine import born
 
 DEATH = RuntimeError("gone")
 

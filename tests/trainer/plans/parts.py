@@ -274,7 +274,7 @@ def dataset(size: int) -> list[Prompt]:
 def stream(prompts: int, *, epochs: int = 1) -> list[PromptId]:
     """Every prompt of a run with batches of 4, in the order in which it must be trained."""
     whole = PromptStream(dataset(prompts), 4, Config().trainer.seed, prompts * epochs)
-    return [prompt.id for batch in whole.batches() for prompt in batch.prompts]
+    return [prompt.id for prompt in whole.cursor().take(whole.total).prompts]
 
 
 def durations(*seconds: float) -> Callable[[], float]:
