@@ -4,47 +4,11 @@ counterparts (``docs/coming_from.md``), and with a framework's name its guide (`
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from skyasync.interop.system import System, TableRow, systems
 
-_INTRODUCTION = """\
-# Migrating settings
-
-Settings of SkyRL, OpenRLHF, ROLL, AReaL, verl and TRL, and their counterparts. The tables describe the frameworks'
-versions of 2026. Code is on [another page](bring_your_code.md). This page is generated from
-`skyasync/interop/*/settings.tsv`, with `python -m skyasync.interop > docs/coming_from.md`.
-
-## Translate a recipe
-
-A whole recipe is a shell script, flags, YAML, or a program or notebook of TRL:
-
-<!-- covered: tests/interop/test_translate.py -->
-```bash
-skyasync translate run.sh > ours.yaml
-skyasync plan --config ours.yaml
-```
-
-Each line of the result names the original setting. Settings without a counterpart are listed below as comments. A
-setting that the recipe omits has its framework's default.
-
-Single settings are recognised everywhere: `skyasync train.batch_size=1024` is an error that names the
-counterpart. Check what a batch size counts: `trainer.train_batch_size` counts prompts, and other frameworks may count
-responses.
-
-Guides of one page: [SkyRL](migration/skyrl.md), [OpenRLHF](migration/openrlhf.md), [ROLL](migration/roll.md),
-[AReaL](migration/areal.md), [verl](migration/verl.md), [TRL](migration/trl.md).
-
-## Notation
-
-| notation | meaning |
-|---|---|
-| `{a,b}`, `*` | either a or b; any text |
-| `a=b` | the framework's value `a` is skyasync's `b` |
-| `a=~` | the framework's value `a` is skyasync's default |
-| `a=-` | the framework's value `a` has no counterpart |
-| not needed | handled without a setting |
-"""
-
+PAGES = Path(__file__).parent / "pages"
 
 #: Of a guide: what nearly every recipe sets.
 _COMMON = """
@@ -70,51 +34,6 @@ _CODE = {
     "verl": ("trl-and-verl-reward-functions", "Reward functions run unchanged."),
     "roll": ("roll", "The linked page has what runs, and what to convert by hand."),
 }
-_GUIDE = """\
-# Migrating from {title}
-
-This page is generated with `python -m skyasync.interop {name} > docs/migration/{name}.md`.
-
-## Steps
-
-1. Convert the recipe. Each line of the result names the original setting, and settings without a counterpart are
-   listed below as comments.
-2. Estimate memory and devices. Nothing is started.
-3. Play a few prompts, and read what the model reads and how it is rewarded.
-4. Train.
-
-<!-- covered: tests/interop/test_translate.py -->
-```bash
-skyasync translate --from {name} run.sh > ours.yaml
-skyasync plan --config ours.yaml
-skyasync rollout --config ours.yaml
-skyasync --config ours.yaml
-```
-
-A single setting of {title} on the command line is an error that names its counterpart.
-
-## Common settings
-
-| {title} | skyasync | notes |
-|---|---|---|
-{rows}
-
-The full table has {count} rows: [all settings](../coming_from.md#{name}).
-
-## Differences
-
-- `trainer.train_batch_size` counts prompts, each with `generator.n_samples_per_prompt` samples. Check what a batch size
-  of {title} counts.
-- How generation and training overlap is one setting, `trainer.plan`. Begin with `sync`, then read
-  [which plan](../which_plan.md).
-- Asynchronous plans correct stale samples by default ([formulas](../staleness.md)). To train without a correction needs
-  `trainer.allow_uncorrected=true`.
-- A setting that has no effect is an error, and so is a wrong name or type, before anything starts.
-
-## Code
-
-{code} See [migrating code](../bring_your_code.md{anchor}).
-"""
 
 
 def guide(system: System) -> str:
@@ -127,7 +46,8 @@ def guide(system: System) -> str:
                 rows.setdefault(target.path, row)
     anchor, code = _CODE[system.name]
     shown = dict.fromkeys(_line(rows[path]) for path in common if path in rows)
-    return _GUIDE.format(
+    template = (PAGES / "guide.md").read_text(encoding="utf-8")
+    return template.format(
         name=system.name,
         title=system.title,
         rows="\n".join(shown),
@@ -139,7 +59,7 @@ def guide(system: System) -> str:
 
 def markdown() -> str:
     """The page, ending in one newline."""
-    lines = [_INTRODUCTION]
+    lines = [(PAGES / "introduction.md").read_text(encoding="utf-8")]
     for system in systems().values():
         lines += [f"## {system.title}", "", f"| {system.title} | skyasync | notes |", "|---|---|---|"]
         lines += map(_line, system.table.rows)

@@ -53,14 +53,15 @@ class GymnasiumEnv(GameEnv):
             raise UserError(unknown("view", self._view, ("board", "near")))
         self._is_lake = str(settings["gym_id"]).startswith("FrozenLake")
         self._game = _make(settings["gym_id"], dict(settings.get("gym_args") or {}), self.seed)
-        count = getattr(self._game.action_space, "n", None)
-        if count is None:
-            space = self._game.action_space
+        from gymnasium.spaces import Discrete
+
+        space = self._game.action_space
+        if not isinstance(space, Discrete):
             raise UserError(
                 f"gym_id {settings['gym_id']!r} has the action space {space}: only discrete actions have names"
             )
         names = ACTIONS.get(settings["gym_id"].partition("-")[0], ())
-        self.actions = names if len(names) == count else tuple(str(number) for number in range(count))
+        self.actions = names if len(names) == space.n else tuple(str(number) for number in range(int(space.n)))
         self._observation: Any = None
         self._earned, self._unparsable, self._hint = 0.0, 0, ""
 

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, TypedDict
 
 from aiohttp import web
@@ -22,7 +22,7 @@ from aiohttp import web
 from skyasync.agents.calls import Session
 from skyasync.agents.server import LOOPBACK, Endpoint
 from skyasync.arrays import ints
-from skyasync.envs.base import Conversation
+from skyasync.envs.base import SAMPLING, Conversation
 from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown
 from skyasync.inference.interface import GenerationRequest, SamplingParams
@@ -30,7 +30,6 @@ from skyasync.interop.skyrl.gym import numbers
 from skyasync.interop.skyrl.shims import Delegate
 from skyasync.rollout.types import PromptId, TrajectoryId
 
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 #: Entries of an output that are not lists per trajectory, or have no part in training here.
 _NOT_TRAINED = frozenset(
     {
