@@ -99,7 +99,7 @@ class Session:
         ]
 
     def reads(self, size: int | None) -> AbstractAsyncContextManager[object]:
-        """Around the reading of a request of so many bytes (None: unknown). Long ones are read one at a time."""
+        """Held while a request of ``size`` bytes (None: unknown) is read. Long requests are read one at a time."""
         return nullcontext() if size is not None and size <= INLINE else self._reading
 
     def store(self, answer: str, conversation: list[Message], characters: int) -> None:
@@ -150,7 +150,7 @@ class StreamPoller:
 
 
 class Calls:
-    """What the calls of all episodes share."""
+    """The client, chat template, parsers and thread that the calls of all episodes share."""
 
     def __init__(self, client: InferenceClient, chat: AgentChat, parser: ReplyParser, max_model_len: int) -> None:
         self.client, self.chat, self.parser, self.max_model_len = client, chat, parser, max_model_len
@@ -236,7 +236,7 @@ class Calls:
 
     @cached_property
     def _longest_token(self) -> float:
-        """Its characters, by which a text has at least so many tokens."""
+        """Characters of the longest token, which bounds the tokens of a text from below."""
         return max(map(len, self.chat.tokenizer.get_vocab()), default=math.inf)
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
@@ -294,7 +294,7 @@ class ModelCall:
         return await self._complete(tasks)
 
     async def updates(self) -> AsyncGenerator[list[ModelReply], None]:
-        """What is certain of every reply, again and again; at last they are complete. Raises as ``answered``."""
+        """The certain part of every reply, again and again, and then the complete replies. Raises as ``answered``."""
         tasks = [asyncio.create_task(self._calls.client.generate(request)) for request in self._requests]
         self._session.streams.add(self.settle)
         try:

@@ -1,4 +1,4 @@
-"""Limits of the connections of an HTTP server of ours, before a key is looked at.
+"""Limits of the connections to the library's HTTP servers, before a key is checked.
 
 Invariant: a connection without a complete request ends: its head must come within ``HEAD_S`` of its beginning
 (``IDLE_S`` of the previous answer), its body within ``BODY_S``. There are never so many connections that the process
@@ -39,7 +39,7 @@ ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some m
 RESERVED_DESCRIPTORS = 512  # for everything else in this process
 log = logging.getLogger(__name__)
 log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-#: Of aiohttp's runner: nothing is inflated, least of all what a rejected request still sends.
+#: Of aiohttp's runner: no body is decompressed.
 RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S, "logger": log}
 
 

@@ -50,7 +50,7 @@ class AgentError(Exception):
 
 
 class PassingAgentError(AgentError):
-    """It may succeed later."""
+    """A program failed in a way that may succeed later."""
 
 
 class NonFiniteAgentError(AgentError):

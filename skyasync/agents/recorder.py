@@ -91,7 +91,7 @@ class Recorder:
 
 
 def _digests(conversation: Iterable[str]) -> Iterator[bytes]:
-    """Of each of its beginnings, from that of one item on: time and memory grow linearly with its length."""
+    """A digest of each prefix of a conversation, in time and memory that grow linearly with its length."""
     digest = b""
     for item in conversation:
         digest = sha256(digest + item.encode()).digest()

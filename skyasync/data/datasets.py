@@ -180,7 +180,7 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
 
 
 def placed(index: int, row: dict[str, Any], messages: Conversation) -> Conversation:
-    """The messages with their images read, and with those of the row's columns, which are taken out of the row.
+    """The messages with their images read, and with the images of the row's columns, which are removed from the row.
 
     Raises:
         UserError: for an image that cannot be read, or is in another column.

@@ -147,7 +147,7 @@ class PromptStream:
 
     @cached_property
     def digest(self) -> str:
-        """Of the messages of some rows, wherever they come from; system prompts are settings and left out."""
+        """Digest of the messages of some rows, without system prompts, which are settings."""
         digest = xxhash.xxh3_64()
         for row in range(0, self.rows, max(1, self.rows // DIGEST_ROWS)):
             messages = [message for message in self._dataset[row].messages if message.get("role") != "system"]
@@ -191,7 +191,7 @@ class PromptStream:
         return {prompt.id.row: index for index, prompt in enumerate(self._dataset)}
 
     def _slots_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each offset in a pass: the part that it belongs to, and how many offsets before it belong to that."""
+        """For each offset in a pass: the part that it belongs to, and the number of earlier offsets of this part."""
         parts = np.repeat(np.arange(len(self._parts)), self._counts)
         if len(self._parts) > 1:
             parts = np.random.default_rng((self._seed, epoch, 0)).permutation(parts)

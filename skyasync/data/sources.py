@@ -197,7 +197,7 @@ def reader(source: str, cfg: Config) -> Read:
 
 @runtime_checkable
 class _Indexed(Protocol):
-    """Rows that are read by their numbers, as those of a list or a data set."""
+    """Rows that are read by their numbers: a list or a data set."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...

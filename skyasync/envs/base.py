@@ -90,7 +90,7 @@ class BaseTextEnv:
 
     @classmethod
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """Whether such an episode costs next to nothing whatever the response is.
+        """Whether an episode with these settings costs next to nothing for any response.
 
         It is then played in the process of the generator, without a time limit.
         """
@@ -103,7 +103,7 @@ class BaseTextEnv:
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """Whether such an episode is shown the tokens of each turn, in ``self.seen``."""
+        """Whether an episode with these settings is shown the tokens of each turn, in ``self.seen``."""
         return False
 
     @classmethod

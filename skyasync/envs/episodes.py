@@ -42,7 +42,7 @@ class EnvSettings(NamedTuple):
 
     @staticmethod
     def of(cfg: Config, env_config: dict[str, Any]) -> EnvSettings:
-        """Those of a run; ``env_config`` is passed to its environments."""
+        """The settings of a run; ``env_config`` is passed to its environments."""
         own = cfg.environment
         return EnvSettings(
             env_config, own.step_timeout_s, own.max_threads, own.max_observation_chars, RetryPolicy.of(own)
@@ -50,7 +50,7 @@ class EnvSettings(NamedTuple):
 
 
 class EnvLimits(TypedDict, total=False):
-    """Those of ``EnvSettings`` by name."""
+    """Fields of ``EnvSettings`` by name."""
 
     step_timeout_s: float
     max_threads: int

@@ -69,7 +69,7 @@ class EnvPool:
         self._classes: dict[str, type[BaseTextEnv]] = {}
 
     def end(self) -> None:
-        """Ask the processes to end, whatever is being played in them."""
+        """Ask the processes to end, with their episodes in flight."""
         self.pool.end()
 
     def env_class(self, name: str) -> type[BaseTextEnv]:

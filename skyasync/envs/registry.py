@@ -26,7 +26,7 @@ ENVS = Registry(
 )
 SERVED = ("nemo_gym", "openenv")  # environments by the address of their server: ``openenv:http://...``
 EnvFactory = Callable[..., BaseTextEnv]
-Foreign = Any  # what belongs to the user's classes
+Foreign = Any  # objects of the user's classes
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[B
         return played_by_gem(target, more)
 
     class Made(BaseTextEnv):
-        """By a function; its ``__new__`` returns an environment of another class."""
+        """Made by a function: ``__new__`` returns an environment of another class."""
 
         def __new__(cls, *given: object, **settings: object) -> BaseTextEnv:  # type: ignore[misc]
             made: BaseTextEnv = target(*given, **settings, **more)

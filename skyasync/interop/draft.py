@@ -84,7 +84,7 @@ class Draft:
         return value_of(row.default) if row and row.default else None
 
     def named(self, *names: str) -> list[str]:
-        """Those of their keys that were given."""
+        """Their keys among these that were given."""
         return [name for name in names if name in self.given]
 
     def origin(self, path: str) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ class Draft:
     # What the systems' ``finish`` have in common.
 
     def set_one_of(self, path: str, name: str) -> None:
-        """Of two of their keys for one of ours, the one that counts."""
+        """Let one of their two keys for one of ours decide."""
         origin = self.origin(path)
         if not origin or name in origin:
             return
@@ -206,7 +206,7 @@ def begin(system: System, recipe: SourceRecipe) -> Draft:
 
 
 def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool) -> None:
-    """One key of theirs into the draft."""
+    """Carry one of their keys into the draft."""
     if row.kind == "=":
         draft.silent[name] = row.note
         return

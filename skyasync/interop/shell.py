@@ -298,7 +298,7 @@ class _Reader:
             yield re.sub(r"\\(.)", r"\1", text), True
 
     def _value(self, node: Node) -> str | list[str]:
-        """What a ``$`` stands for; as it is written if that is not known."""
+        """The value that a ``$`` stands for; the text itself if it is not known."""
         text = _text(node)
         if node.type == "command_substitution":
             return text

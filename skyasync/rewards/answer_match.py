@@ -66,7 +66,7 @@ def multiple_choice(response: str, label: object) -> float:
 @REWARDS.register("zero")
 @quick
 def zero() -> float:
-    """0 whatever the response is: where a reward model alone judges."""
+    """0 for every response: for runs in which a reward model alone gives the reward."""
     return 0.0
 
 

@@ -109,7 +109,7 @@ def instructions_of(names: object, arguments: object, label: object) -> Instruct
 
 
 def variants(response: str) -> list[str]:
-    """The response as it is, and in the other forms of a loose reading."""
+    """The response unchanged, and the other forms of a loose reading."""
     lines = response.split("\n")
     cuts = [lines, lines[1:], lines[:-1], lines[1:-1]]
     texts = ["\n".join(cut).strip() for cut in cuts]
@@ -194,7 +194,7 @@ def _matches(relation: str, count: int, target: int) -> bool:
 
 
 def count_sentences(text: str) -> int:
-    """By marks before a space or the end, abbreviations and initials aside; a line that ends without one counts too."""
+    """Counts marks before a space or the end, not after abbreviations or initials; also lines without such a mark."""
     count = 0
     for line in filter(None, map(str.strip, text.splitlines())):
         stops = [stop for stop in _SENTENCE_STOPS.finditer(line) if not _SHORTENED.search(line[: stop.end()][-12:])]
@@ -209,13 +209,13 @@ def _between(text: str, divider: str) -> list[str]:
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
-    """They are divided by ``***``; none in the middle is empty."""
+    """Whether ``***`` divides the text into so many paragraphs, none in the middle empty."""
     parts = _between(text, "***")
     return all(parts) and len(parts) == int(num_paragraphs)
 
 
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    """Of a paragraph; they are divided by empty lines."""
+    """Whether a paragraph begins with a word; empty lines divide paragraphs."""
     paragraphs = [part.strip() for part in text.split("\n\n") if part.strip()]
     if len(paragraphs) != int(num_paragraphs) or not 1 <= int(nth_paragraph) <= len(paragraphs):
         return False
@@ -230,7 +230,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _json(text: str) -> bool:
-    """All of the text, with or without a fence around it."""
+    """Whether the text is JSON, with or without a fence around it."""
     fenced = _FENCE.match(text)
     try:
         json.loads(fenced[1] if fenced else text)
@@ -240,7 +240,7 @@ def _json(text: str) -> bool:
 
 
 def _two_responses(text: str) -> bool:
-    """They are divided by ``******``, and differ."""
+    """Whether ``******`` divides the text into two that differ."""
     parts = _between(text, "******")
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 

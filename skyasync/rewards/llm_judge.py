@@ -181,7 +181,7 @@ class UnansweredError(Exception):
 
 
 class TemporaryServerError(Exception):
-    """One try has failed, and another may not. ``after_s``: what the server asks to wait; ``busy``: it is there."""
+    """One try failed; another may succeed. ``after_s``: the pause that the server asks for; ``busy``: it answers."""
 
     def __init__(self, message: str, after_s: float = 0.0, *, busy: bool = False) -> None:
         super().__init__(message)

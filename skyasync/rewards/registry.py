@@ -57,7 +57,7 @@ class Capabilities:
 
 
 def capabilities_of(function: Callable[..., Any]) -> Capabilities:
-    """Those of a function, which may be any callable of the user's."""
+    """The capabilities of a function, which may be any callable of the user's."""
     capabilities: Capabilities = getattr(function, "capabilities", Capabilities())
     return capabilities
 

@@ -85,7 +85,7 @@ class RewardFunction:
 
     @property
     def looks_at_tokens(self) -> bool:
-        """It needs what the engine read and wrote, not only the response's text."""
+        """Whether the function needs the engine's tokens, not only the response's text."""
         return self.signature.needs_tokens or bool({"prompt_ids", "completion_ids"} & self.named)
 
     def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def _result(running: Future[Score], limit_s: float) -> Score:
 
 @cache
 def reward_workers() -> SubprocessPool:
-    """Of this process."""
+    """The reward workers of this process."""
     return SubprocessPool(REWARD_WORKERS)
 
 

@@ -152,7 +152,7 @@ def _answers(
 
 
 def _answer(line: bytes, size: int) -> dict[str, Any]:
-    """One line as data, whatever wrote it."""
+    """One line of output as data: the code may have written it."""
     if len(line) > size + SLACK:
         return {"error": f"an answer of {len(line)} bytes"}
     try:

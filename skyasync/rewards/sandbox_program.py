@@ -222,7 +222,7 @@ class Printed(io.BytesIO):
 
 
 def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
-    """One test in names of its own."""
+    """Run one test in a namespace of its own."""
     names: dict[str, Any] = {"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}
     given, printed = test.get("stdin", "").encode("utf-8", "replace"), Printed()
     sys.stdin = io.TextIOWrapper(io.BytesIO(given), "utf-8")

@@ -48,7 +48,7 @@ class RewardSettings:
 
     @classmethod
     def of(cls, environment: EnvironmentConfig) -> RewardSettings:
-        """Of a run."""
+        """The settings of a run."""
         return cls(
             tuple(environment.reward_funcs),
             tuple(environment.reward_weights),

@@ -175,7 +175,7 @@ def template_tokens(
 
 
 class PlainText(ChatTokenizer):
-    """For environments with ``raw_text``: the template makes the prompt, then text follows text, as it is."""
+    """For environments with ``raw_text``: the template makes the prompt, and all later text is appended unchanged."""
 
     def opening(self, conversation: Conversation) -> str:
         """What an environment is given to begin with."""

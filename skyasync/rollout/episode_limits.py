@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _warned: set[str] = set()  # types of errors and limits that this process has logged
 
 AGENT_SHARE = 0.9
-"""Of a step's time an agent program may take at most: one that hangs fails before the step does."""
+"""The share of a step's time that an agent program may take: one that hangs fails before the step does."""
 MAX_ATTEMPTS = 3
 """To play an episode whose process is lost: another episode may have ended it."""
 

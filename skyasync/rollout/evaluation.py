@@ -98,7 +98,7 @@ def eval_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[list[Rollo
 
 
 def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dict[str, float]:
-    """All metrics of an evaluation; ``scores`` are those of the groups, in their order."""
+    """All metrics of an evaluation; ``scores``: of the groups, in their order."""
 
     def metrics_of(chosen: Sequence[tuple[Group, PromptScores]], prefix: str) -> dict[str, float]:
         rollout = rollout_metrics([group for group, _ in chosen])

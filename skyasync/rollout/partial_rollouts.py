@@ -53,7 +53,7 @@ class PartialRollouts:
         self._recorded: dict[TrajectoryId, list[RecordedTurn]] = {}
 
     def add(self, trajectory: Trajectory) -> None:
-        """It stays until it is removed: a finished episode, too, is kept while its group is not complete."""
+        """Keep an episode until it is removed: also a finished one, while its group is not complete."""
         self._running[trajectory.id] = trajectory
 
     def remove(self, identities: Iterable[TrajectoryId]) -> None:
@@ -79,7 +79,7 @@ class PartialRollouts:
         self._recorded = {each.id: list(_turns(each)) for each in trajectories}
 
     def restart(self, trajectory: Trajectory) -> None:
-        """Its environment is lost: the episode is played again, with what the model has written so far."""
+        """Prepare an episode whose environment is lost: it is played again with what the model has written so far."""
         played = list(_turns(trajectory))
         if len(played) > len(self._recorded.get(trajectory.id, [])):  # else it was lost before the end of its record
             self._recorded[trajectory.id] = played

@@ -84,7 +84,10 @@ class ScheduledClient:
         turn = self._groups[name].turn(int(repetition), int(number))
         answer = GenerationOutput(request.request_id)
         for start, versions, stop in requests_of(turn):
-            await self._reached(sample, versions[0][1])
+            while self.version < versions[0][1]:
+                self._waiting[sample] = versions[0][1]
+                await self._announced.wait()
+            self._waiting.pop(sample, None)
             again = start or turn[0].cut
             part = continuation(request, answer) if again else request
             at = tuple((token - start, version) for token, version in versions)
@@ -111,14 +114,8 @@ class ScheduledClient:
         """As ``InferenceClient.progress``."""
         return await self._client.progress(request_ids)
 
-    async def _reached(self, sample: str, version: int) -> None:
-        while self.version < version:
-            self._waiting[sample] = version
-            await self._announced.wait()
-        self._waiting.pop(sample, None)
-
     async def busy(self, samples: Iterable[str]) -> list[str]:
-        """Those of them that do not wait for new weights."""
+        """The samples among these that do not wait for new weights."""
         if self._running:
             progress = await self._client.progress()
             self._known = {name: len(output.token_ids) for name, output in progress.items()}

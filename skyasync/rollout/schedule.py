@@ -95,18 +95,18 @@ class ScheduledGroup:
 
     @property
     def oldest(self) -> int:
-        """Version of its tokens; -1 if it has a failed episode."""
+        """The lowest version of its tokens; -1 if it has a failed episode."""
         if self.samples is None:
             return -1
         return min((turn[0].version for turns in self.samples for turn in turns if turn), default=self.started)
 
     @property
     def versions(self) -> set[int]:
-        """Of its tokens."""
+        """The policy versions of its tokens."""
         return {self.started} | {c.version for turns in self.samples or () for turn in turns for c in turn}
 
     def turn(self, repetition: int, number: int) -> Turn:
-        """A turn of a sample. One that the recorded sample did not have is of the weights of the one before."""
+        """A turn of a sample. A turn that was not recorded has the last weights of the turn before it."""
         turns = self.samples[repetition] if self.samples and repetition < len(self.samples) else ()
         if number < len(turns) and turns[number]:
             return turns[number]
@@ -114,7 +114,7 @@ class ScheduledGroup:
         return (Change(0, before.version if before else self.oldest),)
 
     def row(self) -> list[Any]:
-        """For JSON."""
+        """The group as a JSON list."""
         row = [self.name, self.started, self.arrival, self.digest]
         if self.samples is None:
             return [*row, None]
@@ -148,7 +148,7 @@ class ScheduledStep:
     whole: frozenset[str] = frozenset()
 
     def row(self) -> dict[str, Any]:
-        """For JSON, without the step."""
+        """The step as a JSON object, without its number."""
         names = tuple(group.name for group in self.groups)
         row: dict[str, Any] = {"position": self.position, "groups": [group.row() for group in self.groups]}
         others = {"early": sorted(self.trained_early), "whole": sorted(self.whole)}
@@ -164,7 +164,7 @@ class ScheduledStep:
 
 
 def digest(trajectories: Iterable[Trajectory]) -> str:
-    """Of everything that is trained: equal digests, equal samples."""
+    """Digest of everything that is trained: equal digests mean equal samples."""
     segments = [segment for trajectory in trajectories for sequence in trajectory.sequences for segment in sequence]
     state = xxhash.xxh3_64(repr([(s.kind, len(s.tokens), float(s.reward)) for s in segments]).encode())
     for segment in segments:

@@ -82,7 +82,7 @@ def with_template(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]
 
 
 def template_text(template: str) -> str:
-    """Jinja text as it is, or what the file holds.
+    """Jinja text unchanged, or the content of the file.
 
     Raises:
         UserError: if it is neither.

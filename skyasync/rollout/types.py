@@ -162,7 +162,7 @@ class Trajectory:
 
     @property
     def ended_early(self) -> bool:
-        """It has no response: the rejection of its group was certain without it."""
+        """Whether it was stopped without a response, since the rejection of its group was certain."""
         return self.stop_reason == "abort" and not self.actions
 
     @property
@@ -192,12 +192,12 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the trajectories that ended by themselves."""
+        """The rewards of the trajectories that ended by themselves."""
         return [t.reward for t in self.trajectories if not t.ended_early]
 
     @property
     def played(self) -> list[Trajectory]:
-        """Those that ended by themselves and did not fail."""
+        """The trajectories that ended by themselves and did not fail."""
         return [t for t in self.trajectories if not t.ended_early and not t.metrics.get("given_up")]
 
     def metric_values(self, metric: str) -> list[float]:

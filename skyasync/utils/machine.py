@@ -1,6 +1,6 @@
 """This machine: its memory and its GPUs, without torch, and which process is which.
 
-Invariant: a process is told from another that has got its number since by when it began.
+Invariant: a process and a later one with the same number are told apart by the time at which they began.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """What is here, without torch: NVIDIA's own tool, the kernel, and the container's limit."""
+    """This machine, as ``nvidia-smi``, the kernel and the container's limit describe it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [] if visible == "" else _gpus()
     count = len(gpus) if visible is None else min(len(gpus), len(visible.split(",")))
@@ -69,7 +69,7 @@ class ProcessIdentity(NamedTuple):
 
     @classmethod
     def mine(cls) -> ProcessIdentity:
-        """Of the actor's process that asks."""
+        """The identity of the process that calls this, an actor's."""
         import ray
 
         return cls(ray.get_runtime_context().get_node_id(), os.getpid(), born(os.getpid()))

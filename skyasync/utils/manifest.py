@@ -1,4 +1,4 @@
-"""Which files a checkpoint has, how long they are, and what their bytes add up to; a manifest has a sum of its own.
+"""The manifest of a checkpoint: its files, their sizes and checksums. The manifest has a checksum of its own.
 
 Invariant: a digest is taken of the bytes that are given to the file system, not of what it returns later. A file that
 arrived damaged differs from one that was written. What a manifest lists is on the disk before the manifest is.
@@ -37,7 +37,7 @@ Sums = dict[str, FileSum]
 
 
 class SummingFile(io.BufferedWriter):
-    """A file opened for writing that adds up what passes. What is closed is on the disk."""
+    """A file opened for writing that computes its checksum. After ``close`` it is on the disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"))
@@ -67,7 +67,7 @@ def summed(path: Path, into: Sums, name: str) -> Iterator[SummingFile]:
 
 
 def sum_of(path: Path) -> FileSum:
-    """What a file holds now."""
+    """The size and checksum that a file has now."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_64)
         return FileSum(file.tell(), digest.hexdigest())
@@ -123,12 +123,12 @@ def unlisted(folder: Path, sums: Mapping[str, FileSum]) -> list[str]:
 
 
 def _own_sum(entries: Mapping[str, object]) -> str:
-    """Of what a manifest lists."""
+    """The checksum of a manifest's entries."""
     return xxhash.xxh3_64_hexdigest(json.dumps(entries, sort_keys=True).encode())
 
 
 def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
-    """What is seen without reading: files that are missing, or of another size."""
+    """Problems that are visible without reading: files that are missing, or of another size."""
     for name, listed in sums.items():
         try:
             size = (folder / name).stat().st_size
@@ -142,7 +142,7 @@ def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
 
 
 def damage(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
-    """What is wrong with files, each of which is read."""
+    """All problems of the files, each of which is read."""
     for name, listed in sums.items():
         problem = next(misfits(folder, {name: listed}), "")
         try:

@@ -61,7 +61,7 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the episode, for messages."""
+        """The episode's name, for messages."""
         return self.key.rpartition("#")[0] or self.key
 
 
@@ -119,7 +119,7 @@ class RetryPolicy:
 
     @classmethod
     def of(cls, cfg: EnvironmentConfig) -> RetryPolicy:
-        """Of a run."""
+        """The policy of a run."""
         return cls(cfg.max_retries, cfg.retry_pause_s, tuple(cfg.transient_errors))
 
     def is_transient(self, error: BaseException) -> bool:
@@ -261,7 +261,7 @@ class RayTransport:
         self._actor.__ray_terminate__.remote()  # Ray would report a kill to the user
 
     def kill(self) -> None:
-        """Also if it does not answer any more."""
+        """End the process, even if it does not answer."""
         import ray
 
         ray.kill(self._actor)
@@ -276,7 +276,7 @@ RpcTransport = LocalTransport | RayTransport
 
 
 class RpcClient:
-    """One process as its pool sees it.
+    """The caller's side of one process.
 
     Args:
         what: runs there, for messages ("the environment").
@@ -407,7 +407,7 @@ class RpcPool:
         self.replaced = 0
 
     def fill(self) -> None:
-        """Start all of them, so that they are there when they are needed."""
+        """Start all processes before they are needed."""
         self.processes += [self._start() for _ in range(self._count - len(self.processes))]
 
     def take(self, key: str) -> RpcClient:
@@ -431,13 +431,13 @@ class RpcPool:
             process.kill()
 
     def close(self) -> None:
-        """Kill all of them."""
+        """Kill all processes."""
         processes, self.processes = self.processes, []  # ``look_at`` is to replace none
         for process in processes:
             process.kill()
 
     def end(self) -> None:
-        """Ask all of them to end, whatever they work on."""
+        """Ask all processes to end, with their work in flight."""
         processes, self.processes = self.processes, []
         for process in processes:
             process.worker.end()

@@ -217,7 +217,7 @@ class SubprocessPool:
         return worker
 
     def _replace(self) -> None:
-        """In a thread, since loading takes its time; if it fails, the next caller is told when it tries."""
+        """Replace a worker, in a thread, since loading takes time. If this fails, the next caller's own try raises."""
         try:
             with suppress(Exception):
                 worker = self._take()
@@ -315,7 +315,7 @@ def _load(function: bytes) -> Callable[..., Any]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """It has not been waited for, so its number is still its group's."""
+    """Kill a worker's group. The worker has not been waited for, so its number is still the group's."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

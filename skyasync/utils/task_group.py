@@ -69,7 +69,7 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
 async def afterwards(
     call: Callable[..., Awaitable[Any]], *args: object, grace_s: float = GRACE_S
 ) -> AsyncIterator[None]:
-    """Await ``call(*args)`` at the end, whatever happened inside.
+    """Await ``call(*args)`` at the end, also after an error inside.
 
     ``try`` and ``finally`` would raise the error of ``call`` in the place of the one from inside; here it becomes a
     note on that.
@@ -136,7 +136,7 @@ async def within(limit_s: float, what: str, key: str = "trainer.step_timeout_s")
 
 
 async def not_halfway(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await what must not stop in the middle: a cancellation waits for its end, and is then one."""
+    """Await a coroutine that must not stop in the middle: a cancellation is raised after its end."""
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)

@@ -96,7 +96,7 @@ class ModelReply:
 
     @property
     def message(self) -> Message:
-        """For chat templates, and as a later request is read."""
+        """The reply as a message for chat templates, equal to the message that a later request sends back."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -181,7 +181,7 @@ class Api:
 
 
 def event(data: Body | str, name: str = "") -> str:
-    """A server-sent event; text is sent as it is."""
+    """A server-sent event; text is sent unchanged."""
     text = data if isinstance(data, str) else json.dumps(data)
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
 
@@ -311,7 +311,7 @@ def check_no_image(part: object, where: str) -> None:
 
 
 def tool_call(name: object, arguments: object, identity: object, where: str) -> dict[str, Any]:
-    """A call that a message brings back, as templates read it."""
+    """A tool call in a message of a request, in the form that templates read."""
     if not isinstance(name, str):
         raise RequestError(f"{where} must have a name and arguments", where)
     with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it is

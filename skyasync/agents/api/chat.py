@@ -196,7 +196,7 @@ def _tool_calls(reply: ModelReply) -> list[Body]:
 
 
 def _message(message: object, where: str) -> Message:
-    """As chat templates read it."""
+    """The message in the form that chat templates read."""
     if not isinstance(message, dict) or message.get("role") not in list(ROLES):
         raise RequestError(f"{where} must be an object with a role of {', '.join(ROLES)}", where)
     read: Message = {"role": ROLES[message["role"]], "content": content_of(message.get("content"), f"{where}.content")}

@@ -148,7 +148,7 @@ class MessagesApi(Api):
 
 
 class CountTokensApi(MessagesApi):
-    """For counting tokens, the fields that do not belong to the prompt are not looked at."""
+    """Counts tokens: fields that do not belong to the prompt are not checked."""
 
     counts_tokens = True
 
@@ -175,7 +175,7 @@ def _tool_use(call: dict[str, Any]) -> Body:
 
 
 def _messages(message: object, where: str) -> Iterator[Message]:
-    """One of Anthropic's messages as those that chat templates read."""
+    """The messages that a chat template reads for one message in Anthropic's form."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise RequestError(f"{where} must be an object with a role of user, assistant or system", where)
     role, content = message["role"], message.get("content")

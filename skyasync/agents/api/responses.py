@@ -147,7 +147,7 @@ class ResponsesApi(Api):
         return self._event(kind, item_id=self._open["id"], output_index=self._added, content_index=0, **data)
 
     def _open_item(self, item: Body) -> str:
-        """Unless it is open already."""
+        """Begin an item, unless it is open already."""
         if self._open.get("type") == item["type"]:
             return ""
         is_call = item["type"] == "function_call"
@@ -174,7 +174,7 @@ class ResponsesApi(Api):
         return sent
 
     def _response(self, head: AnswerHead) -> Body:
-        """What an answer has from its beginning."""
+        """The fields that an answer has from its beginning."""
         request = self.request
         return {
             "id": head.id,
@@ -199,7 +199,7 @@ class ResponsesApi(Api):
 
 
 def _messages(items: Sequence[object]) -> list[Message]:
-    """The conversation that the items are."""
+    """The items as a conversation."""
     messages: list[Message] = []
     turn: Message | None = None  # of the model, to which further items may belong
     has_text = False  # the turn has: another text or reasoning begins the next

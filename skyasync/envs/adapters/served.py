@@ -91,7 +91,7 @@ class ServedEnv(BaseTextEnv):
 
     @classmethod
     def not_served(cls) -> str:
-        """The end of the line about a server that is another."""
+        """The end of the error message for a server of another kind."""
         return f"it is no server of {cls.hub}"
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
@@ -108,7 +108,7 @@ class ServedEnv(BaseTextEnv):
         raise NotImplementedError
 
     async def play(self, action: str) -> BaseTextEnvStepOutput:
-        """What the server makes of a response. ``self.turns`` counts it already."""
+        """The server's answer to a response, which ``self.turns`` counts already."""
         raise NotImplementedError
 
     async def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
@@ -172,7 +172,7 @@ class ServedEnv(BaseTextEnv):
         return _parsed(data, f"{self.url}{path}")
 
     async def exchange(self, method: str, path: str, body: object = None, *, again: bool = False) -> tuple[int, bytes]:
-        """The status and the content of an answer, whatever they say."""
+        """The status and the content of any answer, errors included."""
         what, timeout = f"{self.url}{path}", aiohttp.ClientTimeout(total=self.timeout_s)
         try:
             async with self.http.request(method, what, json=body, timeout=timeout, allow_redirects=False) as answer:
@@ -203,7 +203,7 @@ def _parsed(data: bytes | str, what: str) -> Answer:
 
 
 def numbers(values: object) -> dict[str, float]:
-    """Those entries that are numbers, or true or false, by name."""
+    """The entries that are numbers or truth values, by name."""
     if not isinstance(values, Mapping):
         return {}
     return {str(name): float(value) for name, value in values.items() if isinstance(value, bool | int | float)}

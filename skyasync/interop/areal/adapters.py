@@ -62,7 +62,7 @@ def program_of(agent_class: Callable[..., object], settings: Mapping[str, object
 
 
 def _taken(function: Callable[..., object], offered: Mapping[str, object]) -> dict[str, object]:
-    """Those that the function takes by name."""
+    """The arguments among these that the function takes by name."""
     parameters = inspect.signature(function).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return {name: value for name, value in offered.items() if takes_all or name in parameters}

@@ -323,7 +323,7 @@ def instance_class(path: str) -> Foreign:
 
 
 def made(executor_class: Foreign, parts: Mapping[str, object]) -> Foreign:
-    """An executor; those of older files take parts by name in ``__init__``."""
+    """An executor; executors of older files take parts by name in ``__init__``."""
     parameters = list(inspect.signature(executor_class).parameters.values())
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     given = {name: parts.get(name) for name in required}

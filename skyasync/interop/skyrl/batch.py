@@ -106,14 +106,14 @@ class TrainingInputBatch(MutableMapping[str, Any]):
         setattr(self.batch, NAMES[name], rows)
 
     def __delitem__(self, name: str) -> None:
-        """It is hidden from user code; the batch that is trained keeps what it needs."""
+        """Hide an entry from user code; the batch that is trained keeps it."""
         if name not in self:
             raise KeyError(name)
         self._own.pop(name, None)
         self._removed.add(name)
 
     def to(self, *arguments: object, **named: object) -> TrainingInputBatch:
-        """It stays on the CPU."""
+        """The batch itself: it stays on the CPU."""
         return self
 
     def as_training(self) -> TrainingBatch:
