@@ -106,6 +106,7 @@ _MOVED = {
     "experiment": "run.experiment",
     "observe": "observability",
     "plans": "trainer.plans",
+    "rewards.score": "rewards.signature",
     "rollout.contract": "rollout.generator_api",
     "together": "utils.task_group",
     "workers.batch": "models.batch",
