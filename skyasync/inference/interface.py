@@ -438,6 +438,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "elsewhere": True,
             "loads_as_files": True,
             "takes_changes": True,
+            "reads_images": True,
             "sampling": ("structured_outputs", "repetition_detection"),
         },
     ),

@@ -141,6 +141,16 @@ def data_url(image: Image) -> str:
     return f"data:{kind};base64,{base64.b64encode(image.data).decode()}"
 
 
+@lru_cache(64)
+def rgb_url(image: Image) -> str:
+    """The pixels of ``decoded``, for a server, which turns images by their EXIF and puts transparent ones on white."""
+    from PIL import Image as PIL
+
+    with PIL.open(io.BytesIO(image.data)) as opened:
+        plain = opened.format in ("PNG", "JPEG") and opened.mode == "RGB" and not opened.getexif()
+    return data_url(image if plain else read_image(decoded(image)))
+
+
 def decoded(image: Image) -> Any:  # noqa: ANN401
     """As a PIL image with three channels."""
     try:

@@ -80,13 +80,18 @@ class ImageProcessor:
         self._lock = threading.Lock()  # an engine's thread and the event loop share it
 
     def _process(self, image: Image) -> _Processed:
+        shown = decoded(image)
         with self._lock:
-            given = self._processor(
-                text=[self._processor.image_token],
-                images=[[decoded(image)]],
-                return_tensors="pt",
-                add_special_tokens=False,
-            )
+            try:
+                given = self._processor(
+                    text=[self._processor.image_token],
+                    images=[[shown]],
+                    return_tensors="pt",
+                    add_special_tokens=False,
+                )
+            except ValueError as error:
+                size = f"{shown.width} x {shown.height} pixels"
+                raise UserError(f"the model's processor cannot read an image of {size}: {error}") from error
         features = {name: value for name, value in given.items() if name not in _NO_FEATURES}
         return _Processed(given["input_ids"][0].tolist(), features)
 

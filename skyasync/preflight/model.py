@@ -124,10 +124,9 @@ def _check_vision(path: str, family: str, cfg: Config, key: str) -> None:
             ("trainer.policy.", "trainer.ref.", "trainer.critic.")
         ),
         f"generator.backend={backend(cfg)}": not ENGINES.about(backend(cfg)).can["reads_images"],
-        "generator.backend=vllm, which has other names for LLaVA's weights than transformers,": (
-            family == "llava" and backend(cfg) == "vllm"
+        f"generator.backend={backend(cfg)}, which has other names for LLaVA's weights than transformers,": (
+            family == "llava" and ENGINES.about(backend(cfg)).can["loads_as_files"]
         ),
-        "generator.engines": bool(generator.engines),
         "generator.agent_func_path": bool(generator.agent_func_path),
         "trainer.dump_trajectories": trainer.dump_trajectories,
         "environment.judges": bool(cfg.environment.judges),

@@ -41,6 +41,14 @@ def test_sync_goes_on_bit_for_bit(train_vision: Train) -> None:
     assert any(run.series("reward/mean"))
     for name in ("step", "policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean", "sync/logprob_gap"):
         assert again.series(name) == run.series(name)[2:]
+    assert trained_state(again) == trained_state(run)
+
+
+def trained_state(run: Trained) -> dict[str, bytes]:
+    """Weights and optimizer state after the last step."""
+    files = {file.name: file.read_bytes() for file in (run.folder / "checkpoints" / "step_000004" / "policy").iterdir()}
+    assert files
+    return files
 
 
 @pytest.mark.matrix
@@ -61,7 +69,9 @@ def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(tr
     file = run.folder / "checkpoints" / "step_000002" / saved.FILE
     state = saved.read(file, lambda identity: Prompt(identity, [], ""))
     kept = {str(t.id): t for group in state.groups for t in group.trajectories}
-    assert kept
+    images = {image for trajectory in kept.values() for image in images_in(trajectory.segments)}
+    assert images
+    assert all(file.read_bytes().count(image.data) == 1 for image in images)
     assert all(len(images_in(trajectory.segments)) == 1 for trajectory in kept.values())
     again = resumed(train_vision, run, *plan)
     rows = {row["prompt_id"]: row for row in read_lines(again.folder / "samples.jsonl")}

@@ -160,6 +160,11 @@ def test_roles_and_engines_that_do_not_read_a_models_images_are_named(tmp_path: 
     cfg = load_config(["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "generator.backend=vllm"])
     with pytest.raises(UserError, match=r"generator.backend=vllm, which has other names for LLaVA's weights"):
         check_model(str(tmp_path / "llava"), cfg)
+    servers = ["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "generator.engines=[http://127.0.0.1:8000]"]
+    with pytest.raises(UserError, match=r"generator.backend=vllm_server, which has other names for LLaVA's weights"):
+        check_model(str(tmp_path / "llava"), load_config(servers))
+    with pytest.raises(UserError, match=r"reads images: generator.backend=sglang_server is not supported"):
+        check_model(str(tmp_path / "llava"), load_config([*servers, "generator.backend=sglang_server"]))
     with pytest.raises(UserError, match=r"the tokens of Gemma 3's images depend on the text around them"):
         check_model(str(tmp_path / "gemma"), cfg)
     cfg.generator.backend, cfg.trainer.policy.model.path = "transformers", str(tmp_path / "llava")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image as PIL
 from torch import Tensor
 
 from skyasync.config.schema import Config
@@ -221,17 +222,46 @@ def test_equal_images_are_one_object_also_in_a_pickle() -> None:
     assert len(pickle.dumps([image] * 50)) < len(image.data) + 1000
 
 
-def test_what_is_no_image_is_rejected_in_words(tmp_path: Path) -> None:
+def test_what_is_no_image_is_rejected_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.png").write_bytes(b"no picture")
-    for value, message in {
-        tmp_path / "a.png": "cannot be decoded",
-        str(tmp_path / "b.png"): "cannot be read: No such file",
-        "https://example.org/a.png": "not downloaded",
-        "data:image/png,abc": "not data:image/...;base64",
-        7: "found '7'",
-    }.items():
+    large = PIL.new("L", (300, 300))
+    monkeypatch.setattr(PIL, "MAX_IMAGE_PIXELS", 300 * 300 // 2 - 1)  # twice as many are an error
+    for value, message in (
+        (tmp_path / "a.png", "cannot be decoded"),
+        (noise(1).data[:-100], r"an image of \d+ bytes cannot be decoded: image file is truncated"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", r"begins with b.<svg xmlns=.*, which is no format of images"),
+        (large, r"cannot be decoded: Image size \(90000 pixels\) exceeds limit of 89998 pixels"),
+        (str(tmp_path / "b.png"), "cannot be read: No such file"),
+        ("https://example.org/a.png", "not downloaded"),
+        ("data:image/png,abc", "not data:image/...;base64"),
+        (7, "found '7'"),
+    ):
         with pytest.raises(UserError, match=message):
             read_image(value)
+
+
+def test_an_image_whose_shape_the_processor_rejects_is_named(tmp_path: Path) -> None:
+    line = read_image(PIL.new("RGB", (1, 300)))
+    with pytest.raises(UserError, match="processor cannot read an image of 1 x 300 pixels: absolute aspect ratio"):
+        processor_of(save_tiny("qwen3_vl", tmp_path)).placeholders_in(line)
+
+
+def test_prompts_with_too_many_or_too_large_images_are_left_out(
+    folder: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    cfg, row = Config(), {"prompt": "How many?", "answer": "2"}
+    cfg.environment.reward_funcs, cfg.data.train_data = ["gsm8k"], ["rows.jsonl"]
+    many = row | {"images": [noise(1).data] * 9}
+    tokenizer, chat = load_tokenizer(folder), ChatTokenizer(load_tokenizer(folder))
+    one = [{"role": "user", "content": [{"type": "image", "image": noise(1)}, {"type": "text", "text": "How many?"}]}]
+    cfg.trainer.max_prompt_length = limit = len(chat.prompt(one))
+    (kept,) = load_prompts(
+        cfg.data.train_data, cfg, tokenizer, known={"rows.jsonl": [row | {"image": noise(1).data}, many]}
+    )
+    assert kept.id.row == 0
+    assert f"1 of 2 prompts have more than trainer.max_prompt_length={limit} tokens and are left out" in caplog.text
+    with pytest.raises(UserError, match=f"no prompt has at most trainer.max_prompt_length={limit} tokens"):
+        load_prompts(cfg.data.train_data, cfg, tokenizer, known={"rows.jsonl": [many]})
 
 
 def test_batches_keep_the_images_of_their_rows(folder: str) -> None:

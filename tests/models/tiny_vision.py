@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image as PIL
 from torch import Tensor
@@ -134,6 +136,14 @@ def smolvlm() -> tuple[PreTrainedModel, ProcessorMixin]:
         scale_factor=2, tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return ended(SmolVLMForConditionalGeneration(config)), processor
+
+
+def stand_in_for_num2words(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process and those that it starts. SmolVLM's processor needs the package for videos alone."""
+    folder.mkdir()
+    (folder / "num2words.py").write_text("num2words = str\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
 
 
 def llava() -> tuple[PreTrainedModel, ProcessorMixin]:

@@ -11,13 +11,16 @@ import pytest
 from torch import Tensor
 
 from skyasync.errors import UserError
+from skyasync.inference.backends.vllm import engine as vllm_engine
+from skyasync.inference.backends.vllm import server as vllm_server
 from skyasync.inference.interface import GenerationRequest, SamplingParams
-from skyasync.models.images import Image, Images, ImageTokens
+from skyasync.models.images import Image, Images, ImageTokens, decoded, rgb_url
 from skyasync.models.vision import ImageProcessor, blank_prompt, processor_of
 from skyasync.weight_sync.tensors import as_message
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
 from skyasync.weight_sync.verify.log_probabilities import choose_probe
+from tests.inference.backends.vllm.test_server import free_port, serving, until_it_answers
 from tests.models.tiny_vision import answers_of, noise, prompt, save_tiny
 from tests.weight_sync.policy_and_engine import Pair, arriving, never_fails, running
 from tests.weight_sync.worker_faults import WITHOUT, update_with
@@ -121,7 +124,7 @@ def test_prompts_with_images_are_not_cut() -> None:
 
 @pytest.mark.matrix
 @pytest.mark.vllm
-async def test_vllm_proves_the_tower_and_a_stale_cache_of_its_features_is_found(
+async def test_vllm_proves_the_tower_and_wrong_images_and_a_stale_cache_of_features_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny("qwen3_vl", tmp_path)
@@ -145,8 +148,56 @@ async def test_vllm_proves_the_tower_and_a_stale_cache_of_its_features_is_found(
             (doubled,) = await answers_of(engine, [request])
         assert "vLLM's processor made 21 other tokens of its images than the model's own" in doubled.error
 
+        with monkeypatch.context() as patch:
+            patch.setattr(vllm_engine, "decoded", lambda image: decoded(noise(9) if image is noise(1) else image))
+            await pair.hand_over()
+            with pytest.raises(WeightSyncError, match=DIFFER):
+                await pair.verify()
+        await pair.hand_over()
+        await pair.verify()
+
         pair.step(1e-2)
         monkeypatch.setattr(engine.llm, "reset_encoder_cache", engine.llm.check_health)  # another call without effect
         await pair.hand_over()
         with pytest.raises(WeightSyncError, match=DIFFER):
+            await pair.verify()
+
+
+@pytest.mark.matrix
+@pytest.mark.vllm
+async def test_the_same_faults_are_found_at_a_server(
+    tmp_path: Path, warm_processes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, port = save_tiny("qwen3_vl", tmp_path), free_port()
+    extra = {"url": f"http://127.0.0.1:{port}", "start_s": 60}
+    with serving(warm_processes, Path(folder), port) as process:
+        await until_it_answers(extra["url"], process)
+        async with running("vllm_server", folder, "float32", probe_of(folder), extra=extra) as pair:
+            await pair.hand_over()
+            await pair.verify()
+            images, engine = (noise(1),), pair.engine
+            request = GenerationRequest("twice", prompt(folder, images), SamplingParams(max_tokens=2), images=images)
+            with monkeypatch.context() as patch:
+                patch.setattr(engine._images, "collapse", lambda tokens, images: list(tokens))
+                (doubled,) = await answers_of(engine, [request])
+            assert "vLLM's processor made 21 other tokens of its images than the model's own" in doubled.error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(vllm_server, "rgb_url", lambda image: rgb_url(noise(9) if image is noise(1) else image))
+                await pair.hand_over()
+                with pytest.raises(WeightSyncError, match=DIFFER):
+                    await pair.verify()
+
+            pair.step(1e-2)
+            post = engine._server.post
+
+            async def forgetful(route: str, *body: Any, **query: str) -> object:
+                return None if route == "/reset_encoder_cache" else await post(route, *body, **query)
+
+            monkeypatch.setattr(engine._server, "post", forgetful)
+            await pair.hand_over()
+            with pytest.raises(WeightSyncError, match=DIFFER):
+                await pair.verify()
+            monkeypatch.undo()
+            await pair.hand_over()
             await pair.verify()

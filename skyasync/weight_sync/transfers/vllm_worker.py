@@ -260,13 +260,15 @@ class WorkerExtension:
         return why
 
     def ban(self, tokens: list[int], never: float) -> None:
-        """Set the logits of tokens to ``never``, also where prompts are scored, which ``logit_bias`` does not reach."""
+        """Set the logits of tokens to ``never``, also where prompts are scored, which ``logit_bias`` does not reach.
+
+        Instead of the tokens of an earlier call: each run that uses a server bans its own.
+        """
         worker: Any = self
         model: Any = worker.get_model()
-        compute = model.compute_logits
 
         def allowed(*arguments: Any) -> Tensor | None:  # noqa: ANN401
-            logits: Tensor | None = compute(*arguments)  # None on ranks that do not sample
+            logits: Tensor | None = type(model).compute_logits(model, *arguments)  # None on ranks that do not sample
             return logits if logits is None else logits.index_fill(-1, banned.to(logits.device), never)
 
         banned = torch.tensor(tokens)

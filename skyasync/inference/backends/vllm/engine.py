@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -33,6 +32,7 @@ from skyasync.inference.backends.vllm.process_guard import ProcessGuard
 from skyasync.inference.backends.vllm.setup import (
     alike,
     check_adapters,
+    check_expanded,
     engine_arguments,
     prepare_environment,
     sampling_parameters,
@@ -247,26 +247,17 @@ class VLLMEngine(InferenceEngine):
     async def _output(self, request: GenerationRequest, names: set[str]) -> RequestOutput:
         """vLLM's output, a sample for each of ``names``. A request without a token at a weight update starts over.
         ``abort`` takes names out of ``names``, and ends the request when none is left."""
-        sampling, images = request.sampling, request.images
-        if self._images is not None:
-            bans = dict.fromkeys(self._images.banned, -100.0)
-            sampling = replace(sampling, logit_bias=sampling.logit_bias | bans)
-        parameters = sampling_parameters(sampling, samples=len(names))
+        parameters = sampling_parameters(request.sampling, samples=len(names))
         name, prompt = request.request_id, request.prompt_token_ids.tolist()
         self._in_flight[name] = names
         self._watch()
         try:
             result: RequestOutput | None = None
             while result is None:
-                async for output in self.outputs(name, prompt, parameters, images):
+                async for output in self.outputs(name, prompt, parameters, request.images):
                     if output.finished and name not in self._restarting:
                         result = output
                 self._restarting.discard(name)
-            if images and result.prompt_token_ids != prompt:
-                raise RequestFailedError(
-                    f"vLLM's processor made {len(result.prompt_token_ids or ())} other tokens of its images than the "
-                    f"model's own, which made {len(prompt)}"
-                )
             self._finished_tokens += sum(len(versions_of(completion)) for completion in result.outputs)
             return result
         finally:
@@ -285,7 +276,7 @@ class VLLMEngine(InferenceEngine):
         restarts.
 
         Raises:
-            RequestFailedError: if the prompt's placeholders are not those of the images.
+            RequestFailedError: if the prompt's tokens are not those that vLLM makes of the images.
         """
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -302,6 +293,7 @@ class VLLMEngine(InferenceEngine):
                 shown = {"image": [decoded(image) for image in images]}
                 given: Any = {"prompt_token_ids": collapsed, "multi_modal_data": shown}
                 (prompt,) = await self.llm.renderer.render_cmpl_async([given])  # expands placeholders
+                check_expanded(prompt["prompt_token_ids"], tokens)
                 if not self._in_flight.get(name, True):  # aborted meanwhile, when vLLM did not know it
                     parameters.min_tokens, parameters.max_tokens = 0, 1
         prompt["cache_salt"] = f"version {self.version}"

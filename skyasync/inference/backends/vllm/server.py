@@ -1,16 +1,24 @@
-"""A vLLM server that the run does not start; what is the same for all servers is in ``inference.remote``."""
+"""A vLLM server that the run does not start; what is the same for all servers is in ``inference.remote``.
+
+Invariant: the server is sent one placeholder per image, and expands it by its own processor. A prompt whose tokens it
+makes differently is rejected.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skyasync.inference.backends.vllm.setup import sampling_fields
+from skyasync.inference.backends.vllm.setup import check_expanded, sampling_fields
 from skyasync.inference.interface import EngineConfig, FinishReason, GenerationOutput, PauseMode
 from skyasync.inference.remote import RemoteEngine, RemoteRequest
+from skyasync.models.images import Images, ImageTokens, reads_images, rgb_url
 from skyasync.weight_sync.update import WeightUpdate
+
+if TYPE_CHECKING:
+    from skyasync.models.vision import ImageProcessor
 
 BACKEND = "shared_memory"
 EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
@@ -37,6 +45,7 @@ class VLLMServerEngine(RemoteEngine):
     core_route = "/is_paused"
     core_failures = ("EngineDead", "EngineCore encountered")
     info_query = {"config_format": "json"}  # noqa: RUF012  (a class variable of the base)
+    _images: ImageProcessor | None = None  # of a model that reads images
 
     @classmethod
     def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
@@ -73,19 +82,25 @@ class VLLMServerEngine(RemoteEngine):
         await self._server.post("/abort_requests", {})
         await self._server.post("/resume")
         await self._server.post("/update_weight_version", {"new_version": str(self.version)})
+        if reads_images(self.config.model_path):
+            from skyasync.models.vision import NEVER, processor_of
+
+            self._images = processor_of(self.config.model_path)
+            await self._server.post("/collective_rpc", {"method": "ban", "args": [self._images.banned, NEVER]})
         cache = info["vllm_config"].get("cache_config") or {}
         return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
 
     async def _generate(self, pending: RemoteRequest) -> GenerationOutput:
-        request = pending.request
+        request, tokens = pending.request, pending.request.prompt_token_ids.tolist()
         body = {
             "request_id": request.request_id,
-            "token_ids": request.prompt_token_ids.tolist(),
+            **self._prompt(tokens, request.images),
             "sampling_params": sampling_fields(request.sampling, json=True),
             "cache_salt": self._salt(pending.version),
             "stream": True,
         }
         async for chunk in self._server.chunks(GENERATE, body):
+            check_expanded(chunk.get("prompt_token_ids") or tokens, tokens)  # only the first piece has them
             for choice in chunk["choices"]:
                 content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
                 pending.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
@@ -95,20 +110,32 @@ class VLLMServerEngine(RemoteEngine):
                     return self._ended(pending, FINISH_REASONS[reason], choice.get("weight_versions"))
         raise self._server.failure("it ended an answer without a reason")
 
+    def _prompt(self, tokens: list[int], images: Images) -> dict[str, Any]:
+        """Fields of a request. Raises ``UserError`` if the prompt's placeholders are not those of the images."""
+        if self._images is None:
+            return {"token_ids": tokens}
+        shown = [{"type": "image_url", "url": rgb_url(image)} for image in images]
+        return {"token_ids": self._images.collapse(tokens, images), "content_parts": shown, "return_token_ids": True}
+
     async def _abort(self, pending: Collection[RemoteRequest]) -> None:
         names = [PREFIX + each.request.request_id for each in pending]
         await self._server.post("/abort_requests", {"request_ids": names})
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
+        tokens = [int(token) for token in sequence]
         body = {
-            "token_ids": [int(token) for token in sequence],
+            **self._prompt(tokens, ImageTokens.images_of(sequence)),
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
             "cache_salt": self._salt(self.version),
         }
-        scores = (await self._server.post(GENERATE, body)).get("prompt_logprobs")
-        if not scores or len(scores) != len(sequence):
+        answer = await self._server.post(GENERATE, body)
+        check_expanded(answer.get("prompt_token_ids") or tokens, tokens)
+        scores = answer.get("prompt_logprobs")
+        if not scores or len(scores) != len(tokens):
             return None
-        return [float(each[str(int(token))]["logprob"]) for each, token in zip(scores[1:], sequence[1:], strict=True)]
+        placeholder = self._images.placeholder if self._images is not None else None
+        each = zip(scores[1:], tokens[1:], strict=True)
+        return [0.0 if token == placeholder else float(score[str(token)]["logprob"]) for score, token in each]
 
     async def _schedule(self, mode: PauseMode | None) -> None:
         if mode is None:
@@ -120,6 +147,8 @@ class VLLMServerEngine(RemoteEngine):
         await self._server.post("/start_weight_update")
         await self._server.post("/update_weights", {"update_info": update.info})
         await self._server.post("/finish_weight_update", {"weight_version": str(update.version)})
+        if self._images is not None:  # it has features of images by the former weights
+            await self._server.post("/reset_encoder_cache")
         try:
             answer = await self._server.post("/collective_rpc", {"method": "unproven"})
         except RuntimeError:  # started without the worker extension

@@ -16,7 +16,7 @@ from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.adapter import lora_arguments
 from skyasync.inference.backends.vllm.options import devices, no_adapters, without_adapters
-from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
+from skyasync.inference.interface import EngineConfig, GenerationRequest, RequestFailedError, SamplingParams
 from skyasync.models.config import overrides_of
 
 if TYPE_CHECKING:
@@ -141,6 +141,15 @@ def scoring_parameters() -> vllm.SamplingParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def check_expanded(found: Sequence[int], tokens: Sequence[int]) -> None:
+    """Raises RequestFailedError if vLLM's processor made other tokens of a prompt's images than the model's own."""
+    if list(found) != list(tokens):
+        raise RequestFailedError(
+            f"vLLM's processor made {len(found)} other tokens of its images than the model's own, which made "
+            f"{len(tokens)}"
+        )
 
 
 def alike(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:

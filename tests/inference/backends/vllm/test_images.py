@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image as PIL
 
 from skyasync.inference.backends.vllm.setup import alike
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationRequest, SamplingParams
 from skyasync.models.heads import load_causal_lm
-from skyasync.models.images import Images
+from skyasync.models.images import Images, decoded, read_image, rgb_url
 from skyasync.models.token_model import TokenModel
 from skyasync.models.vision import processor_of
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
@@ -26,6 +29,29 @@ def test_requests_with_other_images_are_not_samples_of_one() -> None:
     sampling = SamplingParams()
     requests = [GenerationRequest(str(i), [1, 2], sampling, images=(noise(i % 2),)) for i in range(4)]
     assert [[r.request_id for r in bundle] for bundle in alike(requests)] == [["0", "2"], ["1", "3"]]
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", ["plain", "turned", "transparent", "palette", "tiff"])
+def test_a_server_reads_the_pixels_that_the_trainer_reads(kind: str) -> None:
+    from vllm.multimodal.media.image import ImageMediaIO
+
+    image, buffer, turned = decoded(noise(1, 84, 56)), io.BytesIO(), PIL.Exif()
+    turned[0x0112] = 6
+    if kind == "transparent":
+        image.putalpha(100)
+    if kind == "palette":
+        image = image.convert("P")
+    image.save(
+        buffer, {"turned": "JPEG", "tiff": "TIFF"}.get(kind, "PNG"), **{"exif": turned} if kind == "turned" else {}
+    )
+    own = read_image(buffer.getvalue())
+    sent = read_image(rgb_url(own))
+    assert (sent is own) == (kind == "plain")
+    read: Any = ImageMediaIO().load_bytes(sent.data).media
+    assert np.array_equal(np.asarray(read), np.asarray(decoded(own)))
 
 
 @pytest.mark.matrix

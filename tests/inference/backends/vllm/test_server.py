@@ -64,9 +64,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(fork_socket: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
+def serving(fork_socket: Path, folder: Path, port: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     settings = ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "16", "--stream-interval", "4"]
-    settings += ["--kv-cache-memory-bytes", "134217728", "--uvicorn-log-level", "error"]
+    settings += ["--kv-cache-memory-bytes", "134217728", "--uvicorn-log-level", "error", *more]
     command = [interpreter(fork_socket, vllm=True), "-c", SERVE, str(folder), *settings]
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     process = subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL)
