@@ -20,6 +20,8 @@ from weakref import WeakValueDictionary
 from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 
+THUMBNAIL = 160  # the longer side, in pixels
+
 
 class VisionFamily(NamedTuple):
     """A type of models that read images.
@@ -149,6 +151,15 @@ def rgb_url(image: Image) -> str:
     with PIL.open(io.BytesIO(image.data)) as opened:
         plain = opened.format in ("PNG", "JPEG") and opened.mode == "RGB" and not opened.getexif()
     return data_url(image if plain else read_image(decoded(image)))
+
+
+@lru_cache(64)
+def thumbnail_url(image: Image) -> str:
+    """A small copy for people."""
+    small, buffer = decoded(image), io.BytesIO()
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    small.save(buffer, "JPEG")
+    return data_url(Image(buffer.getvalue()))
 
 
 def decoded(image: Image) -> Any:  # noqa: ANN401

@@ -15,7 +15,8 @@ import numpy as np
 from skyasync.arrays import TURN_TOKENS, Floats, Ints, joined
 from skyasync.envs.images import as_text
 from skyasync.envs.reward import right_answer
-from skyasync.rollout.types import Group, Segment, Trajectory
+from skyasync.models.images import thumbnail_url
+from skyasync.rollout.types import Group, Segment, Trajectory, images_in
 
 LABEL_CHARS = 2000  # of the right answer to a sample: tests of a program may be a book
 MOST_TOKENS = 512  # of a sample, so that a run of long responses does not fill the disk
@@ -139,6 +140,7 @@ def sample_records(
                 trajectory.segments, decode, trained(joined(*(s.tokens for s in trajectory.segments)))
             ),
         }
+        | ({"images": [thumbnail_url(image) for image in images]} if (images := images_in(trajectory.segments)) else {})
         | ({} if (label := right_answer(group.prompt.extras)) is None else {"label": str(label)[:LABEL_CHARS]})
         for group in groups[:count]
         for trajectory in group.trajectories[:1]

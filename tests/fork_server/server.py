@@ -186,6 +186,7 @@ def _run_request(request: dict[str, Any], files: dict[int, int]) -> None:
     elif "-c" in argv:
         _reset_process_state()
         sys.argv = argv[argv.index("-c") :]
+        sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         exec(sys.argv.pop(1), {"__name__": "__main__"})
     else:
         sys.argv = _without_setup(argv)

@@ -1,5 +1,7 @@
 import pytest
+from PIL import Image as PIL
 
+from skyasync.models.images import decoded, read_image
 from skyasync.rollout.metrics import environment_metrics, eval_name, rollout_metrics, sample_records, staleness_metrics
 from skyasync.rollout.types import Group, Segment
 from tests.rollout.episodes import action, prompt, trajectory
@@ -52,6 +54,15 @@ def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
          "stop_reason": "stop", "versions": [0],
          "tokens": {"text": ["[3]", "[9]", "[4]"], "versions": [0, -1, 0], "logprobs": [-0.5, None, -0.5]}}
     ]  # fmt: skip
+
+
+def test_a_sample_shows_its_images_in_small():
+    large = read_image(PIL.new("RGB", (800, 400), (255, 0, 0)))
+    talk = trajectory(action([3]), Segment("observation", [9], images=(large,)), action([4], 1.0), row=0)
+    (found,) = sample_records([Group(prompt(0), [talk])], 1, decode=str)
+    (shown,) = found["images"]
+    assert decoded(read_image(shown)).size == (160, 80)
+    assert len(shown) < 3000
 
 
 @pytest.mark.parametrize(

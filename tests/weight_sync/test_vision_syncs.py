@@ -14,6 +14,7 @@ from torch import Tensor
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.models.images import Images
 from skyasync.models.vision import blank_prompt
+from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from tests.inference.backends.vllm.test_server import free_port, serving, until_it_answers
 from tests.models.tiny_vision import answers_of, as_batch, noise, prompt, save_tiny, stand_in_for_num2words
 from tests.weight_sync.pair import Pair, running
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.vllm]
 
 SYNCS, STEP = 50, 2e-3
 SEEN: list[Images] = [(noise(1),), (noise(2), noise(3, 84, 56)), ()]
-LARGEST = {"float32": 1e-5}  # of one token; of bfloat16 the mean is compared with the floor
+LARGEST = 1e-5  # of one token in float32
 
 
 def shown(version: int) -> list[Images]:
@@ -86,8 +87,8 @@ async def test_fifty_syncs_with_images_seen_before_and_new_ones(pair: Pair, fold
     floor, means, largest = found[0].mean(), torch.stack(found[1:]).mean(1), torch.stack(found).max()
     print(f"start: mean {floor:.1e}; {SYNCS} syncs: worst mean {means.max():.1e}, largest token {largest:.1e}")
     if dtype == "float32":
-        assert largest < LARGEST[dtype]
-    assert means.max() < max(4 * floor, 1e-6)
+        assert largest < LARGEST
+    assert means.max() < (FLOAT32 if dtype == "float32" else BFLOAT16).limit(float(floor))
     wrong = [tuple(noise(3000 + i) if image is noise(1) else image for i, image in enumerate(own))
              for own in shown(pair.version)]  # fmt: skip
     assert (await differences(pair, folder, wrong)).max() > 0.1

@@ -141,6 +141,7 @@ class PageSample:
     versions: list[int]
     tokens: list[Token]
     gap: float | None  # the largest
+    images: list[str]  # data: URLs
 
     @property
     def ended(self) -> str:
@@ -190,6 +191,7 @@ def sample_of(row: Row) -> PageSample:
         versions=list(row.get("versions") or []),
         tokens=tokens,
         gap=max((abs(token.gap) for token in tokens if token.gap is not None), default=None),
+        images=[url for url in row.get("images") or [] if str(url).startswith("data:image/")],
     )
 
 

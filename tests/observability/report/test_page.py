@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -189,6 +190,13 @@ def test_samples_are_the_first_a_middle_and_the_last() -> None:
     (only,) = chosen([sample(4)])
     assert only.samples[0].gap == pytest.approx(0.4)
     assert [token.strength for token in only.samples[0].tokens] == [0.0, pytest.approx(0.63), 0.0]
+
+
+def test_a_sample_shows_its_images_and_loads_nothing_else(tmp_path: Path) -> None:
+    url = "data:image/jpeg;base64,aGk="
+    folder, row = make_run(tmp_path / "run"), sample(1) | {"images": [url, "https://example.org/a.png"]}
+    (folder / "samples.jsonl").write_text(json.dumps(row) + "\n")
+    assert Page(page([folder])).outside == [url]
 
 
 def test_the_timeline_shows_the_last_steps(run: Path) -> None:
