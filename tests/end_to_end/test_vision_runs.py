@@ -18,16 +18,22 @@ from skyasync.examples.vision.discs import ENV_CLASS, QUESTION, disc_image
 from skyasync.examples.vision.model import build
 from skyasync.models.images import read_image
 from skyasync.rollout.types import Group, images_in
+from tests.end_to_end.parts import disc_prompts
 from tests.end_to_end.runs import Train, Trained, train_in
 from tests.inference.backends.vllm.test_server import free_port, serving_with, until_it_answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 
 SETTINGS = (
-    "data.train_data=tests.end_to_end.parts:disc_prompts", f"environment.env_class={ENV_CLASS}",
+    "data.train_data=tests.end_to_end.test_vision_runs:prompts", f"environment.env_class={ENV_CLASS}",
     "trainer.max_training_steps=3", "trainer.max_prompt_length=64", "generator.sampling_params.max_generate_length=4",
 )  # fmt: skip
 HERE = "tests.end_to_end.test_vision_runs"
+
+
+def prompts() -> list[dict[str, Any]]:
+    """For the environment of the settings."""
+    return [row | {"env_class": ""} for row in disc_prompts()]
 
 
 class ShowsAnother(BaseTextEnv):
@@ -90,15 +96,16 @@ def assert_trained(run: Trained) -> None:
     assert any(norm > 0 for norm in run.series("policy/grad_norm"))
 
 
-def test_an_environment_answers_with_images(train_vision: Train) -> None:
-    turns = (f"environment.env_class={HERE}:ShowsAnother", "generator.max_turns=2", "trainer.run_name=turns")
-    run = train_vision(*SETTINGS, *turns, experiment=Counted)
+@pytest.mark.parametrize("plan", ["sync", "streamed"])
+def test_an_environment_answers_with_images(train_vision: Train, plan: str) -> None:
+    turns = (f"environment.env_class={HERE}:ShowsAnother", "generator.max_turns=2", f"trainer.run_name=turns_{plan}")
+    run = train_vision(*SETTINGS, *turns, f"trainer.plan={plan}", experiment=Counted)
     assert_trained(run)
     assert run.series("test/images") == [2.0] * 3
 
 
 def test_an_agent_sends_images_by_the_endpoint(train_vision: Train) -> None:
-    program = ("environment.env_class=", f"generator.agent_program={HERE}:asks_twice", "trainer.run_name=agent")
+    program = ('environment.env_class=""', f"generator.agent_program={HERE}:asks_twice", "trainer.run_name=agent")
     run = train_vision(*SETTINGS, *program, experiment=Counted)
     assert_trained(run)
     assert run.series("test/images") == [2.0] * 3

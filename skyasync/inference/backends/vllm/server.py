@@ -100,7 +100,8 @@ class VLLMServerEngine(RemoteEngine):
             "stream": True,
         }
         async for chunk in self._server.chunks(GENERATE, body):
-            check_expanded(chunk.get("prompt_token_ids") or tokens, tokens)  # only the first piece has them
+            if expanded := chunk.get("prompt_token_ids"):  # only the first piece of a prompt with images has them
+                check_expanded(expanded, tokens)
             for choice in chunk["choices"]:
                 content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
                 pending.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
