@@ -125,11 +125,11 @@ def test_a_frozen_tower_keeps_its_bits(train_vision: Train) -> None:
 
 @pytest.mark.vllm
 def test_a_server_is_sent_images_and_weights(
-    train_vision: Train, warm_processes: Path, monkeypatch: pytest.MonkeyPatch
+    train_vision: Train, fork_socket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    with serving_with(monkeypatch, warm_processes, Path(build()), port) as process:
+    with serving_with(monkeypatch, fork_socket, Path(build()), port) as process:
         asyncio.run(until_it_answers(url, process))
         settings = (
             f"generator.engines=[{url}]",

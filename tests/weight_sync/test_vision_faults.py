@@ -166,11 +166,11 @@ async def test_vllm_proves_the_tower_and_wrong_images_and_a_stale_cache_of_featu
 @pytest.mark.matrix
 @pytest.mark.vllm
 async def test_the_same_faults_are_found_at_a_server(
-    tmp_path: Path, warm_processes: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fork_socket: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, port = save_tiny("qwen3_vl", tmp_path), free_port()
     extra = {"url": f"http://127.0.0.1:{port}", "start_s": 60}
-    with serving(warm_processes, Path(folder), port) as process:
+    with serving(fork_socket, Path(folder), port) as process:
         await until_it_answers(extra["url"], process)
         async with running("vllm_server", folder, "float32", probe_of(folder), extra=extra) as pair:
             await pair.hand_over()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.weight_sync.pair import Pair, running
 from torch import Tensor
 
 from skyasync.inference.interface import GenerationRequest, SamplingParams
@@ -17,7 +18,6 @@ from skyasync.models.vision import blank_prompt
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from tests.inference.backends.vllm.test_server import free_port, serving, until_it_answers
 from tests.models.tiny_vision import answers_of, as_batch, noise, prompt, save_tiny, stand_in_for_num2words
-from tests.weight_sync.pair import Pair, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.vllm]
 
@@ -65,13 +65,13 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-async def pair(folder: str, backend: str, dtype: str, warm_processes: Path) -> AsyncIterator[Pair]:
+async def pair(folder: str, backend: str, dtype: str, fork_socket: Path) -> AsyncIterator[Pair]:
     probe: list[list[int]] = [blank_prompt(folder, [5, 6, 7, 8])]
     engine: dict[str, Any] = {"kv_cache_gb": 0.1}
     async with AsyncExitStack() as stack:
         if backend == "vllm_server":
             port = free_port()
-            process = stack.enter_context(serving(warm_processes, Path(folder), port, "--dtype", dtype))
+            process = stack.enter_context(serving(fork_socket, Path(folder), port, "--dtype", dtype))
             await until_it_answers(f"http://127.0.0.1:{port}", process)
             engine["extra"] = {"url": f"http://127.0.0.1:{port}", "start_s": 60}
         yield await stack.enter_async_context(running(backend, folder, dtype, probe, **engine))

@@ -143,11 +143,11 @@ def scoring_parameters() -> vllm.SamplingParams:
     )
 
 
-def check_expanded(found: Sequence[int], tokens: Sequence[int]) -> None:
+def check_expanded(expanded: Sequence[int], tokens: Sequence[int]) -> None:
     """Raises RequestFailedError if vLLM's processor made other tokens of a prompt's images than the model's own."""
-    if list(found) != list(tokens):
+    if list(expanded) != list(tokens):
         raise RequestFailedError(
-            f"vLLM's processor made {len(found)} other tokens of its images than the model's own, which made "
+            f"vLLM's processor made {len(expanded)} other tokens of its images than the model's own, which made "
             f"{len(tokens)}"
         )
 
