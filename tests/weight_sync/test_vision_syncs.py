@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.weight_sync.pair import Pair, running
 from torch import Tensor
 
 from skyasync.inference.interface import GenerationRequest, SamplingParams
@@ -18,6 +17,7 @@ from skyasync.models.vision import blank_prompt
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from tests.inference.backends.vllm.test_server import free_port, serving, until_it_answers
 from tests.models.tiny_vision import answers_of, as_batch, noise, prompt, save_tiny, stand_in_for_num2words
+from tests.weight_sync.policy_and_engine import Pair, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.vllm]
 
