@@ -38,14 +38,14 @@ UNCOUNTED = 2  # one uncounted request per so many counted ones
 
 
 class Skewed:
-    """An engine whose responses have given lengths; its output since ``count_anew``."""
+    """An engine whose responses have given lengths; its output since ``reset_count``."""
 
     def __init__(self, engine: Any, lengths: dict[str, int]) -> None:
         self.engine, self.lengths = engine, lengths
         self.in_flight = 0
-        self.count_anew()
+        self.reset_count()
 
-    def count_anew(self) -> None:
+    def reset_count(self) -> None:
         self.tokens = self.requests = 0
         self.speed = Throughput()
 
@@ -72,11 +72,11 @@ class Skewed:
 
 
 async def ask(client: InferenceClient, names: Sequence[str], in_flight: int) -> None:
-    places = asyncio.Semaphore(in_flight)
+    positions = asyncio.Semaphore(in_flight)
     sampling = SamplingParams(max_tokens=LONGEST, ignore_eos=True)
 
     async def one(number: int, name: str) -> None:
-        async with places:
+        async with positions:
             await client.generate(
                 GenerationRequest(name, ints([1 + (number * 7 + i) % 90 for i in range(8)]), sampling)
             )
@@ -99,7 +99,7 @@ async def measure(kinds: Sequence[str], path: str, requests: int, in_flight: int
     try:
         await ask(client, names[requests:], in_flight)
         for engine in engines:
-            engine.count_anew()
+            engine.reset_count()
         await ask(client, names[:requests], in_flight)
         return [(each.requests, each.tokens, each.speed.tokens_per_s or math.nan) for each in engines]
     finally:

@@ -130,7 +130,7 @@ class Lists(EpisodeGenerator):
 
 
 @dataclass
-class Found:
+class Result:
     tokens: int
     seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0
@@ -146,7 +146,7 @@ class Found:
         return self.peak_bytes / self.tokens
 
 
-async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> Found:
+async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> Result:
     engine = ReadyEngine(shape)
     generator_class = Lists if way == "lists" else EpisodeGenerator
     client, judge = InferenceClient([engine]), Judge()  # type: ignore[list-item]
@@ -165,7 +165,7 @@ async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> F
         collated = time.process_time()
     peak = memory("VmHWM") - engine.memory_before
     seconds = {"groups": grouped - engine.started_s, "metrics": measured - grouped, "batch": collated - measured}
-    return Found(int(batch.attention_mask.sum()), seconds, peak, *map(max, zip(*longest, strict=True)))
+    return Result(int(batch.attention_mask.sum()), seconds, peak, *map(max, zip(*longest, strict=True)))
 
 
 @asynccontextmanager
@@ -175,10 +175,10 @@ async def turns(engine: ReadyEngine) -> AsyncIterator[list[tuple[float, float]]]
 
     async def tick() -> None:
         while True:
-            started, before, due = engine.started_s, time.thread_time(), time.perf_counter() + TICK_S
+            started, before, due_s = engine.started_s, time.thread_time(), time.perf_counter() + TICK_S
             await asyncio.sleep(TICK_S)
             if started:
-                late.append((time.thread_time() - before, time.perf_counter() - due))
+                late.append((time.thread_time() - before, time.perf_counter() - due_s))
 
     task = asyncio.create_task(tick())
     try:
@@ -205,7 +205,7 @@ def touch(megabytes: int) -> None:
     np.ones(megabytes << 20, np.int8)
 
 
-def measured(shape: Shape, way: str, text: bool) -> Found:
+def measured(shape: Shape, way: str, text: bool) -> Result:
     touch(4096)
     tokenizer = None
     if text:

@@ -52,7 +52,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     tokens: int
     seconds: float
     share: float
@@ -68,7 +68,7 @@ def cases(only: str, *, toy: bool) -> list[Case]:
     return [Case(name, packed, again, **size) for name, packed, again in product(names, (True, False), (False, True))]
 
 
-def measure(case: Case, folder: str) -> Found:
+def measure(case: Case, folder: str) -> Result:
     """In a new process."""
     import torch
 
@@ -94,7 +94,7 @@ def measure(case: Case, folder: str) -> Found:
     tokens, taken = int(batch.attention_mask.sum()), statistics.median(seconds[1:])
     lengths = batch.attention_mask.sum(1).double()
     work = 6 * trained(worker.backend.model) * tokens + attention(case, float(lengths.square().sum()))
-    return Found(tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, device))
+    return Result(tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, device))
 
 
 def config(case: Case, folder: str) -> Any:
@@ -180,7 +180,7 @@ def main() -> None:
             if done.returncode:
                 print(how, done.stderr.strip().splitlines()[-1], flush=True)  # out of memory, for instance
                 continue
-            found = Found(**json.loads(done.stdout.splitlines()[-1]))
+            found = Result(**json.loads(done.stdout.splitlines()[-1]))
             print(
                 f"{how} {found.tokens / found.seconds:10,.0f} {found.share:8.1%} {found.peak / 2**30:9.2f} "
                 f"{found.planned / 2**30:8.2f}", flush=True,

@@ -122,10 +122,10 @@ class Lag:
 
     async def watch(self) -> None:
         while True:
-            due = time.perf_counter() + 0.01
+            due_s = time.perf_counter() + 0.01
             await asyncio.sleep(0.01)
             now = time.perf_counter()
-            self.late.append((now, now - due))
+            self.late.append((now, now - due_s))
 
     def counting(self, client: InferenceClient) -> None:
         generate = client.generate

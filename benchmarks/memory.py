@@ -239,8 +239,8 @@ def estimated(case: Case) -> dict[str, int]:
         AutoConfig.for_model(**case.model).save_pretrained(folder)
         use = measure(_config(case, folder), ROLES[POLICY], case.ranks, gpus=False)
     early = {"log-probabilities": use.scoring, "publish": use.publishing}
-    without_moments = {name: sum(lines.values()) - lines[OPTIMIZER_STATE] for name, lines in early.items()}
-    return without_moments | {"update": sum(use.updating.values())}
+    before_step = {name: sum(lines.values()) - lines[OPTIMIZER_STATE] for name, lines in early.items()}
+    return before_step | {"update": sum(use.updating.values())}
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 8000, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False, "max_position_embeddings": 2048,
 }  # fmt: skip
-MIXTURE: dict[str, Any] = {
+MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 8000, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32,
     "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
     "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": 2048,
@@ -54,7 +54,7 @@ class Case:
     updates: int = 3
 
     @property
-    def axes(self) -> str:
+    def mesh(self) -> str:
         """In words; experts are divided among the ranks of the tensor dimension."""
         sizes = {"data": self.ranks // self.context // self.tensor, "context": self.context, "tensor": self.tensor}
         if "num_experts" in self.model:
@@ -64,7 +64,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     cpu: float
     seconds: float
     peak: int
@@ -73,7 +73,7 @@ class Found:
 
 def cases(*, toy: bool, updates: int) -> Iterator[Case]:
     size: dict[str, Any] = {"rows": 4, "mean": 16} if toy else {}
-    for name, model in (("llama", LLAMA), ("mixture", MIXTURE)):
+    for name, model in (("llama", LLAMA), ("mixture", MOE)):
         shape = model | TOY if toy else model
         one = Case(name, shape, updates=updates, **size)
         yield from (one, replace(one, ranks=2), replace(one, ranks=2, context=2), replace(one, ranks=2, tensor=2))
@@ -83,7 +83,7 @@ def cases(*, toy: bool, updates: int) -> Iterator[Case]:
         yield from (replace(one, ranks=4, context=2, tensor=2), replace(one, ranks=4, tensor=4))
 
 
-def measured(case: Case, folder: str) -> Found:
+def measured(case: Case, folder: str) -> Result:
     """Of all ranks, which are forks of this process."""
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as meeting:
@@ -97,7 +97,7 @@ def measured(case: Case, folder: str) -> Found:
         found = [pipe.recv() for pipe in pipes]
         for process in ranks:
             process.join()
-    return Found(
+    return Result(
         statistics.fmean(each.cpu for each in found), max(each.seconds for each in found),
         max(each.peak for each in found), found[0].norm,
     )  # fmt: skip
@@ -107,7 +107,7 @@ def _tell(pipe: Connection, case: Case, folder: str, meeting: str, rank: int) ->
     pipe.send(of_rank(case, folder, meeting, rank))
 
 
-def of_rank(case: Case, folder: str, meeting: str, rank: int) -> Found:
+def of_rank(case: Case, folder: str, meeting: str, rank: int) -> Result:
     """The figures of one rank, in a process of its own."""
     import torch
 
@@ -132,7 +132,7 @@ def of_rank(case: Case, folder: str, meeting: str, rank: int) -> Found:
         told = worker.update_policy(batch)
         cpu.append(time.process_time() - began[0])
         clock.append(time.perf_counter() - began[1])
-    return Found(statistics.median(cpu), statistics.median(clock), _resident("VmHWM") - base, told["grad_norm"])
+    return Result(statistics.median(cpu), statistics.median(clock), _resident("VmHWM") - base, told["grad_norm"])
 
 
 def _set_up(worker: Any, port: Path) -> None:
@@ -153,8 +153,8 @@ def rows_of(case: Case, worker: Any) -> Any:
 
     batch = ragged_batch(case.rows, case.mean, longest=2)
     batch.tokens %= case.model["vocab_size"]
-    axes = worker.backend.spec.mesh_shape
-    return batch.select(split_for_ranks(batch, axes.data)[axes.data_rank(worker.rank)]).trim()
+    mesh = worker.backend.spec.mesh_shape
+    return batch.select(split_for_ranks(batch, mesh.data)[mesh.data_rank(worker.rank)]).trim()
 
 
 def config(case: Case, path: str) -> Any:
@@ -188,8 +188,8 @@ def main() -> None:
     arguments = parser.parse_args()
     from skyasync.workers import policy  # noqa: F401  # once, for all ranks
 
-    print("| model | ranks | axes | CPU s | of one rank's | s | MiB | of one rank's | norm |\n|---" + "|---" * 8 + "|")
-    one: Found | None = None
+    print("| model | ranks | mesh | CPU s | of one rank's | s | MiB | of one rank's | norm |\n|---" + "|---" * 8 + "|")
+    one: Result | None = None
     for case in cases(toy=arguments.toy, updates=arguments.updates):
         if not case.name.startswith(arguments.only):
             continue
@@ -200,7 +200,7 @@ def main() -> None:
             found = measured(case, folder)
         one = found if case.ranks == 1 or one is None else one
         print(
-            f"| {case.name} | {case.ranks} | {case.axes} | {found.cpu:.2f} | {found.cpu / one.cpu:.2f} "
+            f"| {case.name} | {case.ranks} | {case.mesh} | {found.cpu:.2f} | {found.cpu / one.cpu:.2f} "
             f"| {found.seconds:.1f} | {found.peak >> 20} | {found.peak / one.peak:.2f} | {found.norm:.6f} |",
             flush=True,
         )

@@ -52,7 +52,7 @@ class WatchedEngine(VirtualEngine):
         super().__init__(engine.costs)
         self.drawn = drawn
         self._free = list(range(drawn.slots, drawn.slots + SLOTS))
-        self._begun: dict[int, tuple[int, float, Sequence]] = {}
+        self._started: dict[int, tuple[int, float, Sequence]] = {}
         drawn.slots += SLOTS
 
     def _fill(self) -> None:
@@ -65,15 +65,15 @@ class WatchedEngine(VirtualEngine):
 
     def _draw(self) -> None:
         now, running = asyncio.get_running_loop().time(), {id(sequence) for *_, sequence in self._running}
-        for key in self._begun.keys() - running:
-            slot, start, sequence = self._begun.pop(key)
+        for key in self._started.keys() - running:
+            slot, start, sequence = self._started.pop(key)
             self._free.append(slot)
             self.drawn.ended += sequence.done.done()
             self.drawn.responses.append((slot, start, now))
         for *_, sequence in sorted(self._running, key=_arrival):
-            if id(sequence) not in self._begun:
+            if id(sequence) not in self._started:
                 self._free.sort()
-                self._begun[id(sequence)] = (self._free.pop(0), now, sequence)
+                self._started[id(sequence)] = (self._free.pop(0), now, sequence)
 
     def set_version(self, version: int) -> None:
         super().set_version(version)

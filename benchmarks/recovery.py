@@ -74,8 +74,8 @@ def _kill_newest(actor_class: str) -> None:
     import ray
 
     actors = ray._private.state.actors().values()
-    living = [a for a in actors if a["ActorClassName"] == actor_class and a["State"] == "ALIVE"]
-    os.kill(max(living, key=lambda actor: actor["StartTime"])["Pid"], signal.SIGKILL)
+    running = [a for a in actors if a["ActorClassName"] == actor_class and a["State"] == "ALIVE"]
+    os.kill(max(running, key=lambda actor: actor["StartTime"])["Pid"], signal.SIGKILL)
 
 
 def _note(folder: Path, what: str, took_s: float) -> None:

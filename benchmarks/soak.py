@@ -54,11 +54,11 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 def table(rows: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
     """By metric: after the first fifth, at the end, growth per hour."""
-    begun, found = rows[0]["time"], {}
-    settled = begun + SETTLED * (rows[-1]["time"] - begun)
+    started, found = rows[0]["time"], {}
+    settled = started + SETTLED * (rows[-1]["time"] - started)
     names = [*(f"memory/{name}_gib" for name in HELD), "disk/run_gib", "time/step_s"]
     for name in names:
-        points = [((row["time"] - begun) / 3600, row[name]) for row in rows if row["time"] > settled and name in row]
+        points = [((row["time"] - started) / 3600, row[name]) for row in rows if row["time"] > settled and name in row]
         if len(points) > 2:
             found[name] = points[0][1], points[-1][1], slope(points)
     return found

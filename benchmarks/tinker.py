@@ -160,8 +160,8 @@ def kills(times: int, model: str, folder: Path) -> None:
     target: Any = {"target_tokens": tokens[1:]}
     rows = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), target)]
 
-    def step(client: Any, begun: Any = None) -> float:
-        future = begun or client.forward_backward(rows, "cross_entropy")
+    def step(client: Any, started: Any = None) -> float:
+        future = started or client.forward_backward(rows, "cross_entropy")
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         sampler = client.save_weights_and_get_sampling_client().result()
         answer = sampler.sample(types.ModelInput.from_ints(tokens[:5]), 2, types.SamplingParams(max_tokens=12))
@@ -171,7 +171,7 @@ def kills(times: int, model: str, folder: Path) -> None:
     wanted, found, killed = list[float](), list[float](), 0
     titles = ("ray::_EngineActor", "ray::MultiAdapterWorker")
     client: Any = None
-    begun: Any = None  # a request that the server has lost
+    started: Any = None  # a request that the server has lost
     while killed < times:
         with server(folder, model) as (base_url, process):
             if client is None:
@@ -179,7 +179,7 @@ def kills(times: int, model: str, folder: Path) -> None:
                 reference = service.create_lora_training_client(model, 4, seed=1).result()
                 wanted = [step(reference) for _ in range(times + 2)]
                 client = service.create_lora_training_client(model, 4, seed=1).result()
-            found.append(step(client, begun))
+            found.append(step(client, started))
             for title in titles[: times - killed]:
                 began = time.perf_counter()
                 kill(process, title)
@@ -187,7 +187,7 @@ def kills(times: int, model: str, folder: Path) -> None:
                 killed += 1
                 print(f"{killed:2} {title}: the next step took {time.perf_counter() - began:.1f} s", flush=True)
             if killed < times:
-                begun = client.forward_backward(rows, "cross_entropy")
+                started = client.forward_backward(rows, "cross_entropy")
                 process.send_signal(signal.SIGKILL)
                 process.wait(60)
                 killed += 1

@@ -36,7 +36,7 @@ from skyasync.weight_sync.update import WeightUpdate
 
 REQUESTS = 64
 TOKENS = 200
-TOKENS_PER_SWAP = 30  # of every request
+TOKENS_PER_UPDATE = 30  # of every request
 
 
 class Moment(NamedTuple):
@@ -98,8 +98,8 @@ class Bench:
         requests = [GenerationRequest(f"r{first}-{i}", [1 + i, 2, 3], sampling) for i in range(REQUESTS - 1)]
         tasks = [asyncio.create_task(self.client.generate(request)) for request in requests]
         found = []
-        for swap in range(1, self.swaps + 1):
-            while (await self.client.stats())[0].generated_tokens < before + swap * TOKENS_PER_SWAP * REQUESTS:  # noqa: ASYNC110
+        for update in range(1, self.swaps + 1):
+            while (await self.client.stats())[0].generated_tokens < before + update * TOKENS_PER_UPDATE * REQUESTS:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             update, start = await self.publish(), time.perf_counter()
             await stop()
@@ -128,13 +128,13 @@ class Bench:
         await listening
         gaps = [later.since(earlier) for earlier, later in pairwise(at)]
         usual = Moment(*(median(values) for values in zip(*gaps, strict=True)))
-        across = [_across(at, gaps, swap) for swap in swaps]
+        across = [_across(at, gaps, update) for update in swaps]
         return [end - start for start, end in swaps], [gap.since(usual) for gap in across if gap is not None]
 
 
-def _across(at: list[Moment], gaps: list[Moment], swap: tuple[float, float]) -> Moment | None:
+def _across(at: list[Moment], gaps: list[Moment], update: tuple[float, float]) -> Moment | None:
     """The longest gap between two tokens around an update; None after the last token."""
-    met = [gap for (a, b), gap in zip(pairwise(at), gaps, strict=True) if a.clock < swap[1] and b.clock > swap[0]]
+    met = [gap for (a, b), gap in zip(pairwise(at), gaps, strict=True) if a.clock < update[1] and b.clock > update[0]]
     return max(met, default=None)
 
 

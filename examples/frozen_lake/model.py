@@ -19,9 +19,9 @@ from examples.frozen_lake.lakes import MOVES, SIZE, lesson, seeds
 from skyasync.envs.adapters.gymnasium import FIELDS
 from skyasync.examples.warm_start import CHATML, IGNORED, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
 
-PLACES = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
+POSITIONS = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
 SIDES = [f"{move} {field}" for move in MOVES for field in ("edge", *FIELDS.values())]
-WORDS = (*SPECIAL_TOKENS, "<unk>", "user", "assistant", "system", *PLACES, *SIDES, *MOVES, "\n")
+WORDS = (*SPECIAL_TOKENS, "<unk>", "user", "assistant", "system", *POSITIONS, *SIDES, *MOVES, "\n")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from tests.agents.endpoints import HELLO, Scripted, entered, real_endpoint, scri
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 CHAT: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": 1}
-FORMS: dict[str, dict[str, Any]] = {
+APIS: dict[str, dict[str, Any]] = {
     "chat/completions": CHAT,
     "completions": {"model": "m", "prompt": "12 * 34 =", "max_tokens": 1},
     "responses": {"model": "m", "input": "12 * 34 =", "max_output_tokens": 1},
@@ -80,7 +80,7 @@ FIELDS = (
     "stop", "stop_sequences", "logit_bias", "n", "logprobs", "stream", "return_token_ids", "tools", "tool_choice",
     "stream_options", "model", "system", "instructions", "previous_response_id", "store", "parallel_tool_calls",
 )  # fmt: skip
-PLACES = ("messages", "input", "prompt")
+PROMPT_FIELDS = ("messages", "input", "prompt")
 ROLES = st.sampled_from(["user", "assistant", "system", "tool", "developer"])
 ITEMS = st.lists(
     st.fixed_dictionaries({}, optional={"role": ROLES | ANYTHING, "content": st.text(max_size=9) | ANYTHING,
@@ -93,12 +93,12 @@ VALUES = {"logit_bias": BIAS | ANYTHING, "n": st.sampled_from([0, 1, 2, 3, 129, 
 
 @st.composite
 def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
-    form = draw(st.sampled_from(list(FORMS)))
+    form = draw(st.sampled_from(list(APIS)))
     numbers = draw(st.dictionaries(st.sampled_from(NUMERIC), st.sampled_from(NUMBERS), max_size=2))
     names = draw(st.lists(st.sampled_from(FIELDS), max_size=2, unique=True))
-    body = {**FORMS[form], **numbers, **{name: draw(VALUES.get(name, ANYTHING)) for name in names}}
+    body = {**APIS[form], **numbers, **{name: draw(VALUES.get(name, ANYTHING)) for name in names}}
     if draw(st.integers(0, 3)) == 0:
-        place = next(name for name in PLACES if name in body)
+        place = next(name for name in PROMPT_FIELDS if name in body)
         body[place] = draw(ITEMS | ANYTHING)
     return form, body
 
@@ -160,7 +160,7 @@ ATTACKS: list[tuple[str, dict[str, Any], int]] = [
 async def test_an_attack_is_answered_and_the_next_request_too(
     real: SimpleNamespace, form: str, attack: dict[str, Any], status: int
 ) -> None:
-    found, said = await ask(real, form, {**FORMS[form], **attack})
+    found, said = await ask(real, form, {**APIS[form], **attack})
     assert found == status, said[:500]
     assert len(said) < 5000
     await check_well(real, form, found, said)

@@ -155,13 +155,13 @@ async def test_clients_without_a_key_do_not_shut_out_episodes(
         asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key: {session.api_key}\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         held = list[Any]()
-        for strangers in (9, 9, 0):
+        for without_key in (9, 9, 0):
             writer.write(asked)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             await reader.readuntil(b"}]}")
-            held += [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(strangers)]
-        late, newcomer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-        newcomer.write(asked)
+            held += [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(without_key)]
+        late, further = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        further.write(asked)
         assert (await late.readline()).startswith(b"HTTP/1.1 200")
         assert len(endpoint._limits._open) <= 3
 

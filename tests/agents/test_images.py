@@ -119,8 +119,8 @@ async def test_equal_tokens_with_another_image_are_a_sequence_of_their_own() -> 
 
     same = sequences([call([1, 2], one), call([1, 2, 9, 3], one, other)])
     assert [[segment.images for segment in sequence] for sequence in same] == [[(one,), (), (other,), ()]]
-    apart = sequences([call([1, 2], one), call([1, 2, 9, 3], other)])
-    assert [[segment.images for segment in sequence] for sequence in apart] == [[(one,), ()], [(other,), ()]]
+    separate = sequences([call([1, 2], one), call([1, 2, 9, 3], other)])
+    assert [[segment.images for segment in sequence] for sequence in separate] == [[(one,), ()], [(other,), ()]]
 
 
 async def test_programs_are_given_a_rows_images_as_data_urls() -> None:

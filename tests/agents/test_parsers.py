@@ -53,7 +53,7 @@ WRITTEN = {
     ],
     "pythonic": ["[add(a=1, b=[2, 'x']), now()]", "<|python_start|>[add(a=1, b=[2, 'x']), now()]<|python_end|>"],
 }  # fmt: skip
-FORMS = [(name, text) for name, texts in WRITTEN.items() for text in texts]
+WRITTEN_CALLS = [(name, text) for name, texts in WRITTEN.items() for text in texts]
 WHOLE = ("llama3_json", "pythonic")  # no text stands before their calls
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", DEEP, ONE, "<｜tool▁sep｜>", "{", "}",
@@ -61,7 +61,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text"), FORMS)
+@pytest.mark.parametrize(("name", "text"), WRITTEN_CALLS)
 def test_each_familys_calls_are_read(name: str, text: str) -> None:
     parser = tool_parser(name, tokenizer())
     assert parser.read(text, [CALCULATOR]) == ("", [ADD, NOW])
@@ -69,7 +69,7 @@ def test_each_familys_calls_are_read(name: str, text: str) -> None:
     assert parser.read(f"{front}\n{text}", [CALCULATOR]) == (front, [ADD, NOW])
 
 
-@pytest.mark.parametrize(("name", "text"), FORMS)
+@pytest.mark.parametrize(("name", "text"), WRITTEN_CALLS)
 def test_a_call_that_is_cut_short_or_spoilt_is_text(name: str, text: str) -> None:
     parser = tool_parser(name, tokenizer())
     spoilt = [text[: len(text) // 3], text.replace("add", "").replace('"name"', '"nom"'), text.replace("1", "1 1")]

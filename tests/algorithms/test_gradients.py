@@ -46,13 +46,13 @@ def test_every_loss_passes_gradcheck(name: str, extra: dict[str, Any], monkeypat
     function, start = loss_function(name, extra)
     detach = torch.Tensor.detach
 
-    def held(current: Tensor) -> Tensor:
+    def with_fixed_gradients(current: Tensor) -> Tensor:
         """The loss with its stop-gradients fixed at ``start``: the function whose derivative the gradient is."""
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "detach", lambda t: start.clone() if t is current else detach(t))
             return function(current)
 
-    assert torch.autograd.gradcheck(held, start.clone().requires_grad_(), eps=1e-6, atol=1e-7)
+    assert torch.autograd.gradcheck(with_fixed_gradients, start.clone().requires_grad_(), eps=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", DETACHED_WEIGHT)

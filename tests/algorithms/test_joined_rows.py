@@ -17,9 +17,9 @@ few = settings(max_examples=8, deadline=None)
 seeds = st.integers(0, 2**31)
 
 
-def in_pieces(whole: torch.Tensor, pieces: int = 2) -> torch.Tensor:
-    """``[batch, length]`` with each row cut in ``pieces``, which become rows of a padded batch."""
-    return whole.reshape(len(whole) * pieces, -1)
+def split_rows(whole: torch.Tensor, parts: int = 2) -> torch.Tensor:
+    """``[batch, length]`` with each row cut in ``parts``, which become rows of a padded batch."""
+    return whole.reshape(len(whole) * parts, -1)
 
 
 @settings(deadline=None)
@@ -40,11 +40,11 @@ def test_advantages_are_those_of_the_trajectory_in_one_row(estimator: str, seed:
     cfg, batch = config(advantage_estimator=estimator), random_batch(rows=6, length=8, seed=seed)
     whole = compute_advantages(cfg, batch.rewards, batch.loss_mask, batch.group_ids, batch.entropy)
     cut = compute_advantages(
-        cfg, in_pieces(batch.rewards), in_pieces(batch.loss_mask), batch.group_ids.repeat_interleave(2),
-        in_pieces(batch.entropy), trajectory_ids=torch.arange(6).repeat_interleave(2),
+        cfg, split_rows(batch.rewards), split_rows(batch.loss_mask), batch.group_ids.repeat_interleave(2),
+        split_rows(batch.entropy), trajectory_ids=torch.arange(6).repeat_interleave(2),
     )  # fmt: skip
     for expected, found in zip(whole, cut, strict=True):
-        torch.testing.assert_close(found, in_pieces(expected))
+        torch.testing.assert_close(found, split_rows(expected))
 
 
 @pytest.mark.parametrize("reduction", LOSS_REDUCTIONS.names())
@@ -54,7 +54,7 @@ def test_loss_weights_are_those_of_the_trajectory_in_one_row(reduction: str, see
     cfg, batch = config(loss_reduction=reduction), random_batch(rows=6, length=8, seed=seed)
     whole = loss_weights(cfg, batch.loss_mask, batch.group_ids)
     cut = loss_weights(
-        cfg, in_pieces(batch.loss_mask), batch.group_ids.repeat_interleave(2),
+        cfg, split_rows(batch.loss_mask), batch.group_ids.repeat_interleave(2),
         trajectory_ids=torch.arange(6).repeat_interleave(2),
     )  # fmt: skip
-    torch.testing.assert_close(cut, in_pieces(whole))
+    torch.testing.assert_close(cut, split_rows(whole))

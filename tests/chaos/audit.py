@@ -22,7 +22,7 @@ STEPS_SEEN = 3  # steps after an event that are compared with the usual step tim
 
 
 @dataclass(frozen=True)
-class Strike:
+class Outcome:
     """The outcome of an event.
 
     Args:
@@ -67,7 +67,7 @@ class Seen:
         began: unix time of the beginning.
     """
 
-    strikes: list[Strike] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
     steps: list[tuple[float, int]] = field(default_factory=list)
     starts: list[tuple[float, str]] = field(default_factory=list)
     endings: list[Ending] = field(default_factory=list)
@@ -119,15 +119,15 @@ def unlike(ledger: Sequence[Mapping[str, object]], steps: Sequence[int]) -> list
     return _few([f"step {step} is not in the ledger" for step in sorted(set(steps)) if step > 0 and step not in told])
 
 
-def explained(seen: Seen) -> dict[Ending, Strike]:
+def explained(seen: Seen) -> dict[Ending, Outcome]:
     """The endings that an event explains, at most one per event: it hit the command, and its kind may end it so."""
-    found = dict[Ending, Strike]()
+    found = dict[Ending, Outcome]()
     for ending in seen.endings:
-        for strike in seen.strikes:
-            met, ends = bool(strike.hit), strike.event.about.ends
-            then = ending.began - MISSED_S <= strike.at <= ending.at
-            if met and then and ends and ends in ending.error and strike not in found.values():
-                found[ending] = strike
+        for outcome in seen.outcomes:
+            met, ends = bool(outcome.hit), outcome.event.about.ends
+            then = ending.began - MISSED_S <= outcome.at <= ending.at
+            if met and then and ends and ends in ending.error and outcome not in found.values():
+                found[ending] = outcome
                 break
     return found
 
@@ -140,7 +140,7 @@ def unexplained(seen: Seen) -> list[str]:
 
 def unnoticed(seen: Seen) -> list[str]:
     """Complaints on damage that engines computed with although the run did not end."""
-    why, used = explained(seen).values(), [strike for strike in seen.strikes if strike.hit.endswith(USED)]
+    why, used = explained(seen).values(), [outcome for outcome in seen.outcomes if outcome.hit.endswith(USED)]
     return [f"event {s.event.number} was not noticed: {s.event.kind}, {s.hit}" for s in used if s not in why]
 
 
@@ -148,11 +148,11 @@ def table(seen: Seen) -> list[str]:
     """A Markdown table of all events, and of each time that the command ended without being killed."""
     usual, why = usual_s(seen.steps), explained(seen)
     lines = list[tuple[float, str]]()
-    for strike in seen.strikes:
-        cost = cost_s(strike.at, seen.steps, usual) if strike.hit else None
-        told = "nothing was there" if not strike.hit else "no step since" if cost is None else f"{cost:.1f} s"
-        what = f"{in_words(strike.event)} | {strike.hit or '-'} | {told}"
-        lines.append((strike.at, f"| {strike.event.number} | {strike.at:.0f} s | {what} |"))
+    for outcome in seen.outcomes:
+        cost = cost_s(outcome.at, seen.steps, usual) if outcome.hit else None
+        told = "nothing was there" if not outcome.hit else "no step since" if cost is None else f"{cost:.1f} s"
+        what = f"{in_words(outcome.event)} | {outcome.hit or '-'} | {told}"
+        lines.append((outcome.at, f"| {outcome.event.number} | {outcome.at:.0f} s | {what} |"))
     for ending in seen.endings:
         because = f"by event {why[ending].event.number}" if ending in why else "by no event: wrong"
         lines.append((ending.at, f"| - | {ending.at:.0f} s | the run ended by itself | {ending} | {because} |"))
@@ -162,10 +162,10 @@ def table(seen: Seen) -> list[str]:
 def costs(seen: Seen) -> dict[str, list[float]]:
     """The costs of all events by kind."""
     usual, found = usual_s(seen.steps), dict[str, list[float]]()
-    for strike in seen.strikes:
-        cost = cost_s(strike.at, seen.steps, usual) if strike.hit else None
+    for outcome in seen.outcomes:
+        cost = cost_s(outcome.at, seen.steps, usual) if outcome.hit else None
         if cost is not None:
-            found.setdefault(strike.event.kind, []).append(cost)
+            found.setdefault(outcome.event.kind, []).append(cost)
     return found
 
 

@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         usage="%(prog)s [options] -- key=value ...",
-        description="Train with the settings behind --, and strike the run's processes at random moments.",
+        description="Train with the settings after --, and inject faults into the run at random moments.",
         epilog=f"kinds of events: {', '.join(KINDS)}",
     )
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between events, on average")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from skyasync.observability.jsonl import read_rows
 from skyasync.observability.run_dir import read_status
-from tests.chaos.audit import Ending, Seen, Strike, in_words
+from tests.chaos.audit import Ending, Outcome, Seen, in_words
 from tests.chaos.channel import MISSED_S, VARIABLE, Order, Orders
 from tests.chaos.events import Event
 from tests.chaos.process_tree import Process, family, parts
@@ -197,8 +197,8 @@ class FaultDriver:
         self._look(at_once=True)
         self._settle_orders(last=True)
         taken = self._orders.taken()  # more orders may have been reported since
-        met = [replace(strike, hit=taken.get(strike.event.number, strike.hit)) for strike in self.seen.strikes]
-        self.seen.strikes = sorted(met, key=lambda strike: strike.event.number)
+        met = [replace(outcome, hit=taken.get(outcome.event.number, outcome.hit)) for outcome in self.seen.outcomes]
+        self.seen.outcomes = sorted(met, key=lambda outcome: outcome.event.number)
         self.seen.seconds = self.now
 
     # ---------------------------------------------------------------- observation
@@ -284,5 +284,5 @@ class FaultDriver:
                 process.send(signal.SIGCONT)
 
     def _note(self, event: Event, at: float, hit: str) -> None:
-        self.seen.strikes.append(Strike(event, at, hit))
+        self.seen.outcomes.append(Outcome(event, at, hit))
         self.say(f"{at:7.1f} s  {in_words(event)}: {hit or 'nothing was there'}")

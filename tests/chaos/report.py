@@ -43,9 +43,9 @@ def complaints(seen: Seen, folder: Path) -> list[str]:
 
 def summary(seen: Seen, folder: Path, wrong: Sequence[str]) -> list[str]:
     """The summary in Markdown."""
-    usual, hit = usual_s(seen.steps), [strike for strike in seen.strikes if strike.hit]
+    usual, hit = usual_s(seen.steps), [outcome for outcome in seen.outcomes if outcome.hit]
     lines = [
-        f"{len(seen.strikes)} events in {seen.seconds / 60:.1f} minutes, {len(hit)} of which had a target; "
+        f"{len(seen.outcomes)} events in {seen.seconds / 60:.1f} minutes, {len(hit)} of which had a target; "
         f"{seen.steps[-1][1] if seen.steps else 0} steps of usually {usual:.2f} s; the command was started "
         f"{len(seen.starts)} times; at the end {seen.ended}.",
         "",

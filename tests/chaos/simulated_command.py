@@ -174,7 +174,7 @@ class Command:
 
     # ---------------------------------------------------------------- events
 
-    def strike(self, event: Event) -> bool:
+    def inject(self, event: Event) -> bool:
         """Inject a fault; return whether there was a target."""
         about = event.about
         if about.target in ("controller", "driver"):
@@ -184,10 +184,10 @@ class Command:
         elif about.target == "weights":
             self._ranks.flip = True
         else:
-            return self._strike_process(event)
+            return self._inject_into_process(event)
         return True
 
-    def _strike_process(self, event: Event) -> bool:
+    def _inject_into_process(self, event: Event) -> bool:
         engines = [cast(Engine, engine).process for engine in self._client.engines]
         hosts = [cast(Host, link.worker).process for link in self._pool.pool.processes]
         of = {"engine": engines, "rank": [self._ranks.process], "environment": hosts, "messages": [*engines, *hosts]}

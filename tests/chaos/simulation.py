@@ -127,7 +127,7 @@ async def _strike(played: Play, events: list[Any], command: Callable[[], Command
     for event in events:
         await asyncio.sleep(max(0.0, event.at - loop.time()))
         target = command()
-        if target is not None and target.strike(event):
+        if target is not None and target.inject(event):
             played.events[event.kind] += 1
 
 

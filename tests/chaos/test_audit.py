@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.chaos.audit import (
     Ending,
+    Outcome,
     Seen,
-    Strike,
     cost_s,
     costs,
     table,
@@ -44,10 +44,10 @@ def test_a_step_that_is_made_again_is_no_progress():
 
 def test_every_event_has_a_line_with_what_it_hit_and_what_it_cost():
     seen = Seen(steps=[(10.0, 1), (12.0, 2), (25.0, 3), (27.0, 4)])
-    seen.strikes = [
-        Strike(Event(1, 13.0, "kill-engine"), 13.0, "engine 77"),
-        Strike(Event(2, 20.0, "freeze-rank", FOREVER), 20.0, ""),
-        Strike(Event(3, 28.0, "delay-messages", 1.5), 28.0, "engine 78"),
+    seen.outcomes = [
+        Outcome(Event(1, 13.0, "kill-engine"), 13.0, "engine 77"),
+        Outcome(Event(2, 20.0, "freeze-rank", FOREVER), 20.0, ""),
+        Outcome(Event(3, 28.0, "delay-messages", 1.5), 28.0, "engine 78"),
     ]
     assert table(seen)[2:] == [
         "| 1 | 13 s | kill-engine | engine 77 | 10.0 s |",
@@ -80,8 +80,8 @@ FLIPPED = "skyasync.weight_sync.update.WeightSyncError: an engine holds other we
 
 def test_a_run_that_ends_by_itself_is_wrong_by_name_unless_an_event_explains_its_error(tmp_path: Path) -> None:
     seen = Seen(steps=[(10.0, 1), (70.0, 2)], ended="the command was done")
-    seen.strikes = [Strike(Event(1, 12.0, "kill-engine"), 12.0, "engine 77"),
-                    Strike(Event(2, 60.0, "flip-bit"), 60.0, "the weights of version 2")]  # fmt: skip
+    seen.outcomes = [Outcome(Event(1, 12.0, "kill-engine"), 12.0, "engine 77"),
+                    Outcome(Event(2, 60.0, "flip-bit"), 60.0, "the weights of version 2")]  # fmt: skip
     seen.endings = [Ending(0.0, 13.0, "status 1", DEFECT), Ending(15.0, 61.0, "status 1", FLIPPED)]
     wrong = f"the run ended by itself after 13 s: status 1, {DEFECT}"
     assert complaints(seen, tmp_path)[0] == wrong
@@ -94,7 +94,7 @@ def test_a_run_that_ends_by_itself_is_wrong_by_name_unless_an_event_explains_its
 def test_a_flipped_bit_that_engines_took_is_wrong_unless_it_ends_the_run(tmp_path: Path) -> None:
     seen = Seen(steps=[(10.0, 1), (70.0, 2)], ended="the command was done")
     hits = [f"the weights of version 1{USED}", f"the weights of version 2{USED}", "the weights of version 3"]
-    seen.strikes = [Strike(Event(n, 10.0 * n, "flip-bit"), 10.0 * n, hit) for n, hit in enumerate(hits, start=1)]
+    seen.outcomes = [Outcome(Event(n, 10.0 * n, "flip-bit"), 10.0 * n, hit) for n, hit in enumerate(hits, start=1)]
     seen.endings = [Ending(0.0, 12.0, "status 1", FLIPPED)]
     assert complaints(seen, tmp_path) == [
         "event 2 was not noticed: flip-bit, the weights of version 2, which the engines took"
@@ -109,7 +109,7 @@ def test_a_flipped_bit_that_engines_took_is_wrong_unless_it_ends_the_run(tmp_pat
     st.sampled_from([FLIPPED, "skyasync.errors.UserError: the checkpoint of step 4 could not be saved", DEFECT, ""]),
 )
 def test_an_event_explains_one_ending_of_its_own_kind_that_it_met(kind, hit, at, times, error):
-    seen = Seen(strikes=[Strike(Event(1, at, kind), at, "something" if hit else "")])
+    seen = Seen(outcomes=[Outcome(Event(1, at, kind), at, "something" if hit else "")])
     seen.endings = [Ending(50.0, 100.0, f"status {number}", error) for number in range(times)]
     of_its_kind = (kind, error[:24]) in {("flip-bit", FLIPPED[:24]), ("fill-disk", "skyasync.errors.UserErro")}
     assert len(unexplained(seen)) == times - (hit and of_its_kind and 30.0 <= at <= 100.0)

@@ -84,7 +84,7 @@ def test_processes_are_signalled_and_the_same_command_is_started_again(tmp_path:
     driver = FaultDriver(command, events(), seconds=60, grace_s=10, say=said.append)
     seen = driver.run()
     try:
-        found = {strike.event.number: strike.hit.partition(" ")[0] for strike in seen.strikes}
+        found = {outcome.event.number: outcome.hit.partition(" ")[0] for outcome in seen.outcomes}
         assert found == {1: "rank", 2: "driver", 3: "rank", 4: ""}, "this process takes no orders"
         assert [why.partition(";")[0] for _, why in seen.starts] == ["the beginning", "its driver was killed"]
         assert seen.endings == []

@@ -40,6 +40,6 @@ def test_the_same_seed_plays_the_same() -> None:
 
 def test_a_run_that_skips_a_prompt_or_a_step_when_it_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found, resumed = [], Progress.resumed
-    monkeypatch.setattr(Progress, "resumed", lambda self, step, place, ahead: resumed(self, step, place + 1, ahead))
+    monkeypatch.setattr(Progress, "resumed", lambda self, step, place, trained: resumed(self, step, place + 1, trained))
     assert play_all(8, 40, found.append) == 1
     assert any("is nowhere in the ledger" in line for line in found)

@@ -67,7 +67,7 @@ def test_a_log_probability_difference_after_a_sync_ends_the_run(plan: type[RayPP
 
 
 @every_plan
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "in background"])
 def test_a_checkpoint_is_its_owners_alone_whatever_the_umask(
     plan: type[RayPPOTrainer], asynchronous: bool, tmp_path: Path
 ) -> None:

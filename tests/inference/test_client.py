@@ -49,7 +49,7 @@ def request(name, session=None, tokens=2):
     return GenerationRequest(name, [1], SamplingParams(max_tokens=tokens), session)
 
 
-def asked(engine):
+def requests_of(engine):
     return [name for message in engine.messages for name in message]
 
 
@@ -89,7 +89,7 @@ async def test_requests_of_one_turn_of_the_loop_travel_in_one_message_per_engine
     client = InferenceClient(engines)
     await asyncio.gather(*(client.generate(request(f"r{i}")) for i in range(30)))
     assert [len(e.messages) for e in engines] == [1, 1, 1]
-    assert [len(asked(e)) for e in engines] == [10, 10, 10]
+    assert [len(requests_of(e)) for e in engines] == [10, 10, 10]
 
 
 @virtual_time
@@ -99,7 +99,7 @@ async def test_a_request_goes_to_the_engine_with_the_fewest_in_flight():
     waiting = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(2)]
     await asyncio.sleep(5)
     await client.generate(request("late"))
-    assert "late" in asked(fast)
+    assert "late" in requests_of(fast)
     await asyncio.gather(*waiting)
 
 
@@ -113,7 +113,7 @@ async def test_a_session_stays_on_its_engine_also_when_nothing_of_it_is_in_fligh
     await client.generate(request("a1", "a"))
     await client.generate(request("a2", "a"))
     await asyncio.gather(*busy)
-    assert {"a0", "a1", "a2"} <= set(asked(first))
+    assert {"a0", "a1", "a2"} <= set(requests_of(first))
 
 
 @virtual_time
@@ -216,7 +216,7 @@ async def test_a_request_that_has_not_left_yet_never_does():
     tasks = [asyncio.create_task(client.generate(request(f"r{i}"))) for i in range(2)]
     asyncio.get_running_loop().call_soon(tasks[0].cancel)
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert asked(engine) == ["r1"]
+    assert requests_of(engine) == ["r1"]
 
 
 @virtual_time

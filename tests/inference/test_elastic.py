@@ -49,11 +49,11 @@ class Changing(Run):
         write_engine_list(self.file, names)
 
     @property
-    def living(self) -> list[int]:
+    def healthy(self) -> list[int]:
         return self.client.pool.healthy
 
 
-def told(caplog: pytest.LogCaptureFixture) -> str:
+def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
     return "\n".join(record.getMessage() for record in caplog.records)
 
 
@@ -64,7 +64,7 @@ async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(tmp
         tasks = ask(run, 4, tokens=30)
         run.want("0", "1", "2")
         await asyncio.sleep(6)
-        assert run.living == [0, 1, 2]
+        assert run.healthy == [0, 1, 2]
         joined = run.made["2"]
         assert joined.version == 1 and joined.calls[0] == "update 1"
         more = [asyncio.create_task(run.client.generate(task)) for task in requests("m", 3)]
@@ -87,7 +87,7 @@ async def test_what_a_leaving_one_has_goes_on_at_the_others_and_no_token_is_made
         await asyncio.sleep(7.5)
         run.want("1")
         await asyncio.sleep(2)
-        assert run.living == [1] and run.client.engines[0].gone.is_set()
+        assert run.healthy == [1] and run.client.engines[0].gone.is_set()
         check(await asyncio.gather(*tasks), tokens=20)
         await run.sync()
         assert run.machine.killed == 0 and run.supervisor.failures == 0, "leaving is no failure"
@@ -104,7 +104,7 @@ async def test_an_engine_that_hangs_or_fails_while_it_leaves_is_not_waited_for(t
         run.want("2")
         check(await asyncio.gather(*tasks), tokens=20)
         await asyncio.sleep(60)
-        assert run.living == [2]
+        assert run.healthy == [2]
 
 
 @virtual_time
@@ -116,7 +116,7 @@ async def test_a_failed_engine_may_leave_and_is_not_restarted(tmp_path: Path) ->
         run.want("1")
         check(await asyncio.gather(*tasks))
         await asyncio.sleep(30)
-        assert run.living == [1] and run.supervisor.restarts == 0
+        assert run.healthy == [1] and run.supervisor.restarts == 0
 
 
 @virtual_time
@@ -129,7 +129,7 @@ async def test_an_engine_that_joined_and_failed_is_replaced_like_others(tmp_path
         run.kill(2)
         check(await asyncio.gather(*tasks))
         await asyncio.sleep(20)
-        assert run.living == [0, 1, 2] and (run.supervisor.failures, run.supervisor.restarts) == (1, 1)
+        assert run.healthy == [0, 1, 2] and (run.supervisor.failures, run.supervisor.restarts) == (1, 1)
 
 
 @virtual_time
@@ -151,12 +151,12 @@ async def test_the_last_one_stays_until_another_is_there(tmp_path: Path, caplog:
         run.refusals = [UserError("no room")]
         run.want("1")
         await asyncio.sleep(10)
-        assert run.living == [0]
-        assert "engine 0 stays: it is the last healthy one" in told(caplog)
-        assert "engine 1 could not join and is left out until engines.txt changes: no room" in told(caplog)
+        assert run.healthy == [0]
+        assert "engine 0 stays: it is the last healthy one" in warnings_of(caplog)
+        assert "engine 1 could not join and is left out until engines.txt changes: no room" in warnings_of(caplog)
         run.want("1", "1", "# a word")
         await asyncio.sleep(10)
-        assert run.living == [1]
+        assert run.healthy == [1]
 
 
 @virtual_time
@@ -171,9 +171,9 @@ async def test_a_server_that_cannot_join_yet_is_asked_again(tmp_path: Path, capl
         ]
         run.want(first, second, "3")
         await asyncio.sleep(150)
-        assert run.living == [0, 1] and run.made[second].version == 0
-        assert told(caplog).count("could not join") == 3
-        assert "'3' is not the address of a server" in told(caplog)
+        assert run.healthy == [0, 1] and run.made[second].version == 0
+        assert warnings_of(caplog).count("could not join") == 3
+        assert "'3' is not the address of a server" in warnings_of(caplog)
 
 
 @virtual_time
@@ -182,7 +182,7 @@ async def test_a_joining_engine_with_wrong_weights_is_shut_down_and_the_run_cont
         run.weights.fault = WeightSyncError("it does not hold what was sent")
         run.want("0", "1", "2")
         await asyncio.sleep(8)
-        assert run.living == [0, 1] and run.made["2"].gone.is_set()
+        assert run.healthy == [0, 1] and run.made["2"].gone.is_set()
         check(await asyncio.gather(*ask(run, 2)))
 
 
@@ -194,7 +194,7 @@ async def test_a_file_that_is_gone_or_empty_changes_nothing(tmp_path: Path) -> N
             await asyncio.sleep(3)
         run.file.unlink()
         await asyncio.sleep(3)
-        assert run.living == [0, 1]
+        assert run.healthy == [0, 1]
 
 
 def test_names() -> None:

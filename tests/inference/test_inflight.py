@@ -15,7 +15,7 @@ def piece(name: str) -> InflightRequest:
     )
 
 
-def told(name: str, *tokens: int) -> GenerationOutput:
+def output_of(name: str, *tokens: int) -> GenerationOutput:
     return GenerationOutput(name, list(tokens), [0.0] * len(tokens), [0] * len(tokens))
 
 
@@ -25,8 +25,8 @@ async def test_what_began_while_an_engine_was_asked_is_heard_of_from_its_first_t
     old = unanswered["old"] = piece("old")
     asked = unanswered.at(0)
     unanswered["new"] = piece("new")
-    unanswered.receive(asked, [told("old", 5), told("new", 6), told("gone", 7)])
-    unanswered.receive(unanswered.at(0), [told("new", 8)])
+    unanswered.receive(asked, [output_of("old", 5), output_of("new", 6), output_of("gone", 7)])
+    unanswered.receive(unanswered.at(0), [output_of("new", 8)])
     assert old.so_far.token_ids.tolist() == [5]
     assert unanswered.so_far(["new"])["new"].token_ids.tolist() == [6, 8]
 
@@ -35,8 +35,8 @@ async def test_progress_that_may_belong_to_an_earlier_request_of_the_same_name_i
     for asked, leaving in (({"a": piece("a")}, set[str]()), ({}, {"a"})):
         unanswered = InflightTable()
         unanswered["a"] = piece("a")
-        unanswered.receive(asked, [told("a", 5)], leaving)
-        unanswered.receive(unanswered.at(0), [told("a", 6)])
+        unanswered.receive(asked, [output_of("a", 5)], leaving)
+        unanswered.receive(unanswered.at(0), [output_of("a", 6)])
         assert not len(unanswered["a"].so_far.token_ids)
 
 

@@ -22,7 +22,7 @@ def test_an_origin_that_is_no_address_is_a_stranger() -> None:
     assert "the Origin header is 'http://['" in foreign_origin("127.0.0.1", "http://[", loopback=True)
 
 
-def asked(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = "http", **headers: str) -> int:
+def status_of(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = "http", **headers: str) -> int:
     """The status of the response; 0 if the request reached the application."""
     said: list[Any] = []
 
@@ -42,17 +42,17 @@ def asked(server: str = "127.0.0.1", path: str = "/update_weights", kind: str = 
 
 
 def test_without_a_key_the_loopback_is_open_to_all_but_pages() -> None:
-    assert asked() == asked(host="localhost:8000") == asked("::1", host="[::1]:8000") == 0
-    assert asked(origin="http://127.0.0.1:8000") == 0
-    assert asked(origin="https://evil.example") == asked(origin="null") == 403
-    assert asked(host="evil.example") == 403
-    assert asked("10.0.0.1", host="gpu-7:8000") == 0, "a server's name may be resolved by the network"
-    assert asked("10.0.0.1", host="gpu-7:8000", origin="https://evil.example") == 403
-    assert asked(kind="websocket", origin="https://evil.example") == 1008
+    assert status_of() == status_of(host="localhost:8000") == status_of("::1", host="[::1]:8000") == 0
+    assert status_of(origin="http://127.0.0.1:8000") == 0
+    assert status_of(origin="https://evil.example") == status_of(origin="null") == 403
+    assert status_of(host="evil.example") == 403
+    assert status_of("10.0.0.1", host="gpu-7:8000") == 0, "a server's name may be resolved by the network"
+    assert status_of("10.0.0.1", host="gpu-7:8000", origin="https://evil.example") == 403
+    assert status_of(kind="websocket", origin="https://evil.example") == 1008
 
 
 @pytest.mark.parametrize("wrong", ["", KEY, f"Bearer {KEY[1:]}", f"Bearer {KEY}x", "Bearer ", "bearer é"])
 def test_with_a_key_nothing_is_reached_without_it(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    assert asked(authorization=wrong) == asked(authorization=wrong, path="/health/../pause") == 401
-    assert asked(authorization=f"Bearer {KEY}") == asked(path="/health") == 0
+    assert status_of(authorization=wrong) == status_of(authorization=wrong, path="/health/../pause") == 401
+    assert status_of(authorization=f"Bearer {KEY}") == status_of(path="/health") == 0

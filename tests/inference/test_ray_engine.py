@@ -62,7 +62,7 @@ async def test_every_call_of_an_engine_that_was_shut_down_fails(ray_session: Non
         "wake": lambda: engine.wake("weights"),
         "stats": engine.stats,
     }
-    own = {name for name, method in vars(RayEngine).items() if not name.startswith("_") and _is_asked(method)}
+    own = {name for name, method in vars(RayEngine).items() if not name.startswith("_") and _is_remote_call(method)}
     assert calls.keys() == own - {"shutdown"}
     if end == "kill":
         engine.kill()
@@ -83,5 +83,5 @@ def test_an_engine_whose_process_ended_or_was_ended_for_its_memory_has_failed(er
         raise error
 
 
-def _is_asked(method: object) -> bool:
+def _is_remote_call(method: object) -> bool:
     return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)

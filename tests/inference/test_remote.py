@@ -118,14 +118,14 @@ def test_versions_are_of_this_run_or_none() -> None:
 
 
 def test_progress_has_one_version_also_after_an_update() -> None:
-    begun = RemoteRequest(GenerationRequest("r", [1], SamplingParams()), 7)
-    begun.receive([5], [-1.0])
-    begun.receive([5], [-1.0])
-    news = begun.progress()
-    assert news is not None and news.token_ids.tolist() == [5, 5] and news.versions.tolist() == [7, 7]
-    begun.certain = 2
-    begun.receive([5], [-1.0])
-    assert begun.progress() is None
+    request = RemoteRequest(GenerationRequest("r", [1], SamplingParams()), 7)
+    request.receive([5], [-1.0])
+    request.receive([5], [-1.0])
+    progress = request.progress()
+    assert progress is not None and progress.token_ids.tolist() == [5, 5] and progress.versions.tolist() == [7, 7]
+    request.certain = 2
+    request.receive([5], [-1.0])
+    assert request.progress() is None
 
 
 def test_how_full_a_cache_is_stands_among_the_metrics_of_a_server() -> None:

@@ -114,7 +114,7 @@ def test_auto_names_what_decides(installed: bool, line: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("backend", "mode", "rank", "sync", "lends", "computed_on"),
+    ("backend", "mode", "rank", "sync", "maps", "computed_on"),
     [
         ("transformers", "full", 0, "merged", True, True),
         ("transformers", "full", 4, "merged", True, True),
@@ -125,11 +125,11 @@ def test_auto_names_what_decides(installed: bool, line: str, monkeypatch: pytest
     ],
 )
 def test_weights_that_are_modified_are_not_shared(
-    backend: str, mode: str, rank: int, sync: str, lends: bool, computed_on: bool
+    backend: str, mode: str, rank: int, sync: str, maps: bool, computed_on: bool
 ) -> None:
     cfg = config(backend=backend)
     cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = mode, rank, sync
-    assert (maps_weights(cfg), computes_on_mapped_weights(cfg)) == (lends, computed_on)
+    assert (maps_weights(cfg), computes_on_mapped_weights(cfg)) == (maps, computed_on)
     cfg.generator.engines = ["http://127.0.0.1:8000"]
     assert not maps_weights(cfg), "a server may belong to anybody"
 

@@ -18,7 +18,7 @@ def request(number: int) -> GenerationRequest:
     return GenerationRequest(f"r{number}", [number], SamplingParams(max_tokens=8), session_id=f"s{number}")
 
 
-async def asked(client: InferenceClient, count: int) -> list[asyncio.Task[GenerationOutput]]:
+async def start_requests(client: InferenceClient, count: int) -> list[asyncio.Task[GenerationOutput]]:
     await client.start()
     return [asyncio.create_task(client.generate(request(number))) for number in range(count)]
 
@@ -30,7 +30,7 @@ def test_no_token_is_lost_or_repeated_whichever_engines_sleep_and_wake(engines: 
 
     async def run() -> None:
         client, chance = InferenceClient([Engine() for _ in range(engines)]), random.Random(seed)
-        tasks = await asked(client, count)
+        tasks = await start_requests(client, count)
         for _ in range(chance.randint(1, 4)):
             await asyncio.sleep(chance.uniform(0.0, 2.0))
             some = frozenset(chance.sample(range(engines), chance.randint(1, engines)))
@@ -51,7 +51,7 @@ def test_no_token_is_lost_or_repeated_whichever_engines_sleep_and_wake(engines: 
 def test_the_time_for_an_answer_stands_still_while_all_engines_sleep() -> None:
     async def run() -> None:
         client = InferenceClient([Engine()], request_timeout_s=10.0)
-        tasks = await asked(client, 3)
+        tasks = await start_requests(client, 3)
         await asyncio.sleep(0.7)
         await client.sleep()
         tasks.append(asyncio.create_task(client.generate(request(7))))
@@ -87,7 +87,7 @@ def test_an_engine_that_fails_while_it_falls_asleep_is_one_engine_less() -> None
     async def run() -> None:
         engines = [Engine(), Engine()]
         client = InferenceClient(engines)
-        tasks = await asked(client, 6)
+        tasks = await start_requests(client, 6)
         client.pool.on_failure = lambda index, error, lost: None
         await asyncio.sleep(0.3)
         engines[1].kill()

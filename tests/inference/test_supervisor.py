@@ -112,12 +112,12 @@ class Engine(InferenceEngine):
 
     async def progress(self):
         await self.call("progress")
-        news = []
+        outputs = []
         for row in self.rows.values():
             if row["end"] is None and len(row["tokens"]) > row["told"]:
-                news.append(self.output(row, row["told"]))
+                outputs.append(self.output(row, row["told"]))
                 row["told"] = len(row["tokens"])
-        return news
+        return outputs
 
     async def pause(self, mode="keep"):
         await self.call(f"pause {mode}")

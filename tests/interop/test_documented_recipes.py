@@ -202,8 +202,8 @@ def test_mesh_dimensions_engine_options_and_recomputation_are_translated(tmp_pat
     assert (whole[f"{P}policy_num_gpus_per_node"], whole["trainer.parallel.context"]) == (4, 2)
     staged = of(tmp_path, "areal", "actor.backend=megatron:d2p2t2", "rollout.backend=vllm:d2t2")
     assert (staged[f"{P}policy_num_gpus_per_node"], staged["trainer.parallel.pipeline"]) == (8, 2)
-    mixture = of(tmp_path, "areal", "actor.backend=megatron:d4e4", "rollout.backend=vllm:d2t2")
-    assert (mixture[f"{P}policy_num_gpus_per_node"], mixture["trainer.parallel.expert"]) == (4, 4)
+    moe = of(tmp_path, "areal", "actor.backend=megatron:d4e4", "rollout.backend=vllm:d2t2")
+    assert (moe[f"{P}policy_num_gpus_per_node"], moe["trainer.parallel.expert"]) == (4, 4)
 
 
 @pytest.mark.parametrize("name", ["actor.recompute_logprob", "actor.recompute_logprobs"])

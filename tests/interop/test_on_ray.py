@@ -56,9 +56,9 @@ def test_skyrls_environment_loss_and_hooks(ray_session: None, tmp_path: Path) ->
 
 
 def test_the_tutorials_loop(ray_session: None, tmp_path: Path) -> None:
-    assert issubclass(one_step_off.AheadExp, SkyRLExp)
+    assert issubclass(one_step_off.OneStepOffExp, SkyRLExp)
     trained = run(
-        tmp_path, one_step_off.AheadExp, "trainer.plan=one_step_off", "trainer.epochs=1",
+        tmp_path, one_step_off.OneStepOffExp, "trainer.plan=one_step_off", "trainer.epochs=1",
         f"environment.reward_funcs=['{FILES}/odd.py:odd']", steps=0,
     )  # fmt: skip
     assert trained.series("trainer/global_step") == [1.0, 2.0, 3.0, 4.0]
@@ -87,7 +87,7 @@ def test_the_tutorials_loop_whose_generation_fails(ray_session: None, tmp_path: 
     (tmp_path / "broken.py").write_text("def broken(response, **columns):\n    raise KeyError('no such row')\n")
     with pytest.raises(Exception, match="no such row"):
         run(
-            tmp_path, one_step_off.AheadExp, "trainer.plan=one_step_off", "trainer.epochs=1",
+            tmp_path, one_step_off.OneStepOffExp, "trainer.plan=one_step_off", "trainer.epochs=1",
             f"environment.reward_funcs=['{tmp_path}/broken.py:broken']",
         )  # fmt: skip
 
@@ -102,7 +102,7 @@ def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Pat
 @pytest.mark.matrix
 def test_a_program_whose_experiment_is_a_task(tmp_path: Path, fork_socket: Path) -> None:
     program = [fork_server.program(fork_socket), str(FILES / "skyrl" / "files" / "entry_point.py")]
-    judged = f"environment.reward_funcs=['{FILES}/odd.py:odd']"
-    arguments = settings(tmp_path, judged, "trainer.algorithm.policy_loss_type=peers_plain")
+    reward = f"environment.reward_funcs=['{FILES}/odd.py:odd']"
+    arguments = settings(tmp_path, reward, "trainer.algorithm.policy_loss_type=peers_plain")
     subprocess.run([*program, *arguments], check=True, timeout=280, env=outside_environment())
     assert Trained(tmp_path / "run").series("policy/mine") == [3.0, 3.0]

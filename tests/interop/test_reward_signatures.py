@@ -19,7 +19,7 @@ from skyasync.rewards.signature import signature_of
 SEEN = TurnTokens("<user>2+2=<eos>", "four<eos>", [1, 2, 3], [4, 5])
 
 
-def judged(func, **extras):
+def rewarded_by(func, **extras):
     env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, on_timeout="raise")}, extras)
     assert env.sees_tokens(env.env_config, extras)
     env.init([{"role": "user", "content": "2+2="}])
@@ -51,7 +51,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     assert prompts == ['<user>2+2=<eos>'] and labels == ['4']
     return {returned}
 """
-    step, metrics = judged(file_with(tmp_path, code), label="4")
+    step, metrics = rewarded_by(file_with(tmp_path, code), label="4")
     assert step["reward"] == 2.0
     if "scores" in returned:
         assert (metrics["reward_func/score"], metrics["reward_func/length"]) == (1.0, 4.0)
@@ -61,7 +61,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 def test_a_batch_function_that_answers_for_several_is_refused(tmp_path):
     code = "def reward_func(queries, prompts, labels):\n    return [1.0, 2.0]\n"
     with pytest.raises(UserError, match=r"reward_func is \[1.0, 2.0\]"):
-        judged(file_with(tmp_path, code), label="4")
+        rewarded_by(file_with(tmp_path, code), label="4")
 
 
 def test_areals_parameters(tmp_path):
@@ -72,7 +72,7 @@ def test_areals_parameters(tmp_path):
         "    return float(answer == '4')\n"
     )
     for columns in ({"answer": "4"}, {"label": "4"}):
-        assert judged(file_with(tmp_path, code), source="book", **columns)[0]["reward"] == 1.0
+        assert rewarded_by(file_with(tmp_path, code), source="book", **columns)[0]["reward"] == 1.0
 
 
 def test_a_function_that_looks_at_no_tokens_is_shown_none():
@@ -171,7 +171,7 @@ def test_openrlhfs_modules_exist_only_while_its_file_loads(tmp_path):
         "    return torch.tensor([float(grade_answer(extract_boxed_answer(q + '\\\\boxed{4}'), l))"
         " for q, l in zip(queries, labels)])\n"
     )
-    assert judged(file_with(tmp_path, code), label="4.0")[0]["reward"] == 1.0
+    assert rewarded_by(file_with(tmp_path, code), label="4.0")[0]["reward"] == 1.0
     assert "openrlhf" not in sys.modules
     with stand_ins():
         import openrlhf.utils  # type: ignore[import-not-found]
@@ -223,7 +223,7 @@ class Server:
 def test_a_reward_server_is_asked_with_openrlhfs_json_and_again_if_it_fails(monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     server = Server({"rewards": [0.5], "scores": [1.0], "extra_logs": {"dummy_scores": [2.0]}}, fails=2)
-    step, metrics = judged(server.url, label="4")
+    step, metrics = rewarded_by(server.url, label="4")
     assert step["reward"] == 0.5
     assert metrics["remote_reward/score"] == 1.0
     assert metrics["remote_reward/dummy_scores"] == 2.0
@@ -236,10 +236,10 @@ def test_servers_of_one_model_take_turns_and_stand_in_for_each_other(monkeypatch
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
     good, bad = Server([1.0]), Server([0.0], fails=100)
     for _ in range(4):
-        assert judged(f"{good.url},{bad.url}", label="4")[0]["reward"] == 1.0
+        assert rewarded_by(f"{good.url},{bad.url}", label="4")[0]["reward"] == 1.0
     assert len(good.asked) == 4 and len(bad.asked) == 2
     with pytest.raises(RuntimeError, match=r"(?s)did not answer in 5 tries; the last: http.*503"):
-        judged(bad.url, label="4")
+        rewarded_by(bad.url, label="4")
 
 
 def test_metrics_of_a_server_have_a_name():

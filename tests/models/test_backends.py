@@ -318,7 +318,7 @@ def test_a_worker_trains_alike_with_any_backend(untied_model: str) -> None:
 
 
 def test_what_a_backend_lacks_is_named() -> None:
-    class Asked(ModelBackend):
+    class Incomplete(ModelBackend):
         def load(self, spec: ModelSpec, ranks: RankContext) -> None: ...
         def forward(self, batch: Any, request: OutputRequest) -> dict[str, Tensor]:
             return {}
@@ -332,5 +332,5 @@ def test_what_a_backend_lacks_is_named() -> None:
         lambda b: b.offload(),
         lambda b: b.adapter(),
     ):
-        with pytest.raises(NotImplementedError, match="Asked does not"):
-            call(Asked())
+        with pytest.raises(NotImplementedError, match="Incomplete does not"):
+            call(Incomplete())

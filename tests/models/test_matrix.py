@@ -25,7 +25,7 @@ from skyasync.models.fsdp import backend as fsdp
 from skyasync.models.fsdp.sharding import OffloadBuffers
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from tests.models.parallel.test_parallel import begun
+from tests.models.parallel.test_parallel import set_adapters
 from tests.models.test_shapes import SHAPES, distance, gradient, ragged, settings
 from tests.models.test_shapes import shapes as shapes
 from tests.workers.processes import Rank, Ranks
@@ -125,7 +125,7 @@ def alone(path: str, adapters: bool, way: Way) -> Tensor:
 def step(rank: Rank, way: Way) -> Any:
     """The whole gradient of this rank's share of the batch, and of all others'."""
     worker, batch = rank.worker, ragged()
-    begun(rank)
+    set_adapters(rank)
     if way.away:
         with patch.object(
             OffloadBuffers, "moved", lambda buffers, tensor, device, place: buffers.on_host(tensor, place)
@@ -133,8 +133,8 @@ def step(rank: Rank, way: Way) -> Any:
             worker.offload()
         with patch.object(OffloadBuffers, "moved", lambda buffers, tensor, device, place: tensor.clone()):
             worker.onload()
-    axes = worker.backend.spec.mesh_shape
-    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
+    mesh = worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, mesh.data)[mesh.data_rank(rank.rank)]
     worker.forward_backward(batch.select(rows).trim())
     return gradient(worker).numpy()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from tests.models.parallel.test_parallel import begun
+from tests.models.parallel.test_parallel import set_adapters
 from tests.models.test_matrix import Way, table
 from tests.models.test_shapes import distance, gradient, ragged
 from tests.models.test_shapes import shapes as shapes
@@ -47,9 +47,9 @@ WAYS = {
 
 def step(rank: Rank, backwards: bool = False) -> Any:
     worker, batch = rank.worker, ragged()
-    begun(rank)
-    axes = worker.backend.spec.mesh_shape
-    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
+    set_adapters(rank)
+    mesh = worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, mesh.data)[mesh.data_rank(rank.rank)]
     if backwards:
         rows = rows.flip(0)
     worker.forward_backward(batch.select(rows).trim())
@@ -99,8 +99,8 @@ def test_ranks_differ_no_more_than_one_does_from_itself_in_another_order(
     path, group = shapes[name], ranks(way.ranks)
     group.set_up(PolicyWorker, in_bfloat16(path, adapters, way))
     found = [torch.from_numpy(one) for one in group.call(step)]
-    apart = max(distance(one, expected(path, adapters)) for one in found)
+    difference = max(distance(one, expected(path, adapters)) for one in found)
     # One rank attends by rows and adds up the gradients of shared tokens in float32, a slice by a mask in bfloat16.
     bound = noise(path, adapters) * (2 if way.context > 1 else 1)
-    print(f"{apart:.2e} from one rank, which is {bound:.2e} from itself")
-    assert apart < bound
+    print(f"{difference:.2e} from one rank, which is {bound:.2e} from itself")
+    assert difference < bound

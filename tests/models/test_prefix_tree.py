@@ -201,9 +201,9 @@ def test_episodes_learn_what_their_rows_do_and_count_what_they_compute(untied_mo
 
 def of_a_rank(rank: Rank, batch: UpdateBatch) -> Any:
     backend = rank.worker.backend
-    axes = backend.spec.mesh_shape
-    rows = split_for_ranks(batch, axes.data, 32, shares_prefixes=rank.worker.shares_prefixes())[
-        axes.data_rank(rank.rank)
+    mesh = backend.spec.mesh_shape
+    rows = split_for_ranks(batch, mesh.data, 32, shares_prefixes=rank.worker.shares_prefixes())[
+        mesh.data_rank(rank.rank)
     ]
     rank.worker.forward_backward(batch.select(rows).trim())
     found = gradient(rank.worker).numpy()

@@ -61,13 +61,13 @@ OTHERS: list[PreTrainedConfig] = [
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float | None, int], str]:
     """A model's folder. ``spread``: probabilities of all experts are equal up to this; None: as initialized."""
 
-    def made(apart: float | None, seed: int) -> str:
+    def made(spread: float | None, seed: int) -> str:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(SHAPE)
         torch.manual_seed(seed)
         for name, weight in model.state_dict().items():
-            if apart is not None and name.endswith("gate.weight"):
-                weight.copy_(weight[:1] + apart * torch.randn_like(weight))
+            if spread is not None and name.endswith("gate.weight"):
+                weight.copy_(weight[:1] + spread * torch.randn_like(weight))
         folder = tmp_path_factory.mktemp("moe")
         model.save_pretrained(folder)
         return str(folder)
@@ -91,10 +91,10 @@ async def played(path: str, dtype: str = "float32") -> RolloutBatch:
             prompt = list(range(3 + number, 12 + 2 * number))
             identity = PromptId(0, number)
             trajectories = []
-            turns = [await asked(engine, [prompt] * 4)]
+            turns = [await generated(engine, [prompt] * 4)]
             if number == 0:
                 more = [[*prompt, *first.token_ids.tolist(), 7, 8] for first in turns[0]]
-                turns.append(await asked(engine, more))
+                turns.append(await generated(engine, more))
             for sample in range(4):
                 segments = [Segment("prompt", prompt)]
                 for turn in turns:
@@ -108,7 +108,7 @@ async def played(path: str, dtype: str = "float32") -> RolloutBatch:
     return collate(groups)
 
 
-async def asked(engine: TransformersEngine, prompts: list[list[int]]) -> list[GenerationOutput]:
+async def generated(engine: TransformersEngine, prompts: list[list[int]]) -> list[GenerationOutput]:
     sampling = SamplingParams(max_tokens=10, ignore_eos=True)
     name = len(prompts[0])
     requests = [GenerationRequest(f"{name}-{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
@@ -140,13 +140,13 @@ def trained(batch: RolloutBatch) -> UpdateBatch:
     return batch.to_stage(UpdateBatch, advantages=mask.float(), loss_weights=mask / mask.sum(), returns=None)
 
 
-@pytest.mark.parametrize(("dtype", "apart", "noise"), [("float32", 1e-6, 1e-5), ("bfloat16", 2e-3, 0.1)])
+@pytest.mark.parametrize(("dtype", "spread", "noise"), [("float32", 1e-6, 1e-5), ("bfloat16", 2e-3, 0.1)])
 async def test_what_rounding_decides_is_decided_by_the_engine(
-    make: Callable[[float | None, int], str], dtype: str, apart: float, noise: float
+    make: Callable[[float | None, int], str], dtype: str, spread: float, noise: float
 ) -> None:
-    batch = await played(make(apart, 1), dtype)
+    batch = await played(make(spread, 1), dtype)
     assert batch.routed_experts is not None and batch.routed_experts.dtype == torch.uint8
-    cfg = settings(make(apart, 2))
+    cfg = settings(make(spread, 2))
     cfg.trainer.policy.model.dtype = dtype
     worker = worker_of(cfg)
     assert gap(batch, worker.logprobs(batch)) < noise
@@ -205,18 +205,18 @@ async def test_experts_of_pieces_are_those_of_the_whole(folders: tuple[str, str]
     engine = TransformersEngine(EngineConfig(folders[0], max_model_len=64, extra={"routed_experts": True}))
     await engine.start()
     prompt = [5, 6, 7, 8, 9]
-    (whole,) = await asked(engine, [prompt])
+    (whole,) = await generated(engine, [prompt])
     request = GenerationRequest("5-0", prompt, SamplingParams(max_tokens=10, ignore_eos=True))
-    answering, parts = asyncio.create_task(asked(engine, [prompt])), []
+    answering, parts = asyncio.create_task(generated(engine, [prompt])), []
     while not answering.done():
         parts += [each.experts for each in await engine.progress()]
     experts = np.concatenate(parts)
     assert len(parts) > 1 and len(parts[0]) >= 5 and np.array_equal(experts, whole.experts[: len(experts)])
-    begun = whole.until(4, "abort")
-    assert len(begun.experts) == 5 + 3
-    rest = continuation(request, begun)
+    interrupted = whole.until(4, "abort")
+    assert len(interrupted.experts) == 5 + 3
+    rest = continuation(request, interrupted)
     (more,) = [o async for outputs in engine.generate([rest]) for o in outputs]
-    joined = join(begun, pickle.loads(pickle.dumps(more)))
+    joined = join(interrupted, pickle.loads(pickle.dumps(more)))
     assert len(joined.token_ids) == 10 and len(joined.experts) == 5 + 9
     assert np.array_equal(joined.experts[8:], more.experts[8:])
     await engine.shutdown()

@@ -45,7 +45,7 @@ FAMILIES = ("qwen3_vl", "idefics3")  # one with M-RoPE and one without
 UNUSED = ("vision_tower.encoder.layers.1.", "vision_tower.post_layernorm.")
 """LLaVA takes the states before its tower's last layer."""
 OTHERS = ("qwen2_5_vl", "smolvlm", "llava")
-MARKS = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
+DELIMITERS = ("<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>")
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
@@ -113,7 +113,7 @@ def ended(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def idefics3() -> tuple[PreTrainedModel, ProcessorMixin]:
-    tokenizer = vision_tokenizer(MARKS, TEMPLATE)
+    tokenizer = vision_tokenizer(DELIMITERS, TEMPLATE)
     images = Idefics3ImageProcessor(size=EDGE, max_image_size=EDGE, do_image_splitting=False)
     processor = Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
     config = Idefics3Config(
@@ -125,7 +125,7 @@ def idefics3() -> tuple[PreTrainedModel, ProcessorMixin]:
 
 def smolvlm() -> tuple[PreTrainedModel, ProcessorMixin]:
     processing_smolvlm.num2words = processing_smolvlm.num2words or str  # frames of videos in words
-    tokenizer = vision_tokenizer(MARKS, TEMPLATE)
+    tokenizer = vision_tokenizer(DELIMITERS, TEMPLATE)
     options = {"size": EDGE, "max_image_size": EDGE, "do_image_splitting": False}
     processor = processing_smolvlm.SmolVLMProcessor(
         SmolVLMImageProcessor(**options), tokenizer, SmolVLMVideoProcessor(**options), image_seq_len=4,

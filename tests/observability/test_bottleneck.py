@@ -19,7 +19,7 @@ from tests.simulate.test_plans import config
 STEPS = 12
 
 
-class Judged(VirtualGenerator):
+class SlowRewards(VirtualGenerator):
     """The reward of each response takes some time."""
 
     judging_s = 0.0
@@ -47,7 +47,7 @@ def sentence(plan: str, judging_s: float = 0.0, checkpoint_s: float = 0.0, **set
         usual = {"train_s_per_token": 0.00015, "token_s": 0.01}
         trainer = make_trainer(config(steps=STEPS, **usual | settings), PLANS[plan])
         generator: Any = trainer.generator
-        generator.__class__, generator.judging_s = Judged, judging_s
+        generator.__class__, generator.judging_s = SlowRewards, judging_s
         trainer.context.tracker = rows = Rows()
 
         async def save(*, patient: bool = True) -> None:

@@ -58,5 +58,5 @@ def test_the_dashboard_asks_for_metrics_that_runs_log() -> None:
     assert set(asked) - known <= {"skyasync_eval_response_truncated"} and len(panels) > 12  # eval/<name>
     ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard()["panels"]]
-    assert len(set(places)) == len(places)
+    positions = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard()["panels"]]
+    assert len(set(positions)) == len(positions)

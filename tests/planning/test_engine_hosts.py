@@ -24,8 +24,8 @@ def settings(
 
 
 def host(cfg: Config, machine: Machine) -> MemoryUse | None:
-    places = make_plan(cfg, SHAPE, machine, reckoned()).devices
-    return next((place for place in places if place.name == "host of remote engines"), None)
+    devices = make_plan(cfg, SHAPE, machine, reckoned()).devices
+    return next((place for place in devices if place.name == "host of remote engines"), None)
 
 
 @pytest.mark.parametrize("machine", [CPU, GPUS], ids=["cpu", "gpus"])
@@ -64,8 +64,8 @@ def test_engines_of_a_policy_on_one_node_are_on_that_node_and_servers_have_their
 
 
 def test_the_policys_other_nodes_hold_what_the_first_does_but_what_it_hands_over() -> None:
-    places = {place.name: place for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS, reckoned()).devices}
-    first, others = places["host"], places["host of remote engines"]
+    devices = {place.name: place for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS, reckoned()).devices}
+    first, others = devices["host"], devices["host of remote engines"]
     assert (first.count, others.count) == (1, 2)
     assert others.lines["batch"] == first.lines["batch"] and "weights in shared memory" not in others.lines
     assert others.lines["processes"] == first.lines["processes"]

@@ -221,10 +221,12 @@ def test_a_critic_has_a_head_of_one_number_and_a_reference_no_optimizer_state(fo
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("optimizer", "rounded", "weights", "moments"),
+    ("optimizer", "rounded", "weights", "optimizer_state"),
     [("muon", False, 4, 4), ("adamw_8bit", False, 4, 2), ("adamw", True, 2, 4), ("adamw_8bit", True, 2, 2)],
 )
-def test_optimizers_with_a_short_state(folder: Path, optimizer: str, rounded: bool, weights: int, moments: int) -> None:
+def test_optimizers_with_a_low_precision_state(
+    folder: Path, optimizer: str, rounded: bool, weights: int, optimizer_state: int
+) -> None:
     """Bytes per parameter of layers; embeddings and head have two moments under Muon, too."""
     cfg = settings(folder, hidden_size=256, vocab_size=128)
     shape = read_shape(cfg.trainer.policy.model.path)
@@ -233,7 +235,7 @@ def test_optimizers_with_a_short_state(folder: Path, optimizer: str, rounded: bo
     use = policy(cfg)
     more = 4 * 2 * 128 * 256 / 4 if optimizer == "muon" else 0
     assert use.resident["weights"] == pytest.approx(weights * shape.parameters / 4, rel=0.03)
-    assert use.resident["moments"] == pytest.approx(moments * shape.parameters / 4 + more, rel=0.05)
+    assert use.resident["moments"] == pytest.approx(optimizer_state * shape.parameters / 4 + more, rel=0.05)
 
 
 def test_the_token_cap_holds_whatever_the_rows(folder: Path) -> None:

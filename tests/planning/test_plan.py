@@ -127,13 +127,13 @@ def test_what_the_host_holds_of_a_policy_is_not_its_devices() -> None:
         plan = make_plan(cfg, QWEN_7B, EIGHT, reckoned())
         return place(plan, "policy").lines, place(plan, "host").lines
 
-    (plain, host), (without_moments, moments), (bare, everything) = map(
+    (plain, host), (without_state, host_state), (bare, everything) = map(
         on_device_and_host, ("none", "optimizer", "parameters")
     )
     share = QWEN_7B.parameters // 4 * 4  # bytes of float32 on each of four ranks
     assert not any("on the host" in what for what in host)
-    assert without_moments["weights"] == plain["weights"] and sum(without_moments.values()) < sum(plain.values())
-    assert moments["policy: moments on the host"] == pytest.approx(4 * 2 * share, rel=1e-6)
+    assert without_state["weights"] == plain["weights"] and sum(without_state.values()) < sum(plain.values())
+    assert host_state["policy: moments on the host"] == pytest.approx(4 * 2 * share, rel=1e-6)
     assert not {"weights", "moments"} & bare.keys()
     for what in ("weights", "gradients"):
         assert everything[f"policy: {what} on the host"] == pytest.approx(4 * share, rel=1e-6)
@@ -251,32 +251,34 @@ def test_every_role_that_waits_for_the_engines_is_in_host_memory_and_in_the_chec
         assert plan.gpus_requested == 8
         return place(plan, "host").lines
 
-    alone, beside = host(settings(ranks=8, engines=8)), host(with_critic())
+    alone, colocated = host(settings(ranks=8, engines=8)), host(with_critic())
     policy, critic = (12 * parameters for parameters in (QWEN_7B.parameters, CRITIC))
-    assert beside["offloaded policy"] == alone["offloaded policy"] == pytest.approx(policy, rel=1e-6)
-    assert beside["offloaded critic"] == pytest.approx(critic, rel=1e-6)
+    assert colocated["offloaded policy"] == alone["offloaded policy"] == pytest.approx(policy, rel=1e-6)
+    assert colocated["offloaded critic"] == pytest.approx(critic, rel=1e-6)
     assert alone["checkpoint"] == pytest.approx(policy, rel=1e-6)
-    assert beside["checkpoint"] == pytest.approx(policy + critic, rel=1e-6)
+    assert colocated["checkpoint"] == pytest.approx(policy + critic, rel=1e-6)
     reference = with_critic()
     reference.trainer.algorithm.use_kl_loss = True
     asked = host(reference)
     assert asked["offloaded reference"] == pytest.approx(2 * QWEN_7B.parameters, rel=1e-6)
-    assert asked["checkpoint"] == beside["checkpoint"], "an untrained model has no checkpoint"
+    assert asked["checkpoint"] == colocated["checkpoint"], "an untrained model has no checkpoint"
 
 
 def test_roles_that_are_saved_in_turn_take_the_largest_ones_memory_and_at_once_that_of_all() -> None:
     policy = 12 * SMALL.parameters  # whose other phases are never the fullest of the host
     critic = policy - 12 * (HEAD - SMALL.hidden)
 
-    def checkpoint(cfg: Config, machine: Machine, *, behind: bool) -> int:
-        cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, behind
+    def checkpoint(cfg: Config, machine: Machine, *, asynchronous: bool) -> int:
+        cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, asynchronous
         return place(make_plan(cfg, SMALL, machine, reckoned(SMALL)), "host").lines["checkpoint"]
 
-    for apart in ({}, {"colocate_policy_critic": False, "critic_num_gpus_per_node": 4}):
-        for behind, expected in ((False, policy), (True, policy + critic)):
-            found = checkpoint(with_critic(**apart), replace(EIGHT, gpus=20), behind=behind)
+    for separate in ({}, {"colocate_policy_critic": False, "critic_num_gpus_per_node": 4}):
+        for asynchronous, expected in ((False, policy), (True, policy + critic)):
+            found = checkpoint(with_critic(**separate), replace(EIGHT, gpus=20), asynchronous=asynchronous)
             assert found == pytest.approx(expected, rel=1e-6)
-    assert checkpoint(with_critic(), replace(EIGHT, gpus=0), behind=True) == pytest.approx(policy + critic, rel=1e-6)
+    assert checkpoint(with_critic(), replace(EIGHT, gpus=0), asynchronous=True) == pytest.approx(
+        policy + critic, rel=1e-6
+    )
 
 
 def test_roles_on_devices_of_their_own_have_processes_on_the_hosts() -> None:
@@ -296,10 +298,14 @@ def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
         cfg.trainer.critic.model.path = "larger"
         return place(make_plan(cfg, SMALL, machine, reckoned(SMALL, critic=QWEN_7B)), "host")
 
-    beside, apart = host(), host(colocate_policy_critic=False, critic_num_gpus_per_node=8)
-    assert beside.when == "critic" and beside.lines["critic: activations"] and "policy: activations" not in beside.lines
-    assert apart.when == "update" and apart.lines["critic: activations"] == beside.lines["critic: activations"]
-    assert apart.lines["policy: activations"]
+    colocated, separate = host(), host(colocate_policy_critic=False, critic_num_gpus_per_node=8)
+    assert (
+        colocated.when == "critic"
+        and colocated.lines["critic: activations"]
+        and "policy: activations" not in colocated.lines
+    )
+    assert separate.when == "update" and separate.lines["critic: activations"] == colocated.lines["critic: activations"]
+    assert separate.lines["policy: activations"]
 
 
 @pytest.mark.parametrize("gpus", [16, 0])
@@ -338,9 +344,9 @@ def test_sizes_are_read_with_their_units(text: str, size: float) -> None:
 
 @pytest.mark.parametrize("machine", [EIGHT, replace(EIGHT, gpus=0)], ids=["gpus", "cpu"])
 def test_an_asynchronous_checkpoint_is_in_memory_all_the_time(machine: Machine) -> None:
-    def host(behind: bool) -> dict[str, int]:
+    def host(asynchronous: bool) -> dict[str, int]:
         cfg = settings()
-        cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, behind
+        cfg.trainer.ckpt_interval, cfg.trainer.ckpt_async = 10, asynchronous
         return dict(place(make_plan(cfg, QWEN_7B, machine, reckoned()), "host").lines)
 
     assert host(True)["checkpoint"] > 80 * GIB

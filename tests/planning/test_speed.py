@@ -50,6 +50,6 @@ def test_of_experts_those_that_a_token_has_are_operations() -> None:
     cfg, card = settings(ranks=4, engines=4), replace(CARDS["H100"], bandwidth=1e30)
     active = QWEN_7B.parameters
     experts = 3 * QWEN_7B.hidden * QWEN_7B.intermediate * QWEN_7B.layers
-    mixture = replace(QWEN_7B, experts=4, experts_per_token=1, parameters=active + 3 * experts)
-    dense, mixed = (roofline(cfg, make_plan(cfg, shape, EIGHT, reckoned()), card) for shape in (QWEN_7B, mixture))
+    moe = replace(QWEN_7B, experts=4, experts_per_token=1, parameters=active + 3 * experts)
+    dense, mixed = (roofline(cfg, make_plan(cfg, shape, EIGHT, reckoned()), card) for shape in (QWEN_7B, moe))
     assert dense.tokens == pytest.approx(card.flops / (2 * active)) == mixed.tokens

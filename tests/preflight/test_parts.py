@@ -14,10 +14,10 @@ from skyasync.trainer import RayPPOTrainer
 
 
 class ByPartialMethod(RayPPOTrainer):
-    def _kept(self, groups: list[object], extra: int) -> list[object]:
+    def _filter(self, groups: list[object], extra: int) -> list[object]:
         return groups[extra:]
 
-    filter_groups = partialmethod(_kept, extra=1)
+    filter_groups = partialmethod(_filter, extra=1)
 
 
 class ByValue(RayPPOTrainer):

@@ -23,7 +23,7 @@ SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 RIGHT = "a, b = map(int, input().split())\nprint(a + b)"
 
 
-def judged(program: str, label: Any = SUMS) -> dict[str, float]:
+def rewarded(program: str, label: Any = SUMS) -> dict[str, float]:
     return code_tests(f"Here it is:\n```python\n{program}\n```\nDone.", label)
 
 
@@ -33,9 +33,9 @@ def error(program: str) -> str:
 
 
 def test_all_tests_earn_one_and_some_nothing_but_their_share() -> None:
-    assert judged(RIGHT) == {"reward": 1.0, "passed": 1.0, "ended": 0.0}
-    assert judged("input()\nprint(3)") == {"reward": 0.0, "passed": 0.5, "ended": 0.0}
-    assert judged("print(") == {"reward": 0.0, "passed": 0.0, "ended": 0.0}
+    assert rewarded(RIGHT) == {"reward": 1.0, "passed": 1.0, "ended": 0.0}
+    assert rewarded("input()\nprint(3)") == {"reward": 0.0, "passed": 0.5, "ended": 0.0}
+    assert rewarded("print(") == {"reward": 0.0, "passed": 0.0, "ended": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_all_tests_earn_one_and_some_nothing_but_their_share() -> None:
     ids=["function", "method", "asserts", "stdin as JSON", "threads"],
 )  # fmt: skip
 def test_the_usual_formats_of_tests_are_read(program: str, label: Any) -> None:
-    assert judged(program, label)["reward"] == 1.0
+    assert rewarded(program, label)["reward"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_memory_and_time_run_out_for_the_code_alone(monkeypatch: pytest.MonkeyPa
     assert "MemoryError" in error("x = bytearray(10 ** 11)")
     assert "TimeoutError" in error("while True: pass")
     deaf = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass"
-    assert judged(deaf) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
+    assert rewarded(deaf) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
 
 
 def test_a_response_that_ends_its_process_or_prints_what_a_test_would_say_has_passed_nothing() -> None:
     asserts = ["assert f() == 1"]
-    assert judged("import os; os._exit(0)", asserts) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
-    assert judged("import sys; sys.exit(0)", asserts)["reward"] == 0.0
-    assert judged("print('{\"passed\": true}')", asserts)["reward"] == 0.0
+    assert rewarded("import os; os._exit(0)", asserts) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
+    assert rewarded("import sys; sys.exit(0)", asserts)["reward"] == 0.0
+    assert rewarded("print('{\"passed\": true}')", asserts)["reward"] == 0.0
 
 
 def test_the_environment_is_empty() -> None:

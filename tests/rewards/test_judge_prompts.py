@@ -18,7 +18,7 @@ ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def asked(prompt: str, **row: Any) -> str:
+def judge_prompt(prompt: str, **row: Any) -> str:
     return fill_prompt("j", prompt, known_to_judge({**ROW, **row}))
 
 
@@ -29,20 +29,20 @@ def read(parser: str, text: str) -> float | None:
 
 def test_every_name_of_the_field_and_every_column_can_be_shown() -> None:
     names = "{question}|{prompt}|{ground_truth}|{answer}|{reference}|{label}|{response}|{rubric}|{meta.level}"
-    assert asked(names) == "2 + 2?|2 + 2?|4|4|4|4|4|be kind|3"
-    assert asked("{conversation}") == "user: 2 + 2?"
-    assert asked("{final_response}", response="<think>hm {x}</think>\n 4") == "4"
+    assert judge_prompt(names) == "2 + 2?|2 + 2?|4|4|4|4|4|be kind|3"
+    assert judge_prompt("{conversation}") == "user: 2 + 2?"
+    assert judge_prompt("{final_response}", response="<think>hm {x}</think>\n 4") == "4"
 
 
 def test_other_braces_stay_as_they_are() -> None:
-    assert asked('{response} {"score": 1} {{response}} {} {0} { response }') == (
+    assert judge_prompt('{response} {"score": 1} {{response}} {} {0} { response }') == (
         '4 {"score": 1} {response} {} {0} { response }'
     )
 
 
 @given(st.text())
 def test_a_response_is_shown_as_it_is(response: str) -> None:
-    assert asked("<{response}>", response=response) == f"<{response}>"
+    assert judge_prompt("<{response}>", response=response) == f"<{response}>"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_prompt_that_shows_what_a_row_lacks_is_told_before_the_run(prompt: str
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict"),
+    ("text", "grade"),
     [
         ("yes", 1.0), ("No.", 0.0), ("**Yes**", 1.0), ("The answer is right. Verdict: yes\n\nThank you!", 1.0),
         ("Yes, both are 4.", 1.0), ("Both are 4, so yes", 1.0), ("<think>no no no</think> yes", 1.0),
@@ -67,12 +67,12 @@ def test_a_prompt_that_shows_what_a_row_lacks_is_told_before_the_run(prompt: str
         ("It is not yesterday", None), ("<think>yes", None),
     ],
 )  # fmt: skip
-def test_yes_or_no(text: str, verdict: float | None) -> None:
-    assert read("yes_no", text) == verdict
+def test_yes_or_no(text: str, grade: float | None) -> None:
+    assert read("yes_no", text) == grade
 
 
 @pytest.mark.parametrize(
-    ("text", "verdict"),
+    ("text", "grade"),
     [
         ("Score: 7", 7.0), ("7", 7.0), ("8/10", 8.0), ("**Rating:** 4.5", 4.5), ('{"why": "x", "score": 3}', 3.0),
         ("[[9]]", 9.0), (r"\boxed{2}", 2.0), ("score: 3 at first, but then score: 5", 5.0), ("Score is -1", -1.0),
@@ -80,19 +80,19 @@ def test_yes_or_no(text: str, verdict: float | None) -> None:
         ("<think>score: 1</think>score = 6", 6.0),
     ],
 )  # fmt: skip
-def test_a_score(text: str, verdict: float | None) -> None:
-    assert read("score", text) == verdict
+def test_a_score(text: str, grade: float | None) -> None:
+    assert read("score", text) == grade
 
 
 @pytest.mark.parametrize(
-    ("pattern", "text", "verdict"),
+    ("pattern", "text", "grade"),
     [
         (r"<v>(.*?)</v>", "<v>1</v><v>2</v>", 2.0), (r"\d+", "3 of 4", 4.0), ("A|B", "A", None),
         (r"is (\w+)", "it is CORRECT", 1.0), (r"(\S+)$", "nan", None),
     ],
 )  # fmt: skip
-def test_a_pattern(pattern: str, text: str, verdict: float | None) -> None:
-    assert read(pattern, text) == verdict
+def test_a_pattern(pattern: str, text: str, grade: float | None) -> None:
+    assert read(pattern, text) == grade
 
 
 @given(st.text())

@@ -58,7 +58,7 @@ def printed(program: str, backend: str) -> str:
     return str(answer["printed"])
 
 
-def judged(program: str, label: Any, backend: str) -> dict[str, float]:
+def rewarded(program: str, label: Any, backend: str) -> dict[str, float]:
     return code_tests(f"```python\n{program}\n```", label, backend)
 
 
@@ -106,7 +106,7 @@ print(found)
     ids=["program", "function", "assert", "check", "constants"],
 )
 def test_what_is_expected_is_nowhere_in_the_process_that_runs_the_code(label: Any, backend: str) -> None:
-    assert judged(SEARCH.format(size=len(SECRET)), label, backend)["reward"] == 0.0
+    assert rewarded(SEARCH.format(size=len(SECRET)), label, backend)["reward"] == 0.0
 
 
 ASSERTS = ["assert f(1) == 41", "assert abs(f(1) - 41) < 1e-6"]
@@ -137,7 +137,7 @@ ASSERTS = ["assert f(1) == 41", "assert abs(f(1) - 41) < 1e-6"]
     ],
 )
 def test_no_trick_passes_an_assert_test(program: str, backend: str) -> None:
-    assert judged(program, ASSERTS, backend)["reward"] == 0.0
+    assert rewarded(program, ASSERTS, backend)["reward"] == 0.0
 
 
 @confined
@@ -159,8 +159,10 @@ def test_right_code_passes_every_kind_of_assert_test(backend: str) -> None:
             "assert list(map(f, [1, 2])) == [1, 2]", "import math\ny = f(0.5)\nassert math.isclose(y, 0.5)",
         "assert f(frozenset([1])) == frozenset([1])", "assert f(10 ** 30) == 10 ** 30",
     ]  # fmt: skip
-    assert judged(program, tests, backend) == {"reward": 1.0, "passed": 1.0, "ended": 0.0}
-    assert judged(program.replace("return x", "return [x]"), tests, backend)["passed"] == pytest.approx(8 / len(tests))
+    assert rewarded(program, tests, backend) == {"reward": 1.0, "passed": 1.0, "ended": 0.0}
+    assert rewarded(program.replace("return x", "return [x]"), tests, backend)["passed"] == pytest.approx(
+        8 / len(tests)
+    )
 
 
 @confined
@@ -173,8 +175,8 @@ def test_values_of_equal_hashes_take_no_time_of_the_process_that_judges(wanted: 
         "    os.write(3, json.dumps({'values': [value]}, separators=(',', ':')).encode() + b'\\n')\n"
     )
     before = time.process_time()
-    assert judged(program, [f"assert f(1) == {wanted}"], backend)["reward"] == 0.0
-    assert judged(program, [f"assert f(1) == {wanted}"] * 2, backend)["reward"] == 0.0
+    assert rewarded(program, [f"assert f(1) == {wanted}"], backend)["reward"] == 0.0
+    assert rewarded(program, [f"assert f(1) == {wanted}"] * 2, backend)["reward"] == 0.0
     assert time.process_time() - before < 1.5
 
 
@@ -311,7 +313,7 @@ print(got, resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource
     assert printed(program, backend) == "[] (0, 0) (0, 0)\n"
     bomb = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=[9]).start()"
     before = time.monotonic()
-    assert judged(bomb.replace("import", "import threading; threading.stack_size(32768); import"),
+    assert rewarded(bomb.replace("import", "import threading; threading.stack_size(32768); import"),
                   {"inputs": [""], "outputs": ["1"]}, backend) == {**WRONG, "ended": 1.0}  # fmt: skip
     assert time.monotonic() - before < 1.4  # ended by the limit on threads, not by the timeout
 
@@ -362,8 +364,8 @@ print(got, resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource
 def test_noise_a_crash_and_a_limit_are_one_result(noise: str, backend: str, short: None) -> None:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     program = f"import ctypes, json, os, signal, sys, threading, time\n{noise}"
-    verdict = judged(program, {"inputs": ["", ""], "outputs": ["3", "4"]}, backend)
-    assert verdict.keys() == {"reward", "passed", "ended"} and verdict["reward"] == 0.0
+    result = rewarded(program, {"inputs": ["", ""], "outputs": ["3", "4"]}, backend)
+    assert result.keys() == {"reward", "passed", "ended"} and result["reward"] == 0.0
     assert time.monotonic() - began < 6.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150_000  # KB
 
@@ -406,8 +408,8 @@ def test_whatever_stands_in_the_answers_is_data(lines: list[bytes]) -> None:
 @settings(max_examples=20, deadline=None)
 def test_any_output_on_any_descriptor_has_a_result(writes: list[tuple[int, bytes]], end: str) -> None:
     program = f"import os, sys\nfor d, data in {writes!r}:\n    try: os.write(d, data)\n    except OSError: pass\n{end}"
-    verdict = judged(program, {"inputs": ["", ""], "outputs": [SECRET, SECRET]}, "auto")
-    assert verdict["reward"] == 0.0 and verdict["ended"] in (0.0, 1.0)
+    result = rewarded(program, {"inputs": ["", ""], "outputs": [SECRET, SECRET]}, "auto")
+    assert result["reward"] == 0.0 and result["ended"] in (0.0, 1.0)
 
 
 # Leftovers
@@ -458,7 +460,7 @@ def test_the_code_ends_with_the_process_that_judges_it(backend: str) -> None:
 @confined
 def test_nothing_of_a_program_that_is_ended_is_left(backend: str, short: None) -> None:
     before, descriptors = set(_below(os.getpid())), len(os.listdir("/proc/self/fd"))
-    judged("import time\ntime.sleep(99)", {"inputs": [""], "outputs": ["1"]}, backend)
+    rewarded("import time\ntime.sleep(99)", {"inputs": [""], "outputs": ["1"]}, backend)
     assert set(_below(os.getpid())) <= before
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
@@ -466,7 +468,7 @@ def test_nothing_of_a_program_that_is_ended_is_left(backend: str, short: None) -
 # The filter, on both architectures
 
 
-def _verdict(program: bytes, machine: str, number: int, arguments: tuple[int, ...]) -> int:
+def _filter_result(program: bytes, machine: str, number: int, arguments: tuple[int, ...]) -> int:
     """The result of the kernel's packet filter for a call."""
     given = list(arguments) + [0] * (6 - len(arguments))
     data = struct.pack("=iIQ6Q", number, ARCHITECTURES[machine], 0, *(a & (2**64 - 1) for a in given))
@@ -492,7 +494,7 @@ ARGUMENTS = st.lists(st.sampled_from(EDGES) | st.integers(0, 2**64 - 1), min_siz
 @settings(max_examples=300, deadline=None)
 def test_only_what_is_listed_is_allowed(machine: str, number: int, arguments: list[int]) -> None:
     place, own = list(ARCHITECTURES).index(machine), 77
-    said = _verdict(FILTERS[machine], machine, number, tuple(arguments))
+    said = _filter_result(FILTERS[machine], machine, number, tuple(arguments))
     low = [argument & (2**32 - 1) for argument in arguments]
     allowed = number in {numbers[place] for numbers in ALLOWED.values()}
     for numbers, argument, values in ALLOWED_WITH.values():
@@ -505,8 +507,8 @@ def test_only_what_is_listed_is_allowed(machine: str, number: int, arguments: li
 
 
 def test_other_architectures_and_other_numbers_of_calls_are_refused() -> None:
-    assert _verdict(FILTERS["x86_64"], "aarch64", 0, ()) == sandbox_program.KILL
-    assert _verdict(FILTERS["x86_64"], "x86_64", 0x40000000, ()) != sandbox_program.ALLOW
+    assert _filter_result(FILTERS["x86_64"], "aarch64", 0, ()) == sandbox_program.KILL
+    assert _filter_result(FILTERS["x86_64"], "x86_64", 0x40000000, ()) != sandbox_program.ALLOW
 
 
 # Choice of the sandbox
@@ -568,13 +570,13 @@ def test_a_sandbox_server_runs_every_kind_of_test_and_is_told_no_expected_value(
     url, handler = fusion
     assert sandbox.choose(url) == url
     label = {"inputs": ["ab"], "outputs": ["abab"]}
-    assert judged("print(input() * 2)", label, url)["reward"] == 1.0
-    assert judged("print(input() * 3)", label, url)["reward"] == 0.0
+    assert rewarded("print(input() * 2)", label, url)["reward"] == 1.0
+    assert rewarded("print(input() * 3)", label, url)["reward"] == 0.0
     assert (
-        judged("def f(x): return [x] * 2", {"fn_name": "f", "inputs": [[77]], "outputs": [[77, 77]]}, url)["reward"]
+        rewarded("def f(x): return [x] * 2", {"fn_name": "f", "inputs": [[77]], "outputs": [[77, 77]]}, url)["reward"]
         == 1.0
     )
-    assert judged("def f(x): return [x] * 2", ["assert f(77) == [77, 77]"], url)["reward"] == 1.0
+    assert rewarded("def f(x): return [x] * 2", ["assert f(77) == [77, 77]"], url)["reward"] == 1.0
     assert "abab" not in json.dumps(handler.asked) and "77, 77" not in json.dumps(handler.asked)
     assert all(asked["path"] == "/run_code" and asked["language"] == "python" for asked in handler.asked)
 
@@ -584,7 +586,7 @@ def test_a_server_that_fails_is_a_transient_error_in_one_line(mode: str, fusion:
     url, handler = fusion
     handler.mode = mode
     with pytest.raises(TransientError) as raised:
-        judged("print(1)", {"inputs": [""], "outputs": ["1"]}, url)
+        rewarded("print(1)", {"inputs": [""], "outputs": ["1"]}, url)
     assert url in str(raised.value) and "\n" not in str(raised.value)
     with pytest.raises(UserError, match=r"environment.code_sandbox=http.* does not work here"):
         sandbox.choose(url)
@@ -594,7 +596,7 @@ def test_a_server_that_fails_is_a_transient_error_in_one_line(mode: str, fusion:
 def test_a_program_that_a_working_server_fails_at_has_failed(mode: str, fusion: tuple[str, type[Fusion]]) -> None:
     url, handler = fusion
     handler.mode = mode
-    assert judged("print('zap')", {"inputs": [""], "outputs": ["1"]}, url) == {**WRONG, "ended": 1.0}
+    assert rewarded("print('zap')", {"inputs": [""], "outputs": ["1"]}, url) == {**WRONG, "ended": 1.0}
 
 
 def test_a_server_that_is_not_there_is_refused_before_the_run() -> None:

@@ -146,10 +146,10 @@ def test_a_turn_starts_a_new_row_if_the_template_shows_other_tokens_than_were_sa
     observation = found.observation([user("more")], action)
     assert tokenizer().decode(observation) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     extended = [*found.prompt(SAID[:1]).tolist(), *action, *observation]
-    anew = found.reframed(SAID, None, extended)
-    assert (anew is None) == (shows is None)
+    again = found.reframed(SAID, None, extended)
+    assert (again is None) == (shows is None)
     if shows:
-        assert tokenizer().decode(anew) == tokenizer().decode(found.prompt(SAID[:1])) + shows
+        assert tokenizer().decode(again) == tokenizer().decode(found.prompt(SAID[:1])) + shows
 
 
 def test_other_tokens_of_the_same_text_do_not_start_a_new_row():

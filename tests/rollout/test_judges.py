@@ -89,21 +89,21 @@ async def test_each_domain_has_its_judges_and_a_row_may_name_one() -> None:
 
 async def test_an_episode_is_graded_while_others_are_generated() -> None:
     """The first grade comes before the engine has answered the second request, which waits for it."""
-    judged = asyncio.Event()
+    graded = asyncio.Event()
 
-    def verdict(body: Any) -> str:
-        judged.set()
+    def grade(body: Any) -> str:
+        graded.set()
         return "yes"
 
     class Slow(ScriptedEngine):
         async def generate(self, requests: Any) -> Any:
             for each in requests:
                 if "question 1" in tokenizer().decode(each.prompt_token_ids):
-                    await asyncio.wait_for(judged.wait(), 20)
+                    await asyncio.wait_for(graded.wait(), 20)
                 async for output in super().generate([each]):
                     yield output
 
-    async with serving(verdict) as server:
+    async with serving(grade) as server:
         judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", "reward_funcs=[judge:far]"]
         generator, _ = playing(*judge, engine=Slow(reply))
         assert [t.reward for t in await played(generator, {"label": "7"}, {"label": "7"})] == [1.0, 1.0]
@@ -118,12 +118,12 @@ async def test_a_server_that_is_gone_is_the_runs_error_and_names_the_episode() -
     assert raised.value.__notes__ == ["while playing the episode e0-i0-r0"]
 
 
-@pytest.mark.parametrize("unjudged", ["zero", "raise"])
-async def test_a_response_without_a_grade_is_zero_and_counted_or_ends_the_run(unjudged: str) -> None:
+@pytest.mark.parametrize("on_timeout", ["zero", "raise"])
+async def test_a_response_without_a_grade_is_zero_and_counted_or_ends_the_run(on_timeout: str) -> None:
     async with serving("Well.") as server:
-        judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", f"reward_on_timeout={unjudged}"]
+        judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", f"reward_on_timeout={on_timeout}"]
         generator, _ = playing(*judge, "reward_funcs=[judge:far, exact_match]")
-        if unjudged == "raise":
+        if on_timeout == "raise":
             with pytest.raises(TimeoutError, match=r"judge:far gave no grade; environment.reward_on_timeout=zero"):
                 await played(generator, {"label": "7"})
             return

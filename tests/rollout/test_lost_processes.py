@@ -14,48 +14,51 @@ from tests.rollout.test_generator import Countdown, groups
 from tests.virtual_time import virtual_time
 
 
-class Mortal(LocalTransport):
+class FailingProcess(LocalTransport):
     """A process that fails at a given call."""
 
-    def __init__(self, settings: EnvSettings, dies: int) -> None:
+    def __init__(self, settings: EnvSettings, failing_call: int) -> None:
         super().__init__(Episodes(settings))
-        self.left = dies
+        self.left = failing_call
 
-    def die(self, asked: int) -> None:
-        self.left -= asked
+    def fail(self, calls: int) -> None:
+        self.left -= calls
         if self.left <= 0:
             raise RuntimeError("the actor failed")
 
     async def load(self, *args: object) -> Exception | None:
-        self.die(1)
+        self.fail(1)
         return await super().load(*args)
 
     async def exchange(self, calls: Any) -> Any:
-        self.die(len(calls))
+        self.fail(len(calls))
         return await super().exchange(calls)
 
 
-def mortal_pool(*dies: int) -> tuple[EnvPool, list[Mortal]]:
+def failing_pool(*failing_call: int) -> tuple[EnvPool, list[FailingProcess]]:
     """The first processes fail; their replacements fail until these numbers have run out."""
-    settings, made = EnvSettings({}), list[Mortal]()
+    settings, made = EnvSettings({}), list[FailingProcess]()
 
-    def start() -> Mortal:
-        made.append(Mortal(settings, dies[len(made)] if len(made) < len(dies) else 10**9))
+    def start() -> FailingProcess:
+        made.append(FailingProcess(settings, failing_call[len(made)] if len(made) < len(failing_call) else 10**9))
         return made[-1]
 
     return EnvPool(start, 1, settings), made
 
 
-def asked(env: type[RecordedEnv], count: int) -> list[Any]:
+def prompts_of(env: type[RecordedEnv], count: int) -> list[Any]:
     name = registered(env)
     return [prompt(row, name, name=str(row)) for row in range(count)]
 
 
-@pytest.mark.parametrize("dies", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("failing_call", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("on_error", ["raise", "mask"])
 @virtual_time
-async def test_an_episode_goes_on_in_another_process_with_what_the_model_had_said(dies: int, on_error: str) -> None:
-    engine, (pool, made), prompts = ScriptedEngine(lambda _: "7"), mortal_pool(dies, 3), asked(Countdown, 2)
+async def test_an_episode_continues_in_another_process_with_the_models_actions(
+    failing_call: int, on_error: str
+) -> None:
+    engine, (pool, made) = ScriptedEngine(lambda _: "7"), failing_pool(failing_call, 3)
+    prompts = prompts_of(Countdown, 2)
     found = await groups(generator(engine, pool=pool, on_error=on_error), requests(prompts))
     whole = await groups(generator(ScriptedEngine(lambda _: "7")), requests(prompts))
     for group, expected in zip(found, whole, strict=True):
@@ -69,10 +72,10 @@ async def test_an_episode_goes_on_in_another_process_with_what_the_model_had_sai
 
 @virtual_time
 async def test_one_that_loses_process_after_process_is_to_blame() -> None:
-    (pool, made), prompts = mortal_pool(2, 2, 2, 2), asked(Countdown, 1)
+    (pool, made), prompts = failing_pool(2, 2, 2, 2), prompts_of(Countdown, 1)
     with pytest.raises(ProcessLostError, match="the actor failed"):
         await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool), requests(prompts))
     assert len(made) == 4
-    pool, made = mortal_pool(2, 2, 2, 2)
+    pool, made = failing_pool(2, 2, 2, 2)
     found = await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool, on_error="mask"), requests(prompts))
     assert found[0].trajectories[0].metrics == {"given_up": 1.0}

@@ -43,7 +43,7 @@ async def test_staleness_is_read_from_the_stamps_of_every_token():
     assert found["staleness/mean"] == pytest.approx((2 + 2 + 0 + 0 + 1 + 1) / 6)
     assert found["staleness/head_mean"] == 1.5
     assert found["staleness/last_token_mean"] == 0.5
-    assert [found[f"staleness/tokens_{age}"] for age in (0, 1, 2)] == [2, 2, 2]
+    assert [found[f"staleness/tokens_{staleness}"] for staleness in (0, 1, 2)] == [2, 2, 2]
 
 
 def test_samples_are_the_first_of_the_first_groups_with_what_was_said():

@@ -18,7 +18,7 @@ from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 
-def asked_for(groups: int, samples: int) -> list[RolloutRequest]:
+def requests_of(groups: int, samples: int) -> list[RolloutRequest]:
     names = [TrajectoryId(PromptId(0, g), s) for g in range(groups) for s in range(samples)]
     return [
         RolloutRequest(name, Prompt(name.prompt, [], "e"), {"group": name.prompt.row}, SamplingParams())
@@ -58,7 +58,7 @@ class Episodes:
 @settings(max_examples=60)
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 3))
 def test_the_first_complete_samples_are_taken_once_under_the_names_asked_for(data, groups, samples, spares) -> None:
-    requests = asked_for(groups, samples)
+    requests = requests_of(groups, samples)
     started = ids(with_extra_samples(requests, spares))
     seconds = {name: data.draw(st.integers(1, 9)) for name in started}
     fails = {name for name in started if data.draw(st.booleans())}
@@ -87,7 +87,7 @@ def test_the_first_complete_samples_are_taken_once_under_the_names_asked_for(dat
 
 
 def test_a_copy_of_a_sample_has_what_the_sample_has() -> None:
-    more = with_extra_samples(asked_for(2, 2), 1)
+    more = with_extra_samples(requests_of(2, 2), 1)
     assert [str(name) for name in ids(more)] == [f"e0-i{g}-r{r}" for g in range(2) for r in range(3)]
     assert [request.extras["group"] for request in more] == [0, 0, 0, 1, 1, 1]
 
@@ -98,7 +98,7 @@ def test_an_error_is_raised_and_nothing_is_left_running() -> None:
         raise ValueError("broken")
 
     async def check() -> None:
-        requests = asked_for(1, 2)
+        requests = requests_of(1, 2)
         names = ids(with_extra_samples(requests, 1))
         episodes = Episodes(dict.fromkeys(names, 5), set())
         playing = {names[0]: episodes.play(names[0]), names[1]: fails(), names[2]: episodes.play(names[2])}

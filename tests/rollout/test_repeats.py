@@ -98,10 +98,12 @@ def trajectory(sample: int, *actions: list[int], asked: int = 1) -> Trajectory:
 def test_a_trajectory_is_all_of_its_actions_and_empty_ones_do_not_count() -> None:
     asked = prompt(0, "any")
     same = Group(asked, [trajectory(i, [5] * 8, [6] * 8) for i in range(3)])
-    cut_elsewhere = Group(asked, [trajectory(0, [5, 6], [7]), trajectory(1, [5], [6, 7]), trajectory(2), trajectory(3)])
+    split_differently = Group(
+        asked, [trajectory(0, [5, 6], [7]), trajectory(1, [5], [6, 7]), trajectory(2), trajectory(3)]
+    )
     assert repeats_of([same])[:2] == (3, 2)
     assert repeats_of([same]).impossible
-    assert repeats_of([cut_elsewhere])[:2] == (2, 0)
+    assert repeats_of([split_differently])[:2] == (2, 0)
 
 
 def test_the_same_answer_to_another_question_is_no_repeat() -> None:

@@ -53,8 +53,8 @@ def keeps(draw: st.DrawFn) -> saved.RolloutState:
         Group(prompt_of(identity), [draw(trajectories(identity, n)) for n in range(draw(st.integers(1, 3)))])
         for identity in identities[::2]
     ]
-    begun = [draw(trajectories(identity, 0)) for identity in identities[1::2]]
-    return saved.RolloutState({identity: draw(st.integers(0, 99)) for identity in identities}, groups, begun)
+    partial = [draw(trajectories(identity, 0)) for identity in identities[1::2]]
+    return saved.RolloutState({identity: draw(st.integers(0, 99)) for identity in identities}, groups, partial)
 
 
 def prompt_of(identity: PromptId) -> Prompt:
@@ -101,6 +101,6 @@ def test_a_turn_is_not_taken_over_if_another_image_stood_before_it() -> None:
 def test_a_disk_that_does_not_take_it_is_an_error_of_the_disks(tmp_path: Path) -> None:
     """So that it counts for ``trainer.ckpt_patience``, as with every other file of a checkpoint."""
     tokens = list(range(1000))
-    begun = Trajectory(TrajectoryId(PromptId(0, 0), 0), [Segment("prompt", tokens)])
+    partial = Trajectory(TrajectoryId(PromptId(0, 0), 0), [Segment("prompt", tokens)])
     with files_end_at(100), pytest.raises(OSError, match=r"rollouts\.safetensors could not be written: .*too large"):
-        saved.write(tmp_path / saved.FILE, saved.RolloutState({PromptId(0, 0): 0}, [], [begun]))
+        saved.write(tmp_path / saved.FILE, saved.RolloutState({PromptId(0, 0): 0}, [], [partial]))

@@ -19,10 +19,10 @@ class Trainer:
 
     def __init__(self, error=None, seconds=0.0):
         self.error, self.seconds, self.callbacks, self.last_metrics = error, seconds, [], {"reward/mean": 1.0}
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
 
     async def train(self):
-        self.begun.set()
+        self.started.set()
         await asyncio.sleep(self.seconds)
         if self.error:
             raise self.error
@@ -80,7 +80,7 @@ async def test_stopping_cancels_training_waits_for_the_parts_and_is_no_error():
     experiment = Experiment(Trainer(seconds=1000.0))
     running = Controller(experiment, {})
     task = asyncio.create_task(running.run())
-    await experiment.trainer.begun.wait()
+    await experiment.trainer.started.wait()
     await running.stop()
     assert experiment.closed == 1
     assert await task is None
@@ -90,7 +90,7 @@ async def test_stopping_before_anything_runs_or_after_the_end_is_no_error():
     experiment = Experiment()
     running = Controller(experiment, {})
     await running.stop()
-    assert not experiment.trainer.begun.is_set()
+    assert not experiment.trainer.started.is_set()
     assert await running.run() == {"reward/mean": 1.0}
     await running.stop()
     assert experiment.closed == 1
@@ -116,7 +116,7 @@ async def test_progress_can_be_asked_for_at_any_time():
     running = Controller(Experiment(trainer), {})
     assert (await running.report(-1)).phase == "starting"
     task = asyncio.create_task(running.run())
-    await trainer.begun.wait()
+    await trainer.started.wait()
     report = await running.report(-1)
     assert (report.phase, report.total) == ("training", 3)
     await running.stop()

@@ -64,8 +64,8 @@ def test_an_answer_forgives_the_silence_before_it() -> None:
 
 
 def test_a_failed_controller_is_not_waited_for_and_without_a_timeout_none_is_killed() -> None:
-    dead = Controller(ray.exceptions.RayActorError())
-    assert heartbeat(dead).ask(0) is None and not dead.ended
+    failed = Controller(ray.exceptions.RayActorError())
+    assert heartbeat(failed).ask(0) is None and not failed.ended
     slow = Controller(*[SILENCE] * 100)
     asked = heartbeat(slow, limit_s=0.0)
     assert [asked.ask(0) for _ in range(100)] == [None] * 100 and not slow.ended

@@ -15,13 +15,15 @@ from skyasync.observability.jsonl import read_rows
 from skyasync.run.recovery import NAME, Recovery
 from skyasync.utils.machine import born
 
-DEATH = RuntimeError("gone")
+FAILURE = RuntimeError("gone")
 
 
 def restarting(folder: Path, **settings: Any) -> Recovery:
     cfg = Config()
     vars(cfg.trainer).update(settings)
-    parts = SimpleNamespace(dispatch=SimpleNamespace(lost=("policy", DEATH)), weight_sync=SimpleNamespace(restart=None))
+    parts = SimpleNamespace(
+        dispatch=SimpleNamespace(lost=("policy", FAILURE)), weight_sync=SimpleNamespace(restart=None)
+    )
     run: Any = SimpleNamespace(cfg=cfg, parts=parts)
     return Recovery(run, folder)
 

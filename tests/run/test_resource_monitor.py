@@ -114,13 +114,13 @@ def test_it_warns_once_before_a_checkpoint_no_longer_fits_and_again_after_space_
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "weights").write_bytes(b"x" * 20 * MIB)
         watch._measure(folder)
-    room = {"disk/free_gib": 26 / 1024, "memory/free_gib": 26 / 1024}  # 21 for the checkpoint, and 4 of samples
+    free = {"disk/free_gib": 26 / 1024, "memory/free_gib": 26 / 1024}  # 21 for the checkpoint, and 4 of samples
     with caplog.at_level(logging.WARNING):
-        watch._warn(room)
+        watch._warn(free)
         assert caplog.messages == []
         for _ in range(2):
-            watch._warn(room | {"disk/free_gib": 24 / 1024})
-        watch._warn(room)
+            watch._warn(free | {"disk/free_gib": 24 / 1024})
+        watch._warn(free)
         watch._warn({"disk/free_gib": 1.0, "memory/free_gib": 0.01})
     disk, memory = caplog.messages
     assert disk.startswith(
@@ -134,11 +134,11 @@ def test_actors_are_counted_by_what_they_are(ray_session: None) -> None:
 
     @ray.remote(num_cpus=0)
     class PolicyWorker:
-        def found(self) -> tuple[int, dict[str, list[int]]]:
+        def measured(self) -> tuple[int, dict[str, list[int]]]:
             return os.getpid(), resource_monitor.of_this_job()
 
     actor = PolicyWorker.remote()
-    process, found = ray.get(actor.found.remote())
-    assert process in found["workers"]
+    process, measured = ray.get(actor.measured.remote())
+    assert process in measured["workers"]
     assert process in resource_monitor.of_this_job()["workers"]  # from the driver too
     ray.kill(actor)

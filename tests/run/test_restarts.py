@@ -46,10 +46,10 @@ def test_only_a_checkpoint_of_this_command_is_gone_on_from(tmp_path: Path) -> No
     """Otherwise from its start: ``resume_mode=40`` leaves newer checkpoints of another attempt in the folder."""
     restarts = Restarts(tmp_path, per_hour=1)
     assert restarts.resume_mode(tmp_path, "none") == "none"
-    for step, age in ((60, -10.0), (40, 10.0)):
+    for step, seconds in ((60, -10.0), (40, 10.0)):
         folder = tmp_path / f"step_{step:06d}"
         folder.mkdir()
-        (folder / "state.json").write_text(json.dumps({"written_ns": int((restarts.began + age) * 1e9)}))
+        (folder / "state.json").write_text(json.dumps({"written_ns": int((restarts.began + seconds) * 1e9)}))
         if step == 60:
             assert restarts.resume_mode(tmp_path, "40") == "40"
     assert restarts.resume_mode(tmp_path, "40") == "latest"

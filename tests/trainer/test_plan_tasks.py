@@ -17,48 +17,48 @@ class Broken(Exception):
     pass
 
 
-class AheadTrainer(RayPPOTrainer):
+class BackgroundTrainer(RayPPOTrainer):
     """Generates in a task that is never awaited."""
 
     async def train(self):
         async with self.running():
             buffer = asyncio.Queue(maxsize=1)
-            self.task = asyncio.create_task(self.generate_ahead(buffer))
+            self.task = asyncio.create_task(self.generate_in_background(buffer))
             while self.global_step < self.total_steps:
                 status = await self.train_on(await self.waiting("data", buffer.get()))
                 await self.async_sync_policy_weights_to_inference_engines()
                 await self.end_step(status)
 
-    async def generate_ahead(self, buffer):
+    async def generate_in_background(self, buffer):
         for prompts in self.remaining_prompts():
             await buffer.put(await self.generate(prompts))
 
 
-class ExitingTrainer(AheadTrainer):
-    async def generate_ahead(self, buffer):
+class ExitingTrainer(BackgroundTrainer):
+    async def generate_in_background(self, buffer):
         try:
-            await super().generate_ahead(buffer)
+            await super().generate_in_background(buffer)
         except Exception:
             sys.exit(1)
 
 
-class OutsideTrainer(AheadTrainer):
+class OutsideTrainer(BackgroundTrainer):
     """Has left out ``async with self.running()``."""
 
     async def train(self):
         buffer = asyncio.Queue(maxsize=1)
-        self.task = asyncio.create_task(self.generate_ahead(buffer))
+        self.task = asyncio.create_task(self.generate_in_background(buffer))
         await buffer.get()
 
 
 def failing(plan, part="generate", call=2, **settings):
     run = make_run(plan, generating=[2.0], **settings)
-    run.engines.swap_in_flight = True
+    run.engines.update_in_flight = True
     run.faults[part, call] = Broken("no sample")
     return run
 
 
-def ends(run):
+def error_and_time(run):
     """The error that ends a run, and when."""
 
     async def scenario():
@@ -73,24 +73,24 @@ def ends(run):
     return run_virtual(scenario())
 
 
-@pytest.mark.parametrize("plan", [AheadTrainer, ExitingTrainer])
+@pytest.mark.parametrize("plan", [BackgroundTrainer, ExitingTrainer])
 def test_a_task_that_is_never_awaited_ends_the_run_with_its_error_and_traceback(plan):
-    error, at = ends(run := failing(plan))
+    error, at = error_and_time(run := failing(plan))
     assert isinstance(error, Broken) and str(error) == "no sample"
-    assert "generate_ahead" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert "generate_in_background" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     assert at < 20
     assert run.tracker.closed == run.timeline.closed == 1
 
 
 def test_it_ends_within_the_steps_limit_however_busy_the_others_are():
-    run = failing(AheadTrainer, trainer__step_timeout_s=30.0, updating=[1e3])
-    error, at = ends(run)
+    run = failing(BackgroundTrainer, trainer__step_timeout_s=30.0, updating=[1e3])
+    error, at = error_and_time(run)
     assert "no sample" in f"{error!r} {getattr(error, '__notes__', '')}"
     assert at <= 40
 
 
 def test_a_step_outside_of_running_is_refused_in_a_task_as_in_the_plan():
-    error, at = ends(make_run(OutsideTrainer))
+    error, at = error_and_time(make_run(OutsideTrainer))
     assert "outside of `async with self.running():`" in str(error) and at <= GRACE_S
 
 
@@ -125,12 +125,12 @@ def test_an_error_that_the_plan_takes_is_its_own_affair_however_late_it_takes_it
 
 
 def test_an_error_that_is_raised_again_ends_the_run_once():
-    class Anew(TakingTrainer):
+    class RaisesAgain(TakingTrainer):
         async def train(self):
             async with self.running():
                 await asyncio.create_task(self.fetch())
 
-    error, _ = ends(make_run(Anew))
+    error, _ = error_and_time(make_run(RaisesAgain))
     assert isinstance(error, Broken) and not hasattr(error, "__notes__")
 
 
@@ -141,7 +141,7 @@ def test_a_plan_that_ends_before_anybody_took_the_error_fails_with_it():
                 self.task = asyncio.create_task(self.fetch())
                 await asyncio.sleep(1)
 
-    error, at = ends(make_run(Forgets))
+    error, at = error_and_time(make_run(Forgets))
     assert isinstance(error, Broken) and at < GRACE_S
 
 
@@ -153,13 +153,13 @@ def test_what_else_has_failed_is_noted_on_the_plans_own_error():
                 await asyncio.sleep(1)
                 raise KeyError("mine")
 
-    error, _ = ends(make_run(Both))
+    error, _ = error_and_time(make_run(Both))
     assert isinstance(error, KeyError) and error.__notes__ == ["at the same time: Broken()"]
 
 
 def test_a_cancelled_run_stays_cancelled_and_its_tasks_end():
     async def scenario():
-        run = make_run(AheadTrainer, generating=[50.0])
+        run = make_run(BackgroundTrainer, generating=[50.0])
         task = asyncio.create_task(run.trainer.train())
         await asyncio.sleep(1)
         task.cancel()
@@ -190,5 +190,5 @@ def test_tasks_of_other_packages_answer_for_themselves(tmp_path, monkeypatch):
 
 
 def test_a_plan_of_ours_ends_at_once_as_before():
-    error, at = ends(failing(AsyncRayPPOTrainer))
+    error, at = error_and_time(failing(AsyncRayPPOTrainer))
     assert isinstance(error, Broken) and at < GRACE_S

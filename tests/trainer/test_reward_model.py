@@ -26,15 +26,15 @@ class Groups(TrajectoryGenerator):
     """The group of the n-th prompt, in the stream's order, ends after n + 1 seconds."""
 
     def __init__(self) -> None:
-        self.places: dict[Any, int] = {}
+        self.order: dict[Any, int] = {}
 
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         for identity in input_batch["trajectory_ids"]:
-            self.places.setdefault(identity.prompt, len(self.places) % 4)
+            self.order.setdefault(identity.prompt, len(self.order) % 4)
         return list(await asyncio.gather(*(self._play(identity) for identity in input_batch["trajectory_ids"])))
 
     async def _play(self, identity: Any) -> Trajectory:
-        await asyncio.sleep(1.0 + self.places[identity.prompt])
+        await asyncio.sleep(1.0 + self.order[identity.prompt])
         tokens = np.array([EPOCH + identity.prompt.epoch, ROW + identity.prompt.row], np.int32)
         said = np.array([7, 8], np.int32)
         action = Segment(
@@ -60,7 +60,7 @@ class Judge:
         return batch.tokens[:, 1].float() / ROW
 
 
-def judged(plan: type[RayPPOTrainer], judge: Judge, **settings: Any) -> Run:
+def run_with_judge(plan: type[RayPPOTrainer], judge: Judge, **settings: Any) -> Run:
     run = make_run(
         plan, prompts=4, updating=[0.0], syncing=[0.0], trainer__reward__model__path="a/judge", **settings
     )  # fmt: skip
@@ -71,7 +71,7 @@ def judged(plan: type[RayPPOTrainer], judge: Judge, **settings: Any) -> Run:
 
 def test_a_step_takes_about_the_longer_of_playing_and_scoring() -> None:
     judge = Judge(seconds=0.5)  # 4 groups of 2 rows: 4 seconds, as long as the last group is played
-    run = judged(RayPPOTrainer, judge).train()
+    run = run_with_judge(RayPPOTrainer, judge).train()
     assert run.tracker.of("time/step_s")[1] == pytest.approx(5.0), "4 s of playing, and the last group's second"
     assert run.tracker.of("time/reward_s")[1] == pytest.approx(4.0)
     assert judge.asked == [2, 2, 2, 2]
@@ -79,7 +79,7 @@ def test_a_step_takes_about_the_longer_of_playing_and_scoring() -> None:
 
 def test_groups_gather_while_the_model_is_busy() -> None:
     judge = Judge(seconds=0.0, per_call=2.5)
-    run = judged(RayPPOTrainer, judge).train()
+    run = run_with_judge(RayPPOTrainer, judge).train()
     assert judge.asked == [2, 4, 2], "the first; the two that ended meanwhile; the last"
     assert run.tracker.of("time/step_s")[1] == pytest.approx(1.0 + 3 * 2.5)
 
@@ -87,7 +87,7 @@ def test_groups_gather_while_the_model_is_busy() -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_trains_the_rewards_that_whole_batches_gave(plan: type[RayPPOTrainer]) -> None:
     judge = Judge(seconds=0.0, per_call=2.5)
-    run = judged(plan, judge)
+    run = run_with_judge(plan, judge)
     kept: list[Any] = []
     prepare = run.trainer.prepare
 
@@ -109,7 +109,7 @@ def test_every_plan_trains_the_rewards_that_whole_batches_gave(plan: type[RayPPO
 
 def test_a_model_on_the_engines_devices_waits_for_its_turn() -> None:
     judge = Judge(seconds=0.5)
-    run = judged(RayPPOTrainer, judge)
+    run = run_with_judge(RayPPOTrainer, judge)
     run.trainer.context.reward_model.overlaps = False
     run.train()
     assert judge.asked == [8]
@@ -118,7 +118,7 @@ def test_a_model_on_the_engines_devices_waits_for_its_turn() -> None:
 
 def test_any_failure_fails_the_step() -> None:
     judge = Judge(seconds=0.5)
-    run = judged(RayPPOTrainer, judge)
+    run = run_with_judge(RayPPOTrainer, judge)
 
     async def fails(*args: Any) -> Any:
         raise RuntimeError("the judge is gone")

@@ -69,8 +69,8 @@ def test_a_run_that_goes_on_knows_what_there_is_to_beat(tmp_path: Path) -> None:
 
 
 def test_with_asynchronous_checkpoints_the_best_is_the_one_that_was_written(tmp_path: Path) -> None:
-    behind = {"trainer__ckpt_best_metric": "my/score", "trainer__ckpt_async": True, "trainer__ckpt_keep": 1}
-    run = run_of(tmp_path, 0.1, 0.5, 0.3, trainer__ckpt_interval=1, **behind)
+    in_background = {"trainer__ckpt_best_metric": "my/score", "trainer__ckpt_async": True, "trainer__ckpt_keep": 1}
+    run = run_of(tmp_path, 0.1, 0.5, 0.3, trainer__ckpt_interval=1, **in_background)
     run.faults["save", 2] = OSError("No space left on device")
     run.train()
     found = read_best(tmp_path)

@@ -21,7 +21,7 @@ class Client:
     async def resume(self) -> None: ...
 
 
-def judged(overrides: list[str]) -> tuple[WeightUpdates, list[tuple[int, float]]]:
+def conclusions(overrides: list[str]) -> tuple[WeightUpdates, list[tuple[int, float]]]:
     parts: Any = SimpleNamespace(step=3)
     context: Any = SimpleNamespace(cfg=load_config(overrides), client=Client(), progress=parts, phases=parts)
     updates = WeightUpdates(context)
@@ -36,14 +36,14 @@ def judged(overrides: list[str]) -> tuple[WeightUpdates, list[tuple[int, float]]
     [("top_k=-1", True), ("temperature=0.7", False), ("top_p=0.9", False), ("min_tokens=2", False)],
 )
 def test_tokens_are_compared_that_were_drawn_as_the_probe_is_scored(setting: str, comparable: bool) -> None:
-    updates, told = judged([f"generator.sampling_params.{setting}"])
+    updates, told = conclusions([f"generator.sampling_params.{setting}"])
     updates.check_sampled_tokens(PLENTY)
     assert told == [(3, 1e-6)] * comparable
 
 
 @pytest.mark.parametrize("missing", [{"staleness/tokens_0": 255.0}, {"staleness/tokens_0": 0.0}])
 def test_few_tokens_say_nothing(missing: dict[str, float]) -> None:
-    updates, told = judged([])
+    updates, told = conclusions([])
     updates.check_sampled_tokens(PLENTY | missing)
     updates.check_sampled_tokens({"staleness/tokens_0": 1e6})
     assert told == []
@@ -51,7 +51,7 @@ def test_few_tokens_say_nothing(missing: dict[str, float]) -> None:
 
 @pytest.mark.parametrize(("kept", "comparable"), [("keep", False), ("recompute", True)])
 async def test_tokens_that_read_caches_of_older_weights_prove_nothing(kept: str, comparable: bool) -> None:
-    updates, told = judged(["trainer.plan=fully_async", f"trainer.partial_rollout={kept}"])
+    updates, told = conclusions(["trainer.plan=fully_async", f"trainer.partial_rollout={kept}"])
     async with updates.engines_paused():
         pass
     updates.check_sampled_tokens(PLENTY)

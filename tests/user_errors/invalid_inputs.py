@@ -166,7 +166,7 @@ PARTS = [
     ([f"{ALGORITHM}.policy_loss_type=los"], "'los'", "file.py:name or module:name"),
     (["environment.reward_funcs=my_reward.reverse"], "'my_reward.reverse'", "file.py:name or module:name"),
     ([f"environment.reward_funcs=[{HERE}:typo]", "environment.env_class=reward"], "needs 'lable'", "mean 'label'"),
-    ([f"environment.reward_funcs=[{HERE}:asks_for_the_trainer]", "environment.env_class=reward"],
+    ([f"environment.reward_funcs=[{HERE}:needs_the_trainer]", "environment.env_class=reward"],
      "needs 'trainer_state'", "the row gives: question, answer, "),
     ([f"environment.env_class={HERE}:Stepless"], "Stepless", "step(action)"),
     ([f"trainer.plan={HERE}:Nope"], "unknown attribute 'Nope'", "allowed: AsyncHook, Engine, Env, Gymnastic"),

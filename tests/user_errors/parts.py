@@ -100,7 +100,7 @@ def typo(response: str, lable: str) -> float:
     return 0.0
 
 
-def asks_for_the_trainer(completions: Any, trainer_state: Any) -> Any:
+def needs_the_trainer(completions: Any, trainer_state: Any) -> Any:
     return [0.0]
 
 

@@ -150,7 +150,7 @@ def test_a_failure_in_a_process_is_one_line_and_its_traceback_is_in_the_run_s_fo
     with pytest.raises(SystemExit) as end:
         main(experiment, arguments(overrides, model, tmp_path))
     assert end.value.code in (1, 2)
-    assert_told(capfd.readouterr().err, text, tmp_path / "run" / "error.txt")
+    assert_one_line(capfd.readouterr().err, text, tmp_path / "run" / "error.txt")
 
 
 def test_so_it_is_on_the_command_line(model: Path, tmp_path: Path, fork_socket: Path) -> None:
@@ -160,11 +160,11 @@ def test_so_it_is_on_the_command_line(model: Path, tmp_path: Path, fork_socket: 
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert ran.returncode == 1
-    assert_told(ran.stderr, "MemoryError: no memory for this model", tmp_path / "run" / "error.txt")
+    assert_one_line(ran.stderr, "MemoryError: no memory for this model", tmp_path / "run" / "error.txt")
     assert "Traceback" not in ran.stdout
 
 
-def assert_told(printed: str, text: str, file: Path) -> None:
+def assert_one_line(printed: str, text: str, file: Path) -> None:
     """One line that begins with ``error: `` and nothing else that looks like a traceback."""
     lines = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and text in lines[0] and "error.txt" in lines[0], printed

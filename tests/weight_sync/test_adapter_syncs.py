@@ -38,23 +38,23 @@ def merged(policy):
     return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype))
 
 
-def held(pair):
+def adapters_of(pair):
     return digests_of(pair.engine._model.tensors())
 
 
 @pytest.mark.parametrize("pair", ["float32", "bfloat16"], indirect=True)
 async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
     pair.sync.expects_late_engines = True
-    before = held(pair)
+    before = adapters_of(pair)
     for _ in range(3):
         pair.step(1e-2)
         await pair.hand_over()
         metrics = await pair.verify()
-        assert merged(pair.dispatch._policy).items() <= held(pair).items()
+        assert merged(pair.dispatch._policy).items() <= adapters_of(pair).items()
         adapters = [p for n, p in pair.dispatch._policy.backend.model.named_parameters() if ".lora_" in n]
         assert metrics["sync/bytes"] == sum(p.numel() * 4 for p in adapters)
         assert metrics["sync/logprob_gap_mean"] <= metrics["sync/logprob_gap_limit"]
-    assert held(pair) != before
+    assert adapters_of(pair) != before
     async with pair.sync.between_syncs() as update:
         assert update.info["path"].startswith("/proc/"), "kept for a late-joining engine"
         await pair.client.update_weights(update)
@@ -86,7 +86,7 @@ async def test_other_families_too(family, tmp_path):
         pair.step(1e-2)
         await pair.hand_over()
         await pair.verify()
-        assert merged(pair.dispatch._policy).items() <= held(pair).items()
+        assert merged(pair.dispatch._policy).items() <= adapters_of(pair).items()
 
 
 async def test_a_run_is_the_same_as_with_merged_syncs(model):

@@ -120,7 +120,7 @@ def test_a_member_that_ends_ends_the_others_wait(moment: str, monkeypatch: pytes
     monkeypatch.setattr(broadcast, "PART_BYTES", 4 << 20)
     sender, info = sending({str(i): torch.ones(1 << 20) for i in range(8)}, 3)
 
-    def ends() -> None:
+    def closes() -> None:
         if moment == "before it joins":
             interrupt(info["rendezvous"])
             return
@@ -128,7 +128,7 @@ def test_a_member_that_ends_ends_the_others_wait(moment: str, monkeypatch: pytes
         next(reader.chunks(info))
         reader.close()
 
-    dying, others = alongside(ends), [alongside(lambda: BroadcastReader(CPU).read(info)) for _ in range(2)]
+    dying, others = alongside(closes), [alongside(lambda: BroadcastReader(CPU).read(info)) for _ in range(2)]
     began = time.monotonic()
     assert "was interrupted" in sender.send()
     sender.close()
@@ -190,14 +190,14 @@ def small_chunks(rank: Rank) -> None:
     broadcast.PART_BYTES = 30_000
 
 
-def dies_after_a_chunk(engine: Rank, info: dict[str, Any]) -> None:
+def fails_after_a_chunk(engine: Rank, info: dict[str, Any]) -> None:
     next(BroadcastReader(CPU).chunks(info))
     os._exit(0)
 
 
 @asynccontextmanager
 async def running(ranks: Ranks, path: str, engine: Callable[[], Any]) -> AsyncIterator[tuple[Any, Any, list[Any]]]:
-    cfg, living = Config(), [0, 1]
+    cfg, running = Config(), [0, 1]
     cfg.trainer.policy.model.path = path
     engines = [engine(), engine()]
     try:
@@ -206,7 +206,7 @@ async def running(ranks: Ranks, path: str, engine: Callable[[], Any]) -> AsyncIt
         for each in engines:
             await each.start()
         policy = Policy(ranks)
-        transfer = BroadcastTransfer(policy, 1, lambda: living, timeout_s=30.0, recovers=True)
+        transfer = BroadcastTransfer(policy, 1, lambda: running, timeout_s=30.0, recovers=True)
         yield policy, transfer, engines
     finally:
         for each in engines:
@@ -239,7 +239,7 @@ async def check_two_ranks_and_two_engines(
     ranks.call(step, 3)
     transfer._members = None  # the second engine has a new process
     update = await transfer.publish(3)
-    dying = asyncio.create_task(asyncio.to_thread(other.call, dies_after_a_chunk, update.info))
+    dying = asyncio.create_task(asyncio.to_thread(other.call, fails_after_a_chunk, update.info))
     found, before = await loaded(transfer, update, engines[:1]), await engines[0].score(PROBES)
     with pytest.raises(AssertionError, match="its process ended with 0"):
         await dying

@@ -77,8 +77,8 @@ class Ranks:
 class Trainer(Dispatch):
     def __init__(self, client: InferenceClient, *, recovers: bool = False) -> None:
         self.ranks = Ranks()
-        living = lambda: client.pool.healthy  # noqa: E731
-        transfer = BroadcastTransfer(self.ranks, 1, living, timeout_s=STUCK_S, recovers=recovers)
+        running = lambda: client.pool.healthy  # noqa: E731
+        transfer = BroadcastTransfer(self.ranks, 1, running, timeout_s=STUCK_S, recovers=recovers)
         super().__init__(Config(), {POLICY: self.ranks}, transfer)  # type: ignore[dict-item]
 
     @property
@@ -93,7 +93,7 @@ class Engine(InferenceEngine):
 
     def __init__(self, index: int) -> None:
         self.index, self.version, self.weight = index, 0, 0.0
-        self.dead, self.dies_in_sync, self.starts = asyncio.Event(), False, asyncio.Event()
+        self.failed, self.fails_in_sync, self.starts = asyncio.Event(), False, asyncio.Event()
         self.starts.set()
         self.groups: list[int] = []
         self._reader = BroadcastReader(CPU)
@@ -102,10 +102,10 @@ class Engine(InferenceEngine):
         await self.starts.wait()
 
     async def update_weights(self, update: WeightUpdate) -> None:
-        if self.dies_in_sync:
+        if self.fails_in_sync:
             await asyncio.sleep(0.2)
-            self.dead.set()
-        await self._lives()
+            self.failed.set()
+        await self._is_running()
         async with update.on("there") as own:
             received = await asyncio.to_thread(self._receive, own.info)
         self.weight, self.version = received["weight"].item(), update.version
@@ -118,12 +118,12 @@ class Engine(InferenceEngine):
             self.groups.append(group._number)
         return received
 
-    async def _lives(self) -> None:
-        if self.dead.is_set():
+    async def _is_running(self) -> None:
+        if self.failed.is_set():
             raise EngineFailedError("its process is gone")
 
     async def progress(self) -> Sequence[Any]:
-        await self._lives()
+        await self._is_running()
         return []
 
     async def stats(self) -> EngineStats:
@@ -136,7 +136,7 @@ class Engine(InferenceEngine):
     async def shutdown(self) -> None: ...
 
     def kill(self) -> None:
-        self.dead.set()
+        self.failed.set()
 
     def successor(self) -> Engine:
         another = Engine(self.index)
@@ -161,9 +161,9 @@ class Run:
     def engines(self) -> list[Engine]:
         return self.client.engines  # type: ignore[return-value]
 
-    async def until(self, *, restarts: int = 0, deaths: int = 0) -> None:
+    async def until(self, *, restarts: int = 0, failures: int = 0) -> None:
         async with asyncio.timeout(10):
-            while self.supervisor.restarts < restarts or self.supervisor.failures < deaths:  # noqa: ASYNC110
+            while self.supervisor.restarts < restarts or self.supervisor.failures < failures:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
     def check(self, version: int) -> None:
@@ -186,7 +186,7 @@ async def running(engines: int = 2, *, recovers: bool = False) -> AsyncIterator[
 
 async def test_a_replacement_engine_joins_the_ranks_alone_and_the_next_sync_has_a_group_of_all() -> None:
     async with running() as run:
-        run.engines[0].dead.set()
+        run.engines[0].failed.set()
         await run.until(restarts=1)
         run.check(1)
         for version in (2, 3):
@@ -200,7 +200,7 @@ async def test_a_replacement_engine_joins_the_ranks_alone_and_the_next_sync_has_
 
 async def test_the_only_engine_is_replaced_without_a_sync() -> None:
     async with running(1) as run:
-        run.engines[0].dead.set()
+        run.engines[0].failed.set()
         await run.until(restarts=1)
         run.check(1)
 
@@ -208,8 +208,8 @@ async def test_the_only_engine_is_replaced_without_a_sync() -> None:
 async def test_during_a_sync_a_replacement_engine_waits_for_the_new_version() -> None:
     async with running() as run:
         run.engines[1].starts.clear()
-        run.engines[1].dead.set()
-        await run.until(deaths=1)
+        run.engines[1].failed.set()
+        await run.until(failures=1)
         await run.trainer.optimizer_step()
         run.engines[1].starts.set()
         await asyncio.sleep(0.2)
@@ -233,7 +233,7 @@ async def test_a_failure_in_a_sync_fails_all_members_and_new_ranks_use_replaceme
     async with running() as run:
         await run.trainer.optimizer_step()
         first = list(run.engines)
-        run.engines[1].dies_in_sync = True
+        run.engines[1].fails_in_sync = True
         with pytest.raises(EngineFailedError, match="engine 1 has failed in a call in which the others wait"):
             await run.sync.sync(2)
         assert "in which they wait for it" in str(run.trainer.ranks.lost)
@@ -264,7 +264,7 @@ async def test_ranks_that_a_replacement_engine_cannot_join_are_stopped(monkeypat
 async def test_with_gloo_a_failure_in_a_sync_fails_no_other_member_and_they_get_the_weights_again() -> None:
     async with running(3, recovers=True) as run:
         await run.trainer.optimizer_step()
-        run.engines[1].dies_in_sync = True
+        run.engines[1].fails_in_sync = True
         await run.sync.sync(2)
         assert run.trainer.ranks.lost is None and [run.engines[place].version for place in (0, 2)] == [2, 2]
         await run.until(restarts=1)

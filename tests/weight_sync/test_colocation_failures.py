@@ -136,7 +136,7 @@ class Run:
         await self.hand_over()
 
 
-def strike(engine: Any, how: str) -> None:
+def fail(engine: Any, how: str) -> None:
     engine.process.kill() if how == "kill" else engine.process.runs.clear()
 
 
@@ -162,7 +162,7 @@ def test_a_failed_engine_is_replaced_while_the_engines_have_the_devices(moment: 
         parts = {"awake": run.generate, "falling asleep": run.train, "asleep": run.train}
         for part in (run.generate, run.train, run.hand_over):
             if part == parts.get(moment, run.hand_over):
-                loop.call_later(after_s, strike, victim, how)
+                loop.call_later(after_s, fail, victim, how)
             await part()
         for _ in range(3):
             await run.step()
@@ -199,7 +199,7 @@ def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engi
         successor: Any = Policy(run.client)
         await run.turns.policy_is_lost()
         if engine_too:
-            strike(run.client.engines[0], "kill")
+            fail(run.client.engines[0], "kill")
         await successor.start()
         run.turns.restart(successor)
         run.sync.restart(run.turns.source)

@@ -28,7 +28,7 @@ def model(tmp_path_factory):
     return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True)
 
 
-def held(engine):
+def weights_of(engine):
     return digests_of(engine._model.tensors())
 
 
@@ -51,7 +51,7 @@ async def trained(model, mode, dtype):
         run = LocalRun(RayPPOTrainer, cfg, engine=engine)
         run.trainer.weight_sync.tolerance = 0.5
         await run.train()
-        return without_times(run.tracker.rows), held(engine), sent(run.dispatch.worker("policy"))
+        return without_times(run.tracker.rows), weights_of(engine), sent(run.dispatch.worker("policy"))
     finally:
         await engine.shutdown()
 
@@ -84,7 +84,7 @@ async def hand_over(pair):
     pair.step(1e-4)
     await pair.hand_over()
     metrics = await pair.verify()
-    assert sent(pair.dispatch._policy).items() <= held(pair.engine).items()
+    assert sent(pair.dispatch._policy).items() <= weights_of(pair.engine).items()
     return metrics
 
 
@@ -101,7 +101,7 @@ async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_tha
         await late.update_weights(update)
     await pair.client.join(late)
     assert (await hand_over(pair))["sync/fallbacks"] == 1
-    assert held(late) == held(pair.engine)
+    assert weights_of(late) == weights_of(pair.engine)
     await late.shutdown()
 
 

@@ -83,19 +83,19 @@ async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_
 @pytest.mark.parametrize("kept", [True, False])
 async def test_weights_alternate_between_two_buffers_if_the_engine_computes_on_them(pair, kept):
     pair.sync.expects_late_engines = kept
-    head, places = pair.engine._model._model.get_output_embeddings(), []
+    head, buffers = pair.engine._model._model.get_output_embeddings(), []
     for _ in range(5):
         pair.step()
         await pair.hand_over()
         await pair.verify()
-        places.append(head.weight.data_ptr())
+        buffers.append(head.weight.data_ptr())
         assert head.weight is pair.engine._model._model.get_input_embeddings().weight
-    assert len(set(places)) == 2 and places[:3] == places[2:]
+    assert len(set(buffers)) == 2 and buffers[:3] == buffers[2:]
 
 
 async def test_what_an_engine_computes_on_is_proven_before_it_is_paused(pair, monkeypatch):
     order, prove = [], shared_memory.BufferWriter.prove
-    monkeypatch.setattr(shared_memory.BufferWriter, "prove", lambda lender: (order.append("proven"), prove(lender)))
+    monkeypatch.setattr(shared_memory.BufferWriter, "prove", lambda writer: (order.append("proven"), prove(writer)))
 
     @asynccontextmanager
     async def paused():
@@ -134,8 +134,8 @@ async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_th
     sent, write = pair.dispatch._policy.backend.sharded_weights(), shared_memory.BufferWriter.write
     old = {n: getattr(w, "_local_tensor", w).detach().clone() for n, w in sent.items() if LAYER in n}
 
-    def stale(lender, kinds, weights):
-        return write(lender, kinds, ((name, old.get(name, tensor)) for name, tensor in weights))
+    def stale(writer, kinds, weights):
+        return write(writer, kinds, ((name, old.get(name, tensor)) for name, tensor in weights))
 
     monkeypatch.setattr(shared_memory.BufferWriter, "write", stale)
     pair.step(5e-2)

@@ -33,7 +33,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def dead_process():
+def ended_process():
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -66,7 +66,7 @@ def test_every_write_has_a_name_of_its_own(folder):
 
 
 def test_the_next_writer_removes_files_of_ended_processes_finished_or_not(folder):
-    mine, pid = write_weights(WEIGHTS), dead_process()
+    mine, pid = write_weights(WEIGHTS), ended_process()
     finished = left_by(mine, pid)
     finished.touch()
     finished.with_suffix(".writing").touch()
@@ -85,7 +85,7 @@ def test_files_of_running_processes_and_of_other_programs_stay(folder):
 
 def test_files_of_another_containers_processes_stay(folder, monkeypatch):
     """Containers may share the memory. Processes of another container are invisible, but may still run."""
-    mine, pid = write_weights(WEIGHTS), dead_process()
+    mine, pid = write_weights(WEIGHTS), ended_process()
     theirs = left_by(mine, pid)
     theirs.touch()
     monkeypatch.setattr(shared_memory, "_namespace", lambda folder: "another")
@@ -96,7 +96,7 @@ def test_files_of_another_containers_processes_stay(folder, monkeypatch):
 def test_files_that_may_not_be_removed_are_no_error(folder, monkeypatch):
     """Files of another user, in a folder where users may remove only their own files."""
     mine = write_weights(WEIGHTS)
-    left_by(mine, dead_process()).touch()
+    left_by(mine, ended_process()).touch()
 
     def forbidden(path, **options):
         raise PermissionError(path)

@@ -101,8 +101,8 @@ def test_every_worker_of_an_engine_with_pipeline_stages_joins_the_group() -> Non
 class Cluster:
     def __init__(self, made: str, nodes: list[str]) -> None:
         self.rank_0, self.engines = Rank0(), [Engine(node) for node in nodes]
-        self.living = list(range(len(nodes)))
-        remote = RemoteEngines(self.rank_0, lambda: {i: nodes[i] for i in self.living}, timeout_s=20.0)
+        self.running = list(range(len(nodes)))
+        remote = RemoteEngines(self.rank_0, lambda: {i: nodes[i] for i in self.running}, timeout_s=20.0)
         self.transfer: WeightTransfer = SharedMemoryTransfer(self.rank_0, computed_on=True, remote=remote)
         if made != "shared memory":
             self.transfer = FileTransfer(self.rank_0, made, remote)
@@ -110,7 +110,7 @@ class Cluster:
 
     async def load(self, update: WeightUpdate) -> list[Any]:
         """Load into all engines; the rest is as in a weight sync."""
-        loads = [self.engines[place].load(update) for place in self.living]
+        loads = [self.engines[place].load(update) for place in self.running]
         return (await asyncio.gather(self.transfer.send(update), *loads, return_exceptions=True))[1:]
 
     def right(self, found: Weights) -> bool:
@@ -159,7 +159,7 @@ async def test_no_one_waits_for_a_failed_engine_and_the_others_get_all_weights_a
     home, failed, other = await cluster.load(update)
     assert cluster.right(home) and isinstance(failed, ConnectionError)
     assert isinstance(other, TransferInterruptedError), other
-    cluster.living.remove(1)
+    cluster.running.remove(1)
     whole = await cluster.transfer.publish_whole(update)
     assert all(map(cluster.right, await cluster.load(whole)))
     for each in (whole, update):

@@ -94,9 +94,9 @@ async def test_engines_go_on_while_the_weights_are_published_and_are_paused_whil
         yield
         seen.append(clock())
 
-    both, begun = sync(trainer, engines), clock()
+    both, started = sync(trainer, engines), clock()
     await both.sync(1, paused)
-    assert [at - begun for at in seen] == [5.0, 7.0]
+    assert [at - started for at in seen] == [5.0, 7.0]
     engines.fault = RuntimeError("no")
     with pytest.raises(RuntimeError, match="no"):
         await both.sync(2, paused)
@@ -412,8 +412,8 @@ async def test_a_late_joining_engine_gets_the_last_synced_weights_and_never_duri
 
 @virtual_time
 async def test_while_workers_restart_a_late_joining_engine_waits_for_their_first_sync():
-    dead, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
-    both = keeping(dead, engines, interval=100)
+    failed, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
+    both = keeping(failed, engines, interval=100)
     for version in (1, 2, 3):
         await both.sync(version)
     both.restart(trainer)
@@ -422,24 +422,24 @@ async def test_while_workers_restart_a_late_joining_engine_waits_for_their_first
         async with both.between_syncs() as update:
             return update.info["path"]
 
-    latecomer = asyncio.create_task(arrive())
+    late = asyncio.create_task(arrive())
     await asyncio.sleep(10)
-    assert not latecomer.done(), "weights of the failed workers are gone"
+    assert not late.done(), "weights of the failed workers are gone"
     await both.sync(2)
-    assert await latecomer == "kept 2"
+    assert await late == "kept 2"
     assert await both.verify(2), "the engines are checked although no check is due"
 
 
 @pytest.mark.parametrize("part", ["publish", "release"])
 @virtual_time
 async def test_a_late_joining_engine_waits_for_new_workers_after_a_sync_failed_with_the_former_ones(part):
-    async def dies(*_):
+    async def fails(*_):
         raise ConnectionError("the rank has failed")
 
     dying, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
     both = keeping(dying, engines)
     await both.sync(1)
-    setattr(dying, part, dies)
+    setattr(dying, part, fails)
     with pytest.raises(ConnectionError):
         await both.sync(2)
 
@@ -447,12 +447,12 @@ async def test_a_late_joining_engine_waits_for_new_workers_after_a_sync_failed_w
         async with both.between_syncs() as update:
             return update.info["path"]
 
-    latecomer = asyncio.create_task(arrive())
+    late = asyncio.create_task(arrive())
     await asyncio.sleep(10)
-    assert not latecomer.done(), "between the failed sync and the workers' restart there are no weights to send"
+    assert not late.done(), "between the failed sync and the workers' restart there are no weights to send"
     both.restart(trainer)
     await both.sync(2)
-    assert await latecomer == "kept 2"
+    assert await late == "kept 2"
 
 
 @virtual_time

@@ -39,7 +39,7 @@ def update_with(worker: Any, fault: str, info: dict[str, Any], rank: int | None 
     return ""
 
 
-def strike(worker: Any, fault: str, rank: int) -> None:
+def inject_fault(worker: Any, fault: str, rank: int) -> None:
     """Inject this fault into one rank, in every update from now on."""
     if worker.rank == rank:
         _commit(fault, worker.weight_transfer_engine, ExitStack())

@@ -28,7 +28,7 @@ from skyasync.workers.ranks import split_for_ranks
 from tests.workers.conftest import make_batch
 from tests.workers.processes import Rank
 
-CALLS = ("score", "logprobs", "update", "publish", "broadcast", "save", "save_behind", "load", "export")
+CALLS = ("score", "logprobs", "update", "publish", "broadcast", "save", "save_asynchronously", "load", "export")
 SEQUENCES = [[5, 6, 7, 8], [9, 1], [1, 2, 3]]
 
 
@@ -53,7 +53,7 @@ class _Player:
         answer = getattr(self, call)()
         check_between_calls(self.worker, self.names)
         self.digest = digest(self.worker)
-        if call not in ("update", "save_behind", "load"):
+        if call not in ("update", "save_asynchronously", "load"):
             assert self.digest == before, f"{call} has changed the state"
         assert self.answers.setdefault((before, call), answer) == answer, f"{call} has two answers in one state"
         return self.digest
@@ -105,7 +105,7 @@ class _Player:
         check_files(self.worker, folder, self.worker.save(str(folder)))
         self.saved.append((str(folder), digest(self.worker)))
 
-    def save_behind(self) -> None:
+    def save_asynchronously(self) -> None:
         """The save has the state at its beginning, although training continues during it."""
         folder, state = self.folder / str(len(self.saved)), digest(self.worker)
         self.worker.begin_save(str(folder))

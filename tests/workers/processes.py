@@ -21,7 +21,7 @@ from skyasync.workers.model_worker import LOOPBACK, ModelWorker
 from tests.fork_server import fork_spawned_processes
 
 ANSWER_S = 120.0
-LEFT_BEHIND_S = 2.0
+REMAINING_S = 2.0
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Ranks:
     """
 
     def __init__(self, count: int, fork_socket: Path) -> None:
-        self.count, self._door = count, fork_socket
+        self.count, self._fork_socket = count, fork_socket
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -62,7 +62,7 @@ class Ranks:
         errors: dict[int, str] = {}
         while len(answers) + len(errors) < self.count:
             waiting = [p for i, p in enumerate(self._pipes) if i not in answers and i not in errors]
-            ready = wait(waiting, LEFT_BEHIND_S if errors else ANSWER_S)
+            ready = wait(waiting, REMAINING_S if errors else ANSWER_S)
             if not ready:
                 errors.setdefault(-1, f"ranks {[self._pipes.index(p) for p in waiting]} gave no answer")
                 break
@@ -96,7 +96,7 @@ class Ranks:
         for rank in range(self.count):
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, rank, self.count), daemon=True)
-            with fork_spawned_processes(self._door):
+            with fork_spawned_processes(self._fork_socket):
                 process.start()
             there.close()
             self._processes.append(process)

@@ -171,11 +171,11 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         while await dispatch.saved() is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         files = await dispatch.save(tmp_path / "two")
-        behind = tmp_path / "behind"
-        assert files.keys() == {f"policy/{path.name}" for path in (behind / "policy").iterdir()}
+        save = tmp_path / "behind"
+        assert files.keys() == {f"policy/{path.name}" for path in (save / "policy").iterdir()}
         assert await dispatch.verify(tmp_path / "two", files) == []
-        (behind / min(files)).write_bytes(b"")
-        assert len(await dispatch.verify(behind, files)) >= 1
+        (save / min(files)).write_bytes(b"")
+        assert len(await dispatch.verify(save, files)) >= 1
         (tmp_path / "file").touch()
         with pytest.raises(OSError, match="Not a directory"):  # the disk failed: the ranks continue
             await dispatch.save(tmp_path / "file" / "policy")

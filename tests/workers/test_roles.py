@@ -97,13 +97,13 @@ def test_an_unknown_role_is_rejected_with_the_nearest_name() -> None:
 def test_a_third_role_is_colocated_with_the_policy_or_on_devices_of_its_own(lengths: Role) -> None:
     cfg = config("")
     cfg.trainer.placement.policy_num_gpus_per_node = 2
-    beside = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
-    assert beside.of == {"policy": (0, 1), "reference": (0, 1), "lengths": (0, 1), "engines": (2,)}
-    assert {beside.share[role] for role in ("policy", "reference", "lengths")} == {0.3333}
+    colocated = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
+    assert colocated.of == {"policy": (0, 1), "reference": (0, 1), "lengths": (0, 1), "engines": (2,)}
+    assert {colocated.share[role] for role in ("policy", "reference", "lengths")} == {0.3333}
     register_role(Role("lengths", LengthWorker, gpu=False))
-    apart = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
-    assert apart.of["lengths"] == (2,) and apart.bundles[2] == {"CPU": 1.0}
-    assert apart.share["lengths"] == 1.0
+    separate = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
+    assert separate.of["lengths"] == (2,) and separate.bundles[2] == {"CPU": 1.0}
+    assert separate.share["lengths"] == 1.0
 
 
 def test_a_role_without_a_model_of_its_own_has_the_policys() -> None:

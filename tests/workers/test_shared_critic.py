@@ -171,8 +171,8 @@ def test_a_batch_without_returns_is_refused(untied_model: str) -> None:
 
 def of_rank(rank: Rank) -> tuple[Any, Any, dict[str, float], Any]:
     batch = learning(groups=5)
-    axes = rank.worker.backend.spec.mesh_shape
-    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
+    mesh = rank.worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, mesh.data)[mesh.data_rank(rank.rank)]
     rank.worker.forward_backward(batch.select(rows).trim())
     policy, head = gradients(rank.worker)
     metrics = step_metrics(rank.worker)

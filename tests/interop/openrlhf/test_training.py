@@ -61,8 +61,8 @@ def test_an_agent_without_reset_edits_how_it_is_sampled() -> None:
     assert run.learned
     for batch in run.batches:
         for row, mask in zip(batch.tokens, batch.loss_mask, strict=True):
-            places = mask.nonzero().squeeze(1).tolist()
-            second = [p for p in places if p > max(places) - 2]
+            positions = mask.nonzero().squeeze(1).tolist()
+            second = [p for p in positions if p > max(positions) - 2]
             assert len(row) and len(second) <= 2
     assert all("..." in text for text in run.texts)
 

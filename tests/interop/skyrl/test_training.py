@@ -36,7 +36,7 @@ from tests.interop.skyrl.files import (
 pytestmark = pytest.mark.slow
 
 ENVS.pop("measure", None)  # which importing the file has registered: it exists for these tests alone
-JUDGED = ("environment.reward_funcs=[tests.interop.odd_reward:odd]", "data.label_key=answer")
+WITH_REWARD = ("environment.reward_funcs=[tests.interop.odd_reward:odd]", "data.label_key=answer")
 SPECS = [{**row, "reward_spec": {"ground_truth": row["answer"]}} for row in ROWS]
 
 
@@ -86,7 +86,7 @@ def test_an_environment_played_by_hand_and_by_its_reference() -> None:
 
 
 def test_a_generator_that_asks_in_batches() -> None:
-    run = train(*JUDGED, exp=generator.PlainExp)
+    run = train(*WITH_REWARD, exp=generator.PlainExp)
     assert run.learned
     assert run.metrics["response/length_max"] <= 5.0
     assert run.metrics["generate/phase"] == 1.0
@@ -95,22 +95,22 @@ def test_a_generator_that_asks_in_batches() -> None:
 
 
 def test_a_generator_that_asks_over_http() -> None:
-    run = train(*JUDGED, "trainer.algorithm.off_policy_correction=none", exp=endpoint_generator.HttpExp)
+    run = train(*WITH_REWARD, "trainer.algorithm.off_policy_correction=none", exp=endpoint_generator.HttpExp)
     assert run.learned
 
 
 @pytest.mark.parametrize("name", ["clipped", "rollout", "average"])
 def test_a_loss(name: str) -> None:
-    run = train(*JUDGED, f"trainer.algorithm.policy_loss_type=peers_{name}", "trainer.policy_mini_batch_size=1")
+    run = train(*WITH_REWARD, f"trainer.algorithm.policy_loss_type=peers_{name}", "trainer.policy_mini_batch_size=1")
     assert run.learned
     told = {"clipped": "policy/clip_ratio", "rollout": "policy/weight", "average": "policy/clip_ratio"}
     assert told[name] in run.metrics
 
 
 def test_a_clipped_loss_has_the_gradient_of_ours() -> None:
-    ours = train(*JUDGED, "trainer.policy_mini_batch_size=1", "trainer.algorithm.off_policy_correction=none")
+    ours = train(*WITH_REWARD, "trainer.policy_mini_batch_size=1", "trainer.algorithm.off_policy_correction=none")
     theirs = train(
-        *JUDGED, "trainer.policy_mini_batch_size=1", "trainer.algorithm.off_policy_correction=none",
+        *WITH_REWARD, "trainer.policy_mini_batch_size=1", "trainer.algorithm.off_policy_correction=none",
         "trainer.algorithm.policy_loss_type=peers_clipped",
     )  # fmt: skip
     for step in ours.rows:
@@ -120,28 +120,28 @@ def test_a_clipped_loss_has_the_gradient_of_ours() -> None:
 def test_a_loss_that_never_looks_at_the_rollout_corrects_nothing() -> None:
     for name, corrected in (("clipped", False), ("rollout", True)):
         overrides = (f"trainer.algorithm.policy_loss_type=peers_{name}", "trainer.algorithm.off_policy_correction=none")
-        assert Objective(configuration(*JUDGED, *overrides).trainer.algorithm).corrected is corrected
+        assert Objective(configuration(*WITH_REWARD, *overrides).trainer.algorithm).corrected is corrected
 
 
 @pytest.mark.parametrize("name", ["batch_mean", "per_prompt"])
 def test_an_advantage_estimator(name: str) -> None:
-    run = train(*JUDGED, f"trainer.algorithm.advantage_estimator=peers_{name}")
+    run = train(*WITH_REWARD, f"trainer.algorithm.advantage_estimator=peers_{name}")
     assert run.learned
     assert estimator.AdvantageEstimatorRegistry.get(f"peers_{name}") is getattr(estimator, name)
     assert f"peers_{name}" in estimator.AdvantageEstimatorRegistry.list_available()
 
 
 def test_an_estimator_that_reads_values_asks_for_a_critic() -> None:
-    def judged(token_level_rewards, response_mask, index, values, **kwargs):
+    def rewarded(token_level_rewards, response_mask, index, values, **kwargs):
         return (token_level_rewards - values) * response_mask, token_level_rewards
 
-    estimator.AdvantageEstimatorRegistry.register("peers_judged", judged)
+    estimator.AdvantageEstimatorRegistry.register("peers_judged", rewarded)
     assert ADVANTAGE_ESTIMATORS.about("peers_judged").inputs[:2] == ("rewards", "values")
     assert "values" not in ADVANTAGE_ESTIMATORS.about("peers_per_prompt").inputs
 
 
 def test_hooks_with_their_signatures() -> None:
-    run = train(*JUDGED, exp=hooks.LengthExp)
+    run = train(*WITH_REWARD, exp=hooks.LengthExp)
     assert run.learned
     assert run.metrics["mine/penalty"] > 0 and run.metrics["mine/advantage"] > 0
     assert run.metrics["reward/mean"] == pytest.approx(run.metrics["reward/avg_raw_reward"])
@@ -154,14 +154,14 @@ def test_hooks_on_a_plan_of_ours(plan: str) -> None:
         def get_trainer(self, **parts):
             return type("Mine", (hooks.LengthHooks, PLANS.find(plan)), {})(**parts)
 
-    run = train(*JUDGED, f"trainer.plan={plan}", exp=Exp)
+    run = train(*WITH_REWARD, f"trainer.plan={plan}", exp=Exp)
     assert run.learned
     assert run.metrics["mine/penalty"] > 0 and run.metrics["mine/advantage"] > 0
 
 
 def test_callbacks_ask_for_a_checkpoint_and_an_evaluation(tmp_path: Path) -> None:
     callbacks.SEEN.clear()
-    run = train(*JUDGED, f"trainer.ckpt_path={tmp_path}", "trainer.ckpt_interval=5", exp=callbacks.WatchedExp)
+    run = train(*WITH_REWARD, f"trainer.ckpt_path={tmp_path}", "trainer.ckpt_interval=5", exp=callbacks.WatchedExp)
     assert run.learned
     names = [name for name, _ in callbacks.SEEN]
     assert names[:3] == ["start", "epoch", "step"] and names[-1] == "end"
@@ -182,7 +182,7 @@ def test_a_callback_with_an_event_that_does_not_exist_is_told() -> None:
             return callbacks.RayPPOTrainer(*args, callbacks=[Wrong()], **kwargs)
 
     with pytest.raises(UserError, match=r"unknown event 'on_steps_end': did you mean 'on_step_end'"):
-        train(*JUDGED, exp=Exp)
+        train(*WITH_REWARD, exp=Exp)
 
 
 def test_an_experiment_with_a_configuration_of_its_own() -> None:
@@ -192,15 +192,15 @@ def test_an_experiment_with_a_configuration_of_its_own() -> None:
     assert made.trainer.algorithm.overlong_buffer_len == 6
     with pytest.raises(UserError, match=r"mine\.ofset"):
         experiment.configure(["mine.ofset=4"])
-    run = train(*JUDGED, "mine.offset=6", exp=experiment.MineExp, schema=experiment.Config)
+    run = train(*WITH_REWARD, "mine.offset=6", exp=experiment.MineExp, schema=experiment.Config)
     assert run.learned
     assert all("5+" in text for text in run.texts)
 
 
 def test_the_tutorials_loop_trains_one_step_off() -> None:
     run = train(
-        *JUDGED, "trainer.epochs=2", "trainer.max_training_steps=0", "trainer.plan=one_step_off",
-        exp=one_step_off.AheadExp,
+        *WITH_REWARD, "trainer.epochs=2", "trainer.max_training_steps=0", "trainer.plan=one_step_off",
+        exp=one_step_off.OneStepOffExp,
     )  # fmt: skip
     assert run.learned
     assert sorted(run.rows) == list(range(1, 9))
@@ -212,7 +212,7 @@ def test_the_tutorials_loop_trains_one_step_off() -> None:
 
 
 def test_a_loop_of_plain_calls_saves_and_goes_on(tmp_path: Path) -> None:
-    overrides = (*JUDGED, f"trainer.ckpt_path={tmp_path}", "trainer.ckpt_interval=1")
+    overrides = (*WITH_REWARD, f"trainer.ckpt_path={tmp_path}", "trainer.ckpt_interval=1")
     first = train(*overrides, exp=plain_loop.PlainExp)
     assert first.learned and sorted(first.rows) == [1, 2]
     assert Path(first.trainer.folder).is_dir()
@@ -227,14 +227,14 @@ def test_the_tutorials_printed_classes_alone_train_one_step_off(package: str, mo
     module = ModuleType("printed_classes")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(text, printed.__file__, "exec"), vars(module))
-    run = train(*JUDGED, "trainer.epochs=1", "trainer.max_training_steps=0", exp=module.AsyncPPOExp)
+    run = train(*WITH_REWARD, "trainer.epochs=1", "trainer.max_training_steps=0", exp=module.AsyncPPOExp)
     assert run.learned and sorted(run.rows) == [1, 2, 3, 4]
     assert [run.rows[step]["staleness/max"] for step in run.rows] == [0.0, 1.0, 1.0, 1.0]
     assert run.trainer.policy_version == 4
 
 
 def test_the_complete_example_of_that_time_trains_one_step_off() -> None:
-    class Trainer(one_step_off.AheadTrainer):
+    class Trainer(one_step_off.OneStepOffTrainer):
         """Takes the output alone, and publishes weights by its own call."""
 
         async def _run_generate_loop(self, buffer):
@@ -277,21 +277,21 @@ def test_the_complete_example_of_that_time_trains_one_step_off() -> None:
         def get_trainer(self, **parts):
             return Trainer(**parts)
 
-    run = train(*JUDGED, "trainer.epochs=1", "trainer.max_training_steps=0", exp=Exp)
+    run = train(*WITH_REWARD, "trainer.epochs=1", "trainer.max_training_steps=0", exp=Exp)
     assert run.learned and sorted(run.rows) == [1, 2, 3, 4]
     assert {run.rows[step]["staleness/max"] for step in (2, 3, 4)} == {1.0}
 
 
 def test_a_loop_of_theirs_that_reads_no_correction_no_number_of_steps_and_no_schedule_is_told(tmp_path: Path) -> None:
-    loop = {"exp": one_step_off.AheadExp}
-    with pytest.raises(UserError, match=r"AheadTrainer\.train trains samples of policy version 0 in step 2"):
-        train(*JUDGED, "trainer.epochs=1", "trainer.algorithm.off_policy_correction=none", **loop)
+    loop = {"exp": one_step_off.OneStepOffExp}
+    with pytest.raises(UserError, match=r"OneStepOffTrainer\.train trains samples of policy version 0 in step 2"):
+        train(*WITH_REWARD, "trainer.epochs=1", "trainer.algorithm.off_policy_correction=none", **loop)
     with pytest.warns(UserWarning, match=r"trains on behind trainer\.max_training_steps=2"):
-        train(*JUDGED, "trainer.epochs=1", **loop)
+        train(*WITH_REWARD, "trainer.epochs=1", **loop)
 
 
 def test_a_loop_of_theirs_whose_generation_fails_ends_the_run() -> None:
-    class Trainer(one_step_off.AheadTrainer):
+    class Trainer(one_step_off.OneStepOffTrainer):
         async def _run_generate_loop(self, buffer):
             try:
                 raise KeyError("no such row")
@@ -303,7 +303,7 @@ def test_a_loop_of_theirs_whose_generation_fails_ends_the_run() -> None:
             return Trainer(**parts)
 
     with pytest.raises(KeyError, match="no such row"):
-        train(*JUDGED, "trainer.epochs=1", exp=Exp)
+        train(*WITH_REWARD, "trainer.epochs=1", exp=Exp)
 
 
 def test_an_experiment_of_that_time_runs_its_trainer_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

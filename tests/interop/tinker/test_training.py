@@ -74,12 +74,12 @@ async def test_gradients_add_up_until_the_step_and_its_settings_are_those_of_tor
         worker = up.dispatches[0]._policy
         worker.activate("alone", 4, 3)
         parameters = [p for p in worker.backend.model.parameters() if p.requires_grad]
-        begun = [p.detach().clone() for p in parameters]
+        initial = [p.detach().clone() for p in parameters]
         worker.activate("")
         await with_sdk(up.server, program)
         after = [p.detach().clone() for p in parameters]
         worker.activate("alone")
-        assert all(torch.equal(p, before) for p, before in zip(parameters, begun, strict=True)), (
+        assert all(torch.equal(p, before) for p, before in zip(parameters, initial, strict=True)), (
             "another model's files stay"
         )
         options = {"lr": settings["learning_rate"], "betas": (0.8, 0.7), "eps": 1e-6, "weight_decay": 0.1}
@@ -93,7 +93,7 @@ async def test_gradients_add_up_until_the_step_and_its_settings_are_those_of_tor
             optimizer.zero_grad()
         for ours, theirs in zip(after, parameters, strict=True):
             assert torch.allclose(ours, theirs, atol=2e-4)
-        assert not torch.equal(after[1], begun[1])
+        assert not torch.equal(after[1], initial[1])
 
 
 async def test_requests_come_in_any_order_and_twice_and_are_carried_out_once_in_order(

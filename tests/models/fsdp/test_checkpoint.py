@@ -76,8 +76,8 @@ def test_an_asynchronous_save_has_the_state_at_its_beginning(
     worker.save(str(tmp_path / "at once"))
     worker.begin_save(str(tmp_path / "behind"))
     worker.update_policy(make_batch(seed=1))
-    behind = finished(worker)
-    (name,) = behind.files
+    asynchronous = finished(worker)
+    (name,) = asynchronous.files
     first, second = (load_file(tmp_path / folder / name) for folder in ("at once", "behind"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -90,9 +90,9 @@ def finished(worker: PolicyWorker) -> SaveResult:
     return found
 
 
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_disk_that_takes_no_more_is_an_answer_and_the_worker_goes_on(
-    behind: bool, tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch
+    asynchronous: bool, tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = started(tied_model)
     worker.update_policy(make_batch())
@@ -101,7 +101,7 @@ def test_a_disk_that_takes_no_more_is_an_answer_and_the_worker_goes_on(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def save() -> SaveResult:
-        if not behind:
+        if not asynchronous:
             return worker.save(str(tmp_path / "saved"))
         worker.begin_save(str(tmp_path / "saved"))
         return finished(worker)

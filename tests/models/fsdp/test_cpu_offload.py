@@ -43,10 +43,10 @@ class Watched(PolicyWorker):
     def setup(self, *args: Any) -> None:
         super().setup(*args)
         self.backend.optimizer.register_step_pre_hook(
-            lambda *_: self.during.append(self.places()) if self.moments() else None
+            lambda *_: self.during.append(self.devices()) if self.optimizer_state() else None
         )
 
-    def moments(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> dict[str, Tensor]:
         states = [
             (name, self.backend.optimizer.state[p])
             for name, p in self.backend.model.named_parameters()
@@ -54,11 +54,13 @@ class Watched(PolicyWorker):
         ]
         return {f"{name}.{k}": v for name, state in states for k, v in state.items()}
 
-    def places(self) -> set[str]:
-        return {getattr(tensor, "place", "") for tensor in self.moments().values()}
+    def devices(self) -> set[str]:
+        return {getattr(tensor, "place", "") for tensor in self.optimizer_state().values()}
 
     def bits(self) -> dict[str, Tensor]:
-        found = {name: p for name, p in self.backend.model.named_parameters() if p.requires_grad} | self.moments()
+        found = {
+            name: p for name, p in self.backend.model.named_parameters() if p.requires_grad
+        } | self.optimizer_state()
         return {name: _local(tensor).detach().clone() for name, tensor in found.items()}
 
 
@@ -77,7 +79,7 @@ def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
     worker.update_policy(make_batch(seed=3))
     worker.load(str(folder))
     if worker.settings.cpu_offload == "optimizer":
-        assert worker.places() == {"cpu"}, "after a restore too"
+        assert worker.devices() == {"cpu"}, "after a restore too"
     worker.offload()  # as engines look up the device
     worker.onload()
     metrics.append(worker.update_policy(make_batch(seed=2)))
@@ -85,7 +87,7 @@ def train(worker: Watched, folder: Path) -> tuple[list[Any], dict[str, Tensor]]:
     return metrics, worker.bits()
 
 
-def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
+def compare_kinds(process: Rank, cfg: Config, folder: Path) -> None:
     """On each rank: every kind of offloading against none."""
     before = OffloadBuffers.moved
     OffloadBuffers.moved = noted  # type: ignore[method-assign]
@@ -99,7 +101,7 @@ def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
                 dist.init_process_group("gloo", store=store, rank=process.rank, world_size=process.count)
             worker.setup()
             found[kind] = train(worker, folder / kind)
-            check_places(worker, kind)
+            check_devices(worker, kind)
     finally:
         OffloadBuffers.moved = before  # type: ignore[method-assign]
         if dist.is_initialized():
@@ -110,17 +112,17 @@ def all_kinds(process: Rank, cfg: Config, folder: Path) -> None:
         assert all(torch.equal(found[kind][1][name], tensor) for name, tensor in bits.items()), kind
 
 
-def check_places(worker: Watched, kind: str) -> None:
+def check_devices(worker: Watched, kind: str) -> None:
     shards = [module for module in worker.backend.model.modules() if isinstance(module, FSDPModule)]
     policies = {type(module._get_fsdp_state()._fsdp_param_group.offload_policy) for module in shards}
     assert (policies == {CPUOffloadPolicy}) == (kind == "parameters")
     if kind == "optimizer":
-        assert worker.places() == {"cpu"}, "between updates they are in host memory"
-        assert all(places == {str(DEVICE)} for places in worker.during), (
+        assert worker.devices() == {"cpu"}, "between updates they are in host memory"
+        assert all(devices == {str(DEVICE)} for devices in worker.during), (
             f"a step finds them on the device: {worker.during}"
         )
     if kind == "parameters":
-        assert worker.places() <= {"", "cpu"}, "they stay in host memory"
+        assert worker.devices() <= {"", "cpu"}, "they stay in host memory"
     buffers = {getattr(buffer, "place", "") for buffer in worker.backend.model.buffers()}
     assert kind != "parameters" or buffers == {str(DEVICE)}, "parameters that FSDP does not move are on the device"
 
@@ -133,7 +135,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def told(path: str, case: str) -> Config:
+def configured(path: str, case: str) -> Config:
     cfg = config_for(path)
     for key, value in CASES[case].items():
         section, _, name = f"policy.{key}".rpartition(".")
@@ -146,19 +148,19 @@ def told(path: str, case: str) -> Config:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_offload_changes_no_bit_on_one_rank(tied_model: str, tmp_path: Path, case: str) -> None:
-    all_kinds(Rank(0, 1), told(tied_model, case), tmp_path)
+    compare_kinds(Rank(0, 1), configured(tied_model, case), tmp_path)
 
 
 @pytest.mark.parametrize("case", ["adamw", pytest.param("muon", marks=pytest.mark.matrix)])
 def test_nor_on_two(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, case: str) -> None:
-    ranks(2).call(all_kinds, told(untied_model, case), tmp_path)
+    ranks(2).call(compare_kinds, configured(untied_model, case), tmp_path)
 
 
 @pytest.mark.matrix
 def test_nor_under_a_tensor_axis(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
-    cfg = told(untied_model, "adamw")
+    cfg = configured(untied_model, "adamw")
     cfg.trainer.parallel.tensor = 2
-    ranks(2).call(all_kinds, cfg, tmp_path)
+    ranks(2).call(compare_kinds, cfg, tmp_path)
 
 
 def test_a_reference_stays_on_the_host(untied_model: str) -> None:

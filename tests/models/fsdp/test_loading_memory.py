@@ -49,7 +49,7 @@ def llama(**changes: int) -> PreTrainedConfig:
     )
 
 
-def mixture(experts: int, layers: int, **changes: int) -> PreTrainedConfig:
+def moe_config(experts: int, layers: int, **changes: int) -> PreTrainedConfig:
     inner = 2 * changes.get("hidden_size", 256)
     own = {
         "num_experts": experts,
@@ -60,7 +60,7 @@ def mixture(experts: int, layers: int, **changes: int) -> PreTrainedConfig:
     return Qwen3MoeConfig(**SHAPE | own | changes)
 
 
-eight, three = partial(mixture, 8, 8), partial(mixture, 3, 20)
+eight, three = partial(moe_config, 8, 8), partial(moe_config, 3, 20)
 Shape = Callable[..., PreTrainedConfig]
 
 

@@ -76,8 +76,8 @@ def test_eight_bits_are_near_what_they_stand_for(signed: bool, most: float) -> N
     assert float((found - values).norm() / values.norm()) < most
     assert signed or bool((found > 0).all()), "a step would divide by 0"
     assert not decode(*encode(torch.zeros(2, 32), 32, signed=signed), signed=signed).any()
-    book = codebook(signed, values.device)
-    assert len(book) == 256 and bool((book.diff() > 0).all())
+    codes = codebook(signed, values.device)
+    assert len(codes) == 256 and bool((codes.diff() > 0).all())
 
 
 @pytest.mark.parametrize(("shape", "block"), [((9, 2560), 256), ((4, 6, 43), 129), ((5, 257), 0), ((512,), 0)])
@@ -119,8 +119,8 @@ def test_steps_are_near_those_of_adamw(kind: str, most: float) -> None:
     start = torch.randn(16, 512, generator=generator).bfloat16().to(dtype)
     expected = walked(torch.optim.AdamW, start.float(), 1e-2, gradients, fused=True)
     found = walked(LowPrecisionAdamW, start, 1e-2, gradients, eight_bits=eight_bits, seed=0, fused=True)
-    apart = float((found - expected).norm() / expected.norm())
-    assert apart < most
+    difference = float((found - expected).norm() / expected.norm())
+    assert difference < most
 
 
 # ------------------------------------------------------------ ranks and checkpoints

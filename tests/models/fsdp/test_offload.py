@@ -29,12 +29,12 @@ from skyasync.workers.roles import ROLES
 from tests.workers.conftest import config_for, make_batch
 
 
-class Elsewhere(PolicyWorker):
-    """Every move is to new memory; ``places`` are the addresses of parameters and optimizer state."""
+class MovesToNewMemory(PolicyWorker):
+    """Every move is to new memory; ``addresses`` are the addresses of parameters and optimizer state."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.to_host, self.host_places = False, dict[str, int]()
+        self.to_host, self.host_addresses = False, dict[str, int]()
 
         def moved(buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
             return buffers.on_host(tensor, place) if self.to_host else tensor.clone()
@@ -63,8 +63,8 @@ class Elsewhere(PolicyWorker):
         before = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
         self.offload()
         on_host = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
-        assert on_host == {**on_host, **self.host_places}, "each offload goes to the same memory"
-        self.host_places = on_host
+        assert on_host == {**on_host, **self.host_addresses}, "each offload goes to the same memory"
+        self.host_addresses = on_host
         assert all(parameter.grad is None for parameter in self.backend.model.parameters())
         self.onload()
         back = {name: tensor.data_ptr() for name, tensor in self.tensors().items()}
@@ -83,8 +83,8 @@ def cfg(request: pytest.FixtureRequest, model_path: str, monkeypatch: pytest.Mon
     return cfg
 
 
-def started(cfg: Config) -> Elsewhere:
-    worker = Elsewhere(cfg, threads=1)
+def started(cfg: Config) -> MovesToNewMemory:
+    worker = MovesToNewMemory(cfg, threads=1)
     worker.setup()
     return worker
 
@@ -196,7 +196,7 @@ async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch:
     cfg = config_for(untied_model)
     cfg.trainer.policy.threads = 1
     where = WorkerPlacement(bundles, bundles=(0, 1), num_cpus=0.5)
-    role = replace(ROLES["policy"], name="elsewhere", worker=f"{__name__}:Elsewhere")
+    role = replace(ROLES["policy"], name="elsewhere", worker=f"{__name__}:MovesToNewMemory")
     monkeypatch.setitem(ROLES, "elsewhere", role)
     stays, travels = (RankGroup(role, where) for _ in range(2))
     try:

@@ -97,8 +97,8 @@ def test_adapters_learn_as_on_the_dequantized_weights(untied_model: str, tmp_pat
 
 def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     batch = make_batch(groups=5)
-    axes = rank.worker.backend.spec.mesh_shape
-    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
+    mesh = rank.worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, mesh.data)[mesh.data_rank(rank.rank)]
     rank.worker.forward_backward(batch.select(rows).trim())
     gradient = torch.cat([_whole(p.grad) for p in rank.worker.backend.model.parameters() if p.grad is not None])
     return gradient.numpy(), step_metrics(rank.worker)

@@ -22,7 +22,7 @@ from tests.workers.processes import Rank, Ranks
 pytestmark = pytest.mark.slow
 
 
-def said(rank: Rank) -> tuple[bool, Any]:
+def outputs_of(rank: Rank) -> tuple[bool, Any]:
     """Whether its weights are sharded in groups, and its log-probabilities."""
     parameters = list(rank.worker.backend.model.parameters())
     right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
@@ -40,11 +40,11 @@ def test_a_critic_and_a_reference_have_replicas_too(
     cfg = settings(str(tmp_path))
     alone = Rank(0, 1, worker(cfg, threads=1))
     alone.worker.setup()
-    _, expected = said(alone)
+    _, expected = outputs_of(alone)
     cfg.trainer.critic.fsdp_size = cfg.trainer.ref.fsdp_size = 2
     four = ranks(4)
     four.set_up(worker, cfg)
-    for right, found in four.call(said):
+    for right, found in four.call(outputs_of):
         assert right and abs(found - expected).max() < 2e-6
 
 

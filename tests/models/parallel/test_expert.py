@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
 from skyasync.workers.policy import PolicyWorker
-from tests.models.parallel.test_pipeline import apart, go_on, joined, of_one, settings, updates
+from tests.models.parallel.test_pipeline import difference, go_on, joined, of_one, settings, updates
 from tests.models.test_shapes import WIDE
 from tests.models.tiny_models import save_models
 from tests.workers.processes import Ranks
@@ -49,7 +49,7 @@ def test_divided_experts_have_one_ranks_gradient(
             rows, said, _, gradients, told = of_rank[number]
             assert abs(said - logprobs[rows, : said.shape[1]]).max() < 1e-5
             assert gradients.keys() == expected.keys()
-            assert apart(gradients, expected) < 1e-6
+            assert difference(gradients, expected) < 1e-6
             assert told == pytest.approx(metrics, rel=1e-5)
 
 

@@ -75,8 +75,8 @@ def of_one(path: str) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
 
 def step(rank: Rank) -> Any:
     worker, batch = rank.worker, ragged()
-    axes = worker.backend.spec.mesh_shape
-    rows = split_for_ranks(batch, axes.data)[axes.data_rank(rank.rank)]
+    mesh = worker.backend.spec.mesh_shape
+    rows = split_for_ranks(batch, mesh.data)[mesh.data_rank(rank.rank)]
     mine = batch.select(rows).trim()
     logprobs = worker.logprobs(mine)
     worker.forward_backward(mine)
@@ -97,8 +97,8 @@ def test_split_matrices_and_sequences_have_one_ranks_gradient(
     ranks(count).set_up(PolicyWorker, parallel(shapes[name], **sizes))
     for rows, said, found, told in ranks(count).call(step):
         torch.testing.assert_close(torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0)
-        apart = distance(torch.from_numpy(found), expected)
-        assert apart < 1e-6
+        difference = distance(torch.from_numpy(found), expected)
+        assert difference < 1e-6
         assert told == pytest.approx(metrics, rel=1e-5)
 
 
@@ -185,7 +185,7 @@ def test_parts_are_multiplied_to_float32_on_any_device() -> None:
             assert (found.shape, found.dtype, found.device.type) == ((3, 5), torch.float32, device)
 
 
-def begun(rank: Rank) -> None:
+def set_adapters(rank: Rank) -> None:
     """B of each adapter is not 0, so that A has a gradient; the same on any ranks."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in rank.worker.backend.model.named_parameters():
@@ -212,7 +212,7 @@ def test_adapters_train_on_split_matrices(
     cfg.trainer.policy.lora.rank = 4
     alone = Rank(0, 1, PolicyWorker(cfg, threads=1))
     alone.worker.setup()
-    begun(alone)
+    set_adapters(alone)
     logprobs = alone.worker.logprobs(ragged())
     alone.worker.forward_backward(ragged())
     expected = gradient(alone.worker)
@@ -220,7 +220,7 @@ def test_adapters_train_on_split_matrices(
     cfg = parallel(shapes[name], **sizes)
     cfg.trainer.policy.lora.rank = 4
     ranks(count).set_up(PolicyWorker, cfg)
-    ranks(count).call(begun)
+    ranks(count).call(set_adapters)
     for rows, said, found, told in ranks(count).call(step):
         torch.testing.assert_close(torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0)
         assert distance(torch.from_numpy(found), expected) < (1.5e-6 if "tensor" in sizes else 1e-6)

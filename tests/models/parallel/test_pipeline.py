@@ -107,7 +107,7 @@ def of_one(path: str) -> Any:
     return ONE[path]
 
 
-def apart(found: Gradients, expected: Gradients) -> float:
+def difference(found: Gradients, expected: Gradients) -> float:
     """Relative difference of a stage's gradients from one rank's."""
     first, second = (
         torch.cat([torch.from_numpy(each[name]).flatten() for name in found]) for each in (found, expected)
@@ -150,7 +150,7 @@ def test_stages_have_one_ranks_gradient_over_any_widths(
             rows, said, before, gradients, told = of_rank[number]
             assert abs(said - logprobs[rows, : said.shape[1]]).max() < 1e-5
             assert abs(before - said).max() < 1e-6
-            assert apart(gradients, expected) < 1e-6
+            assert difference(gradients, expected) < 1e-6
             assert told == pytest.approx(metrics, rel=1e-5)
             seen |= gradients.keys()
         assert seen == expected.keys()
@@ -230,7 +230,7 @@ def test_any_stages_resume_from_any_others_checkpoint_and_publish_whole_weights(
             assert all((other[name] == weight).all() for name, weight in weights.items())
 
 
-def judged(rank: Rank) -> Any:
+def outputs_of(rank: Rank) -> Any:
     batch = packing(1)
     if isinstance(rank.worker, CriticWorker):
         batch.returns, batch.values = torch.ones(batch.tokens.shape), torch.zeros(batch.tokens.shape)
@@ -249,10 +249,10 @@ def test_values_and_likeliest_tokens_come_from_the_last_stage(
     cfg.trainer.algorithm.advantage_estimator, cfg.trainer.teacher.top_k = "gae", 4
     alone = Rank(0, 1, worker(cfg, threads=1))
     alone.worker.setup()
-    expected, metrics = judged(alone)
+    expected, metrics = outputs_of(alone)
     cfg.trainer.parallel.pipeline = 2
     ranks(2).set_up(worker, cfg)
-    for found, told in ranks(2).call(judged):
+    for found, told in ranks(2).call(outputs_of):
         assert abs(found - expected).max() < 1e-5
         assert told == pytest.approx(metrics, rel=1e-5)
 

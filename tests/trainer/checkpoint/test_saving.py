@@ -46,11 +46,11 @@ def flip(folder: Path) -> None:
 
 
 @every_plan
-@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_is_a_warning_each_time_and_the_run_goes_on(
-    plan: type[RayPPOTrainer], behind: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    plan: type[RayPPOTrainer], asynchronous: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_of(tmp_path, plan, trainer__ckpt_async=behind)
+    run = run_of(tmp_path, plan, trainer__ckpt_async=asynchronous)
     for call in (2, 3, 5):
         run.faults["save", call] = OSError("No space left on device")
     run.train()
@@ -62,9 +62,11 @@ def test_a_full_disk_is_a_warning_each_time_and_the_run_goes_on(
 
 
 @every_plan
-@pytest.mark.parametrize("behind", [False, True])
-def test_one_failure_too_many_ends_the_run_in_one_line(plan: type[RayPPOTrainer], behind: bool, tmp_path: Path) -> None:
-    run = run_of(tmp_path, plan, trainer__ckpt_async=behind)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_failure_too_many_ends_the_run_in_one_line(
+    plan: type[RayPPOTrainer], asynchronous: bool, tmp_path: Path
+) -> None:
+    run = run_of(tmp_path, plan, trainer__ckpt_async=asynchronous)
     for call in (2, 3, 4):
         run.faults["save", call] = OSError("No space left on device")
     with pytest.raises(UserError, match=r"step 4 .*No space left .* 3 in a row \(trainer\.ckpt_patience\)") as caught:
@@ -74,9 +76,9 @@ def test_one_failure_too_many_ends_the_run_in_one_line(plan: type[RayPPOTrainer]
     assert run.tracker.closed == run.timeline.closed == 1
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_a_last_checkpoint_that_is_missing_is_told_by_the_end_of_the_run(behind: bool, tmp_path: Path) -> None:
-    run = run_of(tmp_path / "c", trainer__ckpt_async=behind, trainer__export_path=str(tmp_path / "e"))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_last_checkpoint_that_is_missing_is_told_by_the_end_of_the_run(asynchronous: bool, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "c", trainer__ckpt_async=asynchronous, trainer__export_path=str(tmp_path / "e"))
     run.faults["save", 6] = OSError("No space left on device")
     with pytest.raises(UserError, match="the run has ended, but the checkpoint of step 6 could not be saved"):
         run.train()
@@ -84,9 +86,9 @@ def test_a_last_checkpoint_that_is_missing_is_told_by_the_end_of_the_run(behind:
     assert steps(tmp_path / "c") == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("behind", [False, True])
-def test_an_error_of_another_kind_is_no_matter_of_patience(behind: bool, tmp_path: Path) -> None:
-    run = run_of(tmp_path, trainer__ckpt_async=behind)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_of_another_kind_is_no_matter_of_patience(asynchronous: bool, tmp_path: Path) -> None:
+    run = run_of(tmp_path, trainer__ckpt_async=asynchronous)
     error = run.faults["save", 2] = ZeroDivisionError("a bug")
     with pytest.raises(ZeroDivisionError) as caught:
         run.train()
@@ -128,13 +130,13 @@ def test_a_run_resumes_from_an_asynchronous_checkpoint(plan: type[RayPPOTrainer]
 def test_callbacks_are_told_when_a_checkpoint_is_complete(tmp_path: Path) -> None:
     from skyasync.callbacks import TrainerCallback
 
-    class Told(TrainerCallback):
+    class RecordsCheckpoints(TrainerCallback):
         def on_checkpoint(self, trainer: Any, folder: Path) -> None:
             assert (folder / "manifest.json").is_file()
             told.append((trainer.global_step, folder.name))
 
     told: list[tuple[int, str]] = []
-    run = run_of(tmp_path, trainer__ckpt_async=True, trainer__ckpt_interval=2, callbacks=[Told()])
+    run = run_of(tmp_path, trainer__ckpt_async=True, trainer__ckpt_interval=2, callbacks=[RecordsCheckpoints()])
     run.dispatch.writing_s = 1.5
     run.train()
     assert told == [(3, "step_000002"), (5, "step_000004"), (6, "step_000006")]

@@ -67,7 +67,7 @@ class Engines:
     version: int = -1
     paused: bool = False
     generating: int = 0  # training requests
-    swap_in_flight: bool = False  # whether weights may change under them
+    update_in_flight: bool = False  # whether weights may change under them
 
     async def pause(self, mode: str) -> None:
         self.faults.pass_or_raise("pause")
@@ -93,7 +93,7 @@ class ScriptedGenerator:
     seconds: Callable[[], float]
     stamps: bool = True
     truncated: frozenset[int] = frozenset()  # repetitions whose response is cut by its length
-    dull: frozenset[int] = frozenset()  # rows whose samples are all right
+    all_right: frozenset[int] = frozenset()  # rows whose samples are all right
     asked: list[PromptId] = field(default_factory=list)
     started: list[tuple[float, int]] = field(default_factory=list)  # (when, engine's version)
     cancelled: int = 0
@@ -113,11 +113,11 @@ class ScriptedGenerator:
             raise
         finally:
             self.engines.generating -= not is_eval
-        assert self.engines.swap_in_flight or self.engines.version == version, "weights changed under a request"
+        assert self.engines.update_in_flight or self.engines.version == version, "weights changed under a request"
         output = {
             "prompt_token_ids": [[EPOCH + i.prompt.epoch, ROW + i.prompt.row] for i in ids],
             "response_ids": [[7, 8] for _ in ids],
-            "rewards": [float(i.repetition % 2) if i.prompt.row not in self.dull else 1.0 for i in ids],
+            "rewards": [float(i.repetition % 2) if i.prompt.row not in self.all_right else 1.0 for i in ids],
             "loss_masks": [[1, 1] for _ in ids],
             "stop_reasons": ["length" if i.repetition in self.truncated else "stop" for i in ids],
             "rollout_logprobs": [[-0.5, -0.5] for _ in ids],
@@ -139,7 +139,7 @@ class Dispatch:
     weights: int = 0  # in place of the model: its number of updates
     cancelled: int = 0
     writing_s: float = 0.0  # that a checkpoint takes while training continues
-    behind: tuple[Path, int, float] = (Path(), 0, 0.0)  # folder, weights, end
+    pending_save: tuple[Path, int, float] = (Path(), 0, 0.0)  # folder, weights, end
 
     async def forward_backward(self, batch: Any) -> None:
         try:
@@ -170,10 +170,10 @@ class Dispatch:
         self.faults.pass_or_raise("save")
 
     async def begin_save(self, folder: Path) -> None:
-        self.behind = (folder, self.weights, asyncio.get_running_loop().time() + self.writing_s)
+        self.pending_save = (folder, self.weights, asyncio.get_running_loop().time() + self.writing_s)
 
     async def saved(self) -> Sums | None:
-        folder, weights, end = self.behind
+        folder, weights, end = self.pending_save
         if asyncio.get_running_loop().time() < end:
             return None
         (folder / "weights").write_text(str(weights))
@@ -203,7 +203,7 @@ class Sync:
     async def sync(self, version: int, paused: Any = nullcontext) -> None:
         async with paused():
             idle = self.engines.generating == 0
-            assert idle or self.engines.swap_in_flight, "a training batch is generated during a weight update"
+            assert idle or self.engines.update_in_flight, "a training batch is generated during a weight update"
             await asyncio.sleep(self.seconds())
             self.engines.faults.pass_or_raise("sync")
             self.engines.version = version
@@ -308,14 +308,14 @@ def make_run(
     syncing: Sequence[float] = (0.1,),
     callbacks: Sequence[Any] = (),
     run_dir: Any = None,
-    dull: frozenset[int] = frozenset(),
+    all_right: frozenset[int] = frozenset(),
     train: Sequence[Prompt] | None = None,
     **settings: Any,
 ) -> Run:
     cfg = config(**{"trainer__train_batch_size": 4, **settings})
     faults = Faults()
-    engines = Engines(faults, swap_in_flight=issubclass(plan, FullyAsyncRayPPOTrainer))
-    generator = ScriptedGenerator(engines, durations(*generating), dull=dull)
+    engines = Engines(faults, update_in_flight=issubclass(plan, FullyAsyncRayPPOTrainer))
+    generator = ScriptedGenerator(engines, durations(*generating), all_right=all_right)
     dispatch, sync = Dispatch(faults, durations(*updating)), Sync(engines, durations(*syncing))
     tracker, timeline = RecordingTracker(faults), RecordingTimeline()
     trainer = plan.get_trainer(

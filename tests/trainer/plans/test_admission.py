@@ -293,10 +293,10 @@ def heavy_tails() -> dict[str, np.ndarray]:
     return {"lognormal": lognormal, "bimodal": bimodal}
 
 
-@pytest.mark.parametrize("tail", ["lognormal", "bimodal"])
-def test_slow_prompts_are_trained_as_often_as_fast_ones(tail: str) -> None:
+@pytest.mark.parametrize("distribution", ["lognormal", "bimodal"])
+def test_slow_prompts_are_trained_as_often_as_fast_ones(distribution: str) -> None:
     """In every part of the run, not only at its end: the share of slow prompts is that of the stream."""
-    durations = heavy_tails()[tail]
+    durations = heavy_tails()[distribution]
     slow = durations >= np.quantile(durations, 0.92)
     limits = AdmissionLimits(batch_size=64, total=4096, max_staleness=3)
     trained = ages_of_slow_and_fast(durations, limits, engine_slots=64)
@@ -325,14 +325,14 @@ def test_the_mean_bound_trains_fast_prompts_first_and_the_hard_bound_does_not() 
 
 @dataclass
 class Rejecting(Run):
-    """Every prompt whose number is in ``dull`` is rejected when it has finished."""
+    """Every prompt whose number is in ``rejected_numbers`` is rejected when it has finished."""
 
-    dull: frozenset[int] = frozenset()
+    rejected_numbers: frozenset[int] = frozenset()
     rejected: list[int] = field(default_factory=list)
     batches: list[int] = field(default_factory=list)  # their sizes
 
     def finish(self, which: int) -> None:
-        if self.running[which] not in self.dull:
+        if self.running[which] not in self.rejected_numbers:
             return super().finish(which)
         self.rejected.append(self.running.pop(which))
         self.machine.reject(self.rejected[-1])
@@ -358,7 +358,7 @@ def rejecting(draw: st.DrawFn) -> Rejecting:
         steps=draw(st.sampled_from([float("inf"), 1, 2, 5])),
         most_rejected=draw(st.sampled_from([float("inf"), 0, bounds.batch_size, 3 * bounds.batch_size])),
     )
-    return Rejecting(bounds, dull=frozenset(draw(st.sets(st.integers(0, bounds.total - 1)))))
+    return Rejecting(bounds, rejected_numbers=frozenset(draw(st.sets(st.integers(0, bounds.total - 1)))))
 
 
 @MANY
@@ -369,7 +369,7 @@ def test_with_rejections_every_prompt_is_trained_or_rejected_once_and_no_bound_i
     drive(run, data)
     assert len(set(run.trained + run.rejected)) == len(run.trained) + len(run.rejected)
     assert sorted(run.trained + run.rejected) == sorted(run.admitted_at), "no group is generated without being used"
-    assert set(run.trained).isdisjoint(run.dull) and run.dull.issuperset(run.rejected)
+    assert set(run.trained).isdisjoint(run.rejected_numbers) and run.rejected_numbers.issuperset(run.rejected)
     assert run.most_charged <= run.limits.slots and len(run.batches) <= run.limits.steps
     if run.limits.bound == "hard":
         assert max(run.ages, default=0) <= run.limits.max_staleness

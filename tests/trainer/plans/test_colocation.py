@@ -57,11 +57,11 @@ def colocated(model: str, yes: bool) -> Any:
 
 
 async def test_the_cache_is_freed_for_training_and_the_run_is_the_same_bit_for_bit(model: str) -> None:
-    apart, together = await Watched(colocated(model, False)).train(), await Watched(colocated(model, True)).train()
-    assert apart.caches_alive == [True] * STEPS
+    separate, together = await Watched(colocated(model, False)).train(), await Watched(colocated(model, True)).train()
+    assert separate.caches_alive == [True] * STEPS
     assert together.caches_alive == [False] * STEPS
-    assert without_times(together.tracker.rows) == without_times(apart.tracker.rows)
-    for name, weights in apart.dispatch.weights().items():
+    assert without_times(together.tracker.rows) == without_times(separate.tracker.rows)
+    for name, weights in separate.dispatch.weights().items():
         assert torch.equal(together.dispatch.weights()[name], weights), name
 
 

@@ -136,16 +136,16 @@ async def test_a_resumed_run_is_the_run_in_one_piece_bit_for_bit(model: str, tmp
 
 
 async def test_sharing_the_engines_devices_changes_nothing(model: str) -> None:
-    apart, together = ppo(model), ppo(model)
+    separate, together = ppo(model), ppo(model)
     together.trainer.placement.colocate_all = True
-    runs = [await LocalRun(RayPPOTrainer, cfg).train() for cfg in (apart, together)]
+    runs = [await LocalRun(RayPPOTrainer, cfg).train() for cfg in (separate, together)]
     assert without_times(runs[0].tracker.rows) == without_times(runs[1].tracker.rows)
 
 
 async def test_a_critic_on_devices_of_its_own_trains_at_the_same_time_and_alike(model: str) -> None:
-    apart = ppo(model)
-    apart.trainer.placement.colocate_policy_critic = False
-    runs = [await LocalRun(RayPPOTrainer, cfg).train() for cfg in (ppo(model), apart)]
+    separate = ppo(model)
+    separate.trainer.placement.colocate_policy_critic = False
+    runs = [await LocalRun(RayPPOTrainer, cfg).train() for cfg in (ppo(model), separate)]
     assert without_times(runs[0].tracker.rows) == without_times(runs[1].tracker.rows)
 
 

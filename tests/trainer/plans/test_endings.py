@@ -28,7 +28,7 @@ async def never(*args, **kwargs):
     await asyncio.sleep(NEVER)
 
 
-async def ends_with(kind, run, *, within):
+async def error_of(kind, run, *, within):
     """The error that ends the run within ``within`` seconds, with all tasks cancelled and all parts closed."""
     with pytest.raises(kind) as caught:
         await run.trainer.train()
@@ -59,14 +59,14 @@ def test_an_engine_that_never_answers_ends_the_run_within_its_limit_naming_reque
         run.client = InferenceClient([SilentEngine(EngineConfig("model"))], request_timeout_s=30)
         generate = run.generator.generate
 
-        async def asks_the_engine(batch):
+        async def calls_the_engine(batch):
             if run.trainer.global_step == 1:
                 name = str(batch["trajectory_ids"][0])
                 await run.client.generate(GenerationRequest(name, [1], SamplingParams()))
             return await generate(batch)
 
-        run.generator.generate = asks_the_engine
-        error = await ends_with(TimeoutError, run, within=60)
+        run.generator.generate = calls_the_engine
+        error = await error_of(TimeoutError, run, within=60)
         assert "was not answered within 30 s (generator.request_timeout_s)" in str(error)
         assert str(error).startswith("request e0-i")
 
@@ -84,7 +84,7 @@ def test_a_generator_of_ones_own_that_never_answers_has_the_limit_of_a_step(plan
         return await (never() if stuck else generate(batch))
 
     run.generator.generate = hangs
-    error = run_virtual(ends_with(TimeoutError, run, within=110))
+    error = run_virtual(error_of(TimeoutError, run, within=110))
     what = "evaluation" if held_out else "generation"
     assert f"the {what} of step " in str(error) and "within 50 s (trainer.step_timeout_s)" in str(error)
 
@@ -98,7 +98,7 @@ def test_an_engine_that_is_stuck_in_any_call_ends_the_run_within_its_limit(plan,
     run = make_run(plan, prompts=12, trainer__step_timeout_s=50.0)
     answers = getattr(run.engines, call)
     setattr(run.engines, call, lambda *args: never() if run.trainer.global_step == 1 else answers(*args))
-    error = run_virtual(ends_with(TimeoutError, run, within=80))
+    error = run_virtual(error_of(TimeoutError, run, within=80))
     assert "(trainer.step_timeout_s)" in str(error)
 
 

@@ -106,12 +106,12 @@ def test_weights_are_handed_over_every_nth_step_and_after_the_last(plan, interva
         plan, prompts=28, eval_prompts=2, generating=[1.0, 4.0], trainer__eval_interval=2,
         trainer__sync_interval=interval, trainer__max_staleness=3,
     ).train()  # fmt: skip
-    due = [step for step in range(1, 8) if step % interval == 0 or step == 7]
-    assert run.sync.versions == [0, *due]
+    sync_steps = [step for step in range(1, 8) if step % interval == 0 or step == 7]
+    assert run.sync.versions == [0, *sync_steps]
     assert sorted(run.trained) == sorted(stream(28))
     depth = 3 - (interval - 1) if plan in BOUNDED else int(plan is AsyncRayPPOTrainer)
     assert max(run.tracker.of("staleness/max").values()) <= depth + interval - 1
-    versions = {step: max(version for version in [0, *due] if version <= step) for step in range(1, 8)}
+    versions = {step: max(version for version in [0, *sync_steps] if version <= step) for step in range(1, 8)}
     assert run.tracker.of("eval/version") == {step: versions[step] for step in (2, 4, 6, 7)}
 
 

@@ -52,11 +52,11 @@ async def test_without_staleness_it_is_the_synchronous_plan_bit_for_bit(model: s
 
 async def test_one_step_off_has_the_same_first_step(model: str) -> None:
     sync = await LocalRun(RayPPOTrainer, config(model, steps=2)).train()
-    ahead = await LocalRun(AsyncRayPPOTrainer, config(model, steps=2)).train()
-    first, other = sync.dispatch.batches[0], ahead.dispatch.batches[0]
+    one_step_off = await LocalRun(AsyncRayPPOTrainer, config(model, steps=2)).train()
+    first, other = sync.dispatch.batches[0], one_step_off.dispatch.batches[0]
     assert torch.equal(first.tokens, other.tokens)
     assert torch.equal(first.advantages, other.advantages)
-    assert ahead.tracker.rows[1]["policy/loss"] == sync.tracker.rows[1]["policy/loss"]
+    assert one_step_off.tracker.rows[1]["policy/loss"] == sync.tracker.rows[1]["policy/loss"]
 
 
 # ---------------------------------------------------------------- staleness

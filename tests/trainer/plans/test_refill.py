@@ -13,14 +13,16 @@ from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.trainer.plans.parts import BOUNDED, PLANS, Run, make_run, stream
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
-DULL = frozenset({0, 3, 4, 5, 11, 17, 18, 22})
+ALL_RIGHT = frozenset({0, 3, 4, 5, 11, 17, 18, 22})
 
 
-def refilling(plan: type[RayPPOTrainer], dull: frozenset[int] = DULL, *, prompts: int = 30, **settings: Any) -> Run:
+def refilling(
+    plan: type[RayPPOTrainer], all_right: frozenset[int] = ALL_RIGHT, *, prompts: int = 30, **settings: Any
+) -> Run:
     sampling = {"type": "variance", "mode": "refill"} | settings.pop("sampling", {})
     settings |= {f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in sampling.items()}
     run = make_run(plan, prompts=prompts, **settings)
-    run.generator.dull = dull
+    run.generator.all_right = all_right
     return run
 
 
@@ -31,7 +33,7 @@ def sizes(run: Run) -> list[int]:
 @every_plan
 def test_every_batch_is_full_and_every_prompt_is_trained_or_rejected_once(plan: type[RayPPOTrainer]) -> None:
     run = refilling(plan, generating=[1.0, 5.0, 2.0]).train()
-    kept = [identity for identity in stream(30) if identity.row not in DULL]
+    kept = [identity for identity in stream(30) if identity.row not in ALL_RIGHT]
     assert sizes(run) == [4, 4, 4, 4, 4, 2]
     assert sorted(run.trained) == sorted(kept)
     assert sorted(run.generator.asked) == sorted(stream(30)), "each prompt is generated once"
@@ -45,7 +47,7 @@ def test_what_was_sampled_and_rejected_is_logged_and_the_reward_is_that_of_all_s
 ) -> None:
     run = refilling(plan).train()
     rejected, sampled = run.tracker.of("dynamic_sampling/rejected"), run.tracker.of("dynamic_sampling/sampled")
-    assert sum(rejected.values()) == len(DULL) and sum(sampled.values()) == 30
+    assert sum(rejected.values()) == len(ALL_RIGHT) and sum(sampled.values()) == 30
     for step, reward in run.tracker.of("reward/mean").items():
         assert reward == pytest.approx(0.5 + 0.5 * rejected[step] / sampled[step])
 
@@ -54,7 +56,7 @@ def test_what_was_sampled_and_rejected_is_logged_and_the_reward_is_that_of_all_s
 def test_the_number_of_steps_asked_for_is_trained_and_nothing_is_generated_in_vain(plan: type[RayPPOTrainer]) -> None:
     run = refilling(plan, trainer__max_training_steps=3, trainer__epochs=5).train()
     assert sizes(run) == [4, 4, 4]
-    kept = [identity for identity in run.generator.asked if identity.row not in DULL]
+    kept = [identity for identity in run.generator.asked if identity.row not in ALL_RIGHT]
     assert sorted(kept) == sorted(run.trained)
     assert run.tracker.rows[-1][0] == run.trainer.total_steps == 3
 
@@ -77,7 +79,7 @@ def test_a_step_makes_do_with_what_it_has_when_too_much_is_rejected(
 @every_plan
 def test_a_limit_of_one_batch_replaces_nothing(plan: type[RayPPOTrainer]) -> None:
     run = refilling(plan, prompts=16, sampling={"max_sample_batches": 1}, trainer__max_staleness=0).train()
-    assert sorted(run.trained) == sorted(i for i in stream(16) if i.row not in DULL)
+    assert sorted(run.trained) == sorted(i for i in stream(16) if i.row not in ALL_RIGHT)
     if plan not in BOUNDED:
         assert sum(run.tracker.of("dynamic_sampling/sampled").values()) == 16 and len(run.tracker.rows) == 4
 
@@ -99,7 +101,7 @@ def test_a_resumed_run_trains_what_is_left_once(plan: type[RayPPOTrainer], first
     shared = {"trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
     before = refilling(plan, trainer__max_training_steps=first, **shared).train()
     after = refilling(plan, trainer__resume_mode="latest", **shared).train()
-    kept = [identity for identity in stream(30) if identity.row not in DULL]
+    kept = [identity for identity in stream(30) if identity.row not in ALL_RIGHT]
     assert sorted(before.trained + after.trained) == sorted(kept)
 
 
@@ -116,7 +118,7 @@ def test_the_learning_rate_ends_with_the_run_however_many_prompts_are_rejected(p
 @every_plan
 def test_filtered_groups_leave_the_learning_rates_schedule_as_it_was_planned(plan: type[RayPPOTrainer]) -> None:
     run = refilling(plan, prompts=16, sampling={"mode": "filter"}, trainer__policy_mini_batch_size=1).train()
-    assert len(run.trained) == 16 - len([row for row in DULL if row < 16])
+    assert len(run.trained) == 16 - len([row for row in ALL_RIGHT if row < 16])
     starts = {update - update % 4 for update in run.dispatch.scheduled}
     assert starts <= {0, 4, 8, 12}
     assert sum(run.tracker.of("dynamic_sampling/rejected").values()) == 16 - len(run.trained)
@@ -136,8 +138,8 @@ def test_an_interpolated_proximal_policy_needs_no_forward_pass_and_is_exact_in_t
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_one_step_off_ends_although_there_are_fewer_batches_than_planned(depth: int) -> None:
-    dull = frozenset(identity.row for identity in stream(20)[4:])
-    run = refilling(AsyncRayPPOTrainer, dull, prompts=20, trainer__async_queue_size=depth).train()
+    all_right = frozenset(identity.row for identity in stream(20)[4:])
+    run = refilling(AsyncRayPPOTrainer, all_right, prompts=20, trainer__async_queue_size=depth).train()
     assert run.trained == stream(20)[:4]
 
 

@@ -37,7 +37,7 @@ def judge(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def judged(model: str, judge: str, **reward: Any) -> Config:
+def configuration(model: str, judge: str, **reward: Any) -> Config:
     cfg = config(model, steps=2)
     vars(cfg.trainer.reward).update(reward)
     cfg.trainer.reward.model.path = judge
@@ -56,7 +56,9 @@ class Keeping(RayPPOTrainer):
 async def test_each_episode_is_scored_once_and_its_score_is_part_of_its_reward(
     model: str, judge: str, plan: type[RayPPOTrainer]
 ) -> None:
-    run = LocalRun(type("Kept", (Keeping, plan), {}), judged(model, judge, weight=0.5, mean=0.1, std=2.0, clip=0.4))
+    run = LocalRun(
+        type("Kept", (Keeping, plan), {}), configuration(model, judge, weight=0.5, mean=0.1, std=2.0, clip=0.4)
+    )
     await run.train()
     library = AutoModelForSequenceClassification.from_pretrained(judge)
     library.config.pad_token_id = None  # it is the end of a response here, whose state is what counts
@@ -90,7 +92,7 @@ async def test_several_models_are_added_up_and_each_is_a_metric(model: str, judg
     other.score.weight.data.mul_(-2.0)
     other.save_pretrained(tmp_path / "other")
     models = {"turned": {"path": str(tmp_path / "other"), "weight": 0.25}, "same": {"path": judge, "weight": 2.0}}
-    run = LocalRun(type("Kept", (Keeping, RayPPOTrainer), {}), judged(model, judge, weight=0.5, models=models))
+    run = LocalRun(type("Kept", (Keeping, RayPPOTrainer), {}), configuration(model, judge, weight=0.5, models=models))
     await run.train()
     for trajectory in (t for group in run.trainer.kept for t in group.trajectories):
         first, turned, same = (trajectory.metrics[f"reward_model{name}"] for name in ("", "/turned", "/same"))

@@ -102,7 +102,7 @@ def test_what_is_not_trained_stands_in_the_ledger_with_its_reason(plan: type, tm
     folder = RunDirectory(tmp_path, "run")
     settings = {"dynamic_sampling__type": "variance", "truncated_responses": "drop"}
     run = make_run(
-        type("Both", (Long, plan), {}), prompts=10, run_dir=folder, dull=frozenset({5}),
+        type("Both", (Long, plan), {}), prompts=10, run_dir=folder, all_right=frozenset({5}),
         **{f"trainer__algorithm__{name}": value for name, value in settings.items()},
     )  # fmt: skip
     run.train()
@@ -131,7 +131,7 @@ def test_the_ledger_of_an_interrupted_run_has_every_prompt_once(plan: type, tmp_
 def test_what_a_filter_rejects_stands_in_the_ledger(tmp_path: Path) -> None:
     folder = RunDirectory(tmp_path, "run")
     run = make_run(
-        AsyncRayPPOTrainer, prompts=10, run_dir=folder, dull=frozenset({2, 5}),
+        AsyncRayPPOTrainer, prompts=10, run_dir=folder, all_right=frozenset({2, 5}),
         trainer__algorithm__dynamic_sampling__type="variance",
     )  # fmt: skip
     run.train()
@@ -212,7 +212,7 @@ class Watched(Memory, FullyAsyncRayPPOTrainer):
         return await super().save_checkpoint(**how)
 
 
-class Asked(InferenceClient):
+class RecordsRequests(InferenceClient):
     """Records the requests to engines: their ids, and the prompts' lengths."""
 
     def __init__(self, *args: Any) -> None:
@@ -227,7 +227,7 @@ class Asked(InferenceClient):
 async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_had(model: str, tmp_path: Path) -> None:
     def run(**settings: Any) -> LocalRun:
         cfg = config(model, steps=5, train_length=40, ckpt_interval=1, ckpt_path=str(tmp_path), **settings)
-        return LocalRun(Watched, cfg, client=Asked)
+        return LocalRun(Watched, cfg, client=RecordsRequests)
 
     first = run()
     first.trainer.callbacks.append(Stop(after=3))

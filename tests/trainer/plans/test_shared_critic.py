@@ -116,7 +116,7 @@ async def test_a_resumed_run_is_the_run_in_one_piece_bit_for_bit_and_exports_the
 
 
 async def test_taking_turns_with_the_engines_changes_nothing(model: str) -> None:
-    apart, together = ppo(model), ppo(model)
+    separate, together = ppo(model), ppo(model)
     together.trainer.placement.colocate_all = True
-    runs = [await LocalRun(RayPPOTrainer, cfg).train() for cfg in (apart, together)]
+    runs = [await LocalRun(RayPPOTrainer, cfg).train() for cfg in (separate, together)]
     assert without_times(runs[0].tracker.rows) == without_times(runs[1].tracker.rows)

@@ -46,34 +46,34 @@ def save_double(folder: Path) -> str:
 
 
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)), st.booleans(), st.data())
-def test_every_group_is_taken_once_and_in_order_only_where_order_counts(order, dull, in_order, data) -> None:
+def test_every_group_is_taken_once_and_in_order_only_where_order_counts(order, rejected, in_order, data) -> None:
     arrivals, taken = Arrivals(in_order, started=6), []
     groups = [Group(prompt, []) for prompt in dataset(6)]
     for place in order:
-        arrivals.end(place, [groups[place]], {}, accepted=place not in dull)
+        arrivals.end(place, [groups[place]], {}, accepted=place not in rejected)
         if data.draw(st.booleans()):
             taken += arrivals.take()
     taken += arrivals.take()
     assert arrivals.complete
-    assert sorted(group.prompt.id.row for group in taken) == sorted(set(range(6)) - dull)
-    assert sorted(group.prompt.id.row for group in arrivals.rejected) == sorted(dull)
+    assert sorted(group.prompt.id.row for group in taken) == sorted(set(range(6)) - rejected)
+    assert sorted(group.prompt.id.row for group in arrivals.rejected) == sorted(rejected)
     if in_order:
-        assert [group.prompt.id.row for group in taken] == sorted(set(range(6)) - dull)
+        assert [group.prompt.id.row for group in taken] == sorted(set(range(6)) - rejected)
 
 
 @given(st.permutations(range(7)), st.sets(st.integers(0, 6)), st.integers(1, 8), st.data())
-def test_what_is_trained_together_does_not_depend_on_what_ends_first(order, dull, portion, data) -> None:
+def test_what_is_trained_together_does_not_depend_on_what_ends_first(order, rejected, portion, data) -> None:
     arrivals, taken = Arrivals(False, 7, portion), []
     groups = [Group(prompt, []) for prompt in dataset(7)]
     for place in order:
-        arrivals.end(place, [groups[place]], {}, accepted=place not in dull)
+        arrivals.end(place, [groups[place]], {}, accepted=place not in rejected)
         while data.draw(st.booleans()) and (some := arrivals.take()):
             taken.append([group.prompt.id.row for group in some])
     while some := arrivals.take():
         taken.append([group.prompt.id.row for group in some])
     assert arrivals.complete
     firsts = range(0, 7, portion)
-    portions = [[row for row in range(first, min(first + portion, 7)) if row not in dull] for first in firsts]
+    portions = [[row for row in range(first, min(first + portion, 7)) if row not in rejected] for first in firsts]
     assert taken == [rows for rows in portions if rows]
 
 

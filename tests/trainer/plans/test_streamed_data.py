@@ -51,12 +51,12 @@ def test_a_resumed_run_goes_on_at_the_exact_prompt(plan: type, step: int, tmp_pa
 
 
 def test_refill_takes_more_from_the_stream(tmp_path: Path) -> None:
-    dull = frozenset({1, 4})
+    all_right = frozenset({1, 4})
     sampling = "trainer__algorithm__dynamic_sampling__"
     more = {f"{sampling}mode": "refill", f"{sampling}type": "variance", "trainer__max_training_steps": 5}
-    run = make_run(PLANS[0], train=streamed(), dull=dull, **settings(tmp_path, **more)).train()
+    run = make_run(PLANS[0], train=streamed(), all_right=all_right, **settings(tmp_path, **more)).train()
     assert len(run.dispatch.trained) == 5 and all(len(update) == 4 for update in run.dispatch.trained)
-    assert not {identity.row for identity in run.trained} & dull
+    assert not {identity.row for identity in run.trained} & all_right
 
 
 def test_data_that_was_held_is_not_gone_on_with_as_a_stream(tmp_path: Path) -> None:

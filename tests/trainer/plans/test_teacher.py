@@ -92,11 +92,11 @@ def plainly(model: str, teacher: str, batch: Any, *, k: int, weight: float) -> t
     """The mean KL over the loss tokens, and the norm of its gradient."""
     student, taught = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, teacher))
 
-    def said(found: Any) -> torch.Tensor:
+    def log_probabilities_of(found: Any) -> torch.Tensor:
         logits = found(batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1]
         return logits.log_softmax(-1)[batch.loss_mask[:, 1:]]
 
-    mine, theirs = said(student), said(taught).detach()
+    mine, theirs = log_probabilities_of(student), log_probabilities_of(taught).detach()
     top = theirs.topk(k).indices
     rests = [1 - each.gather(-1, top).exp().sum(-1) for each in (mine, theirs)]
     kl = (mine.gather(-1, top).exp() * (mine - theirs).gather(-1, top)).sum(-1) + rests[0] * (rests[0] / rests[1]).log()

@@ -91,9 +91,9 @@ async def test_versions_are_right_to_the_token_and_nothing_is_lost(
         tokens, (action,) = trajectory.tokens, trajectory.actions
         for version in sorted(set(action.versions)):
             gaps = off_by(run, tokens, action.logprobs, version)
-            stamped = [gap for gap, v in zip(gaps, action.versions, strict=True) if v == version]
+            of_version = [gap for gap, v in zip(gaps, action.versions, strict=True) if v == version]
             if partial_rollout == "recompute" or version == action.versions[0]:
-                assert max(stamped) < 1e-3  # later tokens of "keep" also read what older weights have cached
+                assert max(of_version) < 1e-3  # later tokens of "keep" also read what older weights have cached
         if len(set(action.versions)) > 1:
             after = sum(v == action.versions[0] for v in action.versions)
             jumps.append(off_by(run, tokens, action.logprobs, action.versions[0])[after])

@@ -31,7 +31,7 @@ class Running:
     end: dict[str, Any] | None = None
 
 
-class StandIn:
+class FakeServer:
     """Args: incremental: chunks of an answer do not repeat earlier ones (``--incremental-streaming-output``)."""
 
     def __init__(self, model: LlamaForCausalLM, *, incremental: bool) -> None:
@@ -42,7 +42,7 @@ class StandIn:
         self.admits.set()
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._door])
+        app = web.Application(middlewares=[self._check_key])
         app.router.add_get("/server_info", self._info)
         app.router.add_get("/v1/loads", self._loads)
         for route in (
@@ -53,7 +53,7 @@ class StandIn:
         return app
 
     @web.middleware
-    async def _door(self, request: web.Request, handler: Any) -> web.StreamResponse:
+    async def _check_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {KEY}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         answer: web.StreamResponse = await handler(request)
@@ -84,14 +84,14 @@ class StandIn:
             if not body.get("stream"):
                 scores = [[None, mine.prompt[0], None], *self._scores(mine.prompt)]
                 mine.end = {"type": "length", "length": 0}
-                return web.json_response(self._told(name, mine, 0) | {"meta_info": self._meta(name, mine, 0, scores)})
+                return web.json_response(self._chunk(name, mine, 0) | {"meta_info": self._meta(name, mine, 0, scores)})
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
             told, every = 0, sampling["stream_interval"]
             while mine.end is None:
                 await self._step(mine)
                 if mine.end or len(mine.tokens) % every == 1:
-                    await response.write(b"data: " + json.dumps(self._told(name, mine, told)).encode() + b"\n\n")
+                    await response.write(b"data: " + json.dumps(self._chunk(name, mine, told)).encode() + b"\n\n")
                     told = len(mine.tokens)
             await response.write(b"data: [DONE]\n\n")
             return response
@@ -118,7 +118,7 @@ class StandIn:
             logprobs = self.model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
         return [[logprobs[i, token].item(), token, None] for i, token in enumerate(prompt[1:])]
 
-    def _told(self, name: str, mine: Running, told: int) -> dict[str, Any]:
+    def _chunk(self, name: str, mine: Running, told: int) -> dict[str, Any]:
         first = told if self.incremental else 0
         return {"text": "", "output_ids": mine.tokens[first:], "meta_info": self._meta(name, mine, first, [])}
 

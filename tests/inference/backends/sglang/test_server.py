@@ -28,7 +28,7 @@ from skyasync.inference.interface import EngineConfig, GenerationOutput, Generat
 from skyasync.inference.remote import check_servers
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from tests.inference.backends.sglang.fake_server import KEY, StandIn
+from tests.inference.backends.sglang.fake_server import KEY, FakeServer
 from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
 
 TOLERANCE = 1e-4
@@ -59,7 +59,7 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     torch.manual_seed(0)
     folder = Path(os.environ["SGLANG_MODEL"]) if REAL else tmp_path
     model = LlamaForCausalLM.from_pretrained(folder) if REAL else save_model(folder, tied=True)
-    server = TestServer(StandIn(save_model(tmp_path, tied=True), incremental=request.param).app())
+    server = TestServer(FakeServer(save_model(tmp_path, tied=True), incremental=request.param).app())
     await server.start_server()
     extra = {"url": REAL or str(server.make_url("")), "key": KEY, "start_s": 10}
     engine = Engine(replace(CONFIG, model_path="", version=3, extra=extra))
@@ -71,14 +71,14 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     await server.close()
 
 
-def asked(name: str, tokens: int = 12, prompt: list[int] | None = None, **sampling: object) -> GenerationRequest:
+def request_of(name: str, tokens: int = 12, prompt: list[int] | None = None, **sampling: object) -> GenerationRequest:
     settings = SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)  # type: ignore[arg-type]
     return GenerationRequest(name, prompt or [2, 3, 4, 5], settings)
 
 
-async def until_begun(engine: Engine, count: int) -> None:
+async def until_started(engine: Engine, count: int) -> None:
     async with asyncio.timeout(20):
-        while sum(bool(begun.tokens) for begun in engine._requests.values()) < count:  # noqa: ASYNC110
+        while sum(bool(request.tokens) for request in engine._requests.values()) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -90,7 +90,7 @@ def gap(model: LlamaForCausalLM, prompt: list[int], output: GenerationOutput, te
 
 async def test_tokens_logprobs_and_versions_are_those_of_the_weights_that_were_handed_over(engine: Engine) -> None:
     version = await engine.sync()
-    requests = [asked(f"r{i}", 1 + 7 * i, [2 + i, 5], temperature=0.7) for i in range(6)]
+    requests = [request_of(f"r{i}", 1 + 7 * i, [2 + i, 5], temperature=0.7) for i in range(6)]
     outputs = await engine.answer(*requests)
     assert [len(output.token_ids) for output in outputs] == [1 + 7 * i for i in range(6)]
     assert {v for output in outputs for v in output.versions.tolist()} == {version}
@@ -102,19 +102,19 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_weights_that_were_h
 
 async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so(engine: Engine) -> None:
     before = engine.version
-    answers = asyncio.create_task(engine.answer(*(asked(f"l{i}", 150, [2 + i, 3]) for i in range(4))))
-    await until_begun(engine, 4)
-    news = {each.request_id: each for each in await engine.progress()}
+    answers = asyncio.create_task(engine.answer(*(request_of(f"l{i}", 150, [2 + i, 3]) for i in range(4))))
+    await until_started(engine, 4)
+    progress = {each.request_id: each for each in await engine.progress()}
     said = await engine.stats()
     assert said.cache_tokens == 4096 and said.cache_used is not None and 0 < said.cache_used < 1000
     await engine.pause("keep")
-    late = asyncio.create_task(engine.answer(asked("late", 5)))
+    late = asyncio.create_task(engine.answer(request_of("late", 5)))
     await asyncio.sleep(0.05)
     after = await engine.sync()
     await engine.resume()
     for output in await answers:
         assert len(output.token_ids) == 150 and set(output.versions.tolist()) == {before, after}
-        told = news[output.request_id].token_ids
+        told = progress[output.request_id].token_ids
         assert output.token_ids[: len(told)].tolist() == told.tolist()
     (one,) = await late
     assert one.versions.tolist() == [after] * 5, "a request without tokens begins with the new weights"
@@ -122,16 +122,16 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
 
 
 async def test_requests_are_ended_with_what_they_have_and_a_client_goes_on_with_them(engine: Engine) -> None:
-    answers = asyncio.create_task(engine.answer(asked("a", 400), asked("b", 60)))
-    await until_begun(engine, 2)
+    answers = asyncio.create_task(engine.answer(request_of("a", 400), request_of("b", 60)))
+    await until_started(engine, 2)
     await engine.abort(["a", "unknown"])
     cut, whole = await answers
     assert cut.finish_reason == "abort" and 0 < len(cut.token_ids) < 400
     assert whole.finish_reason == "length" and len(whole.token_ids) == 60
     client = InferenceClient([engine])
     assert not client.proves_weights
-    answer = asyncio.create_task(client.generate(asked("c", 200)))
-    await until_begun(engine, 1)
+    answer = asyncio.create_task(client.generate(request_of("c", 200)))
+    await until_started(engine, 1)
     await client.cut()
     version = await engine.sync()
     await client.resume()
@@ -140,11 +140,11 @@ async def test_requests_are_ended_with_what_they_have_and_a_client_goes_on_with_
 
 
 async def test_a_drain_waits_for_what_runs_and_holds_what_comes(engine: Engine) -> None:
-    first = asyncio.create_task(engine.answer(asked("first", 40)))
-    await until_begun(engine, 1)
+    first = asyncio.create_task(engine.answer(request_of("first", 40)))
+    await until_started(engine, 1)
     drain = asyncio.create_task(engine.pause("wait"))
     await asyncio.sleep(0.01)
-    second = asyncio.create_task(engine.answer(asked("second", 3)))
+    second = asyncio.create_task(engine.answer(request_of("second", 3)))
     await drain
     assert len((await first)[0].token_ids) == 40 and not second.done()
     await engine.resume()

@@ -360,16 +360,16 @@ async def test_an_in_flight_weight_update_loses_no_token_and_every_token_has_its
     assert sum(output.versions.count(3) for output in outputs) == before
     old, new = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (untied_model, other))
     for number, (request, output) in enumerate(zip(asked, outputs, strict=True)):
-        swap = output.versions.count(3)
-        assert output.versions == [3] * swap + [4] * (120 - swap) and 0 < swap < 120
+        before_update = output.versions.count(3)
+        assert output.versions == [3] * before_update + [4] * (120 - before_update) and 0 < before_update < 120
         if number % 4:
             continue  # the passes below take long
         tokens = torch.tensor([[*request.prompt_token_ids, *output.token_ids]])
         start = tokens.shape[1] - 120
         with torch.no_grad():
             # The newest token before the update was sampled but not yet computed: the new weights compute it.
-            first = old(tokens[:, : start + swap - 1], use_cache=True)
-            second = new(tokens[:, start + swap - 1 : -1], past_key_values=first.past_key_values)
+            first = old(tokens[:, : start + before_update - 1], use_cache=True)
+            second = new(tokens[:, start + before_update - 1 : -1], past_key_values=first.past_key_values)
         logits = torch.cat([first.logits[0, start - 1 :], second.logits[0]])
         expected = logits.log_softmax(-1).gather(1, tokens[0, start:, None])[:, 0]
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 2e-5

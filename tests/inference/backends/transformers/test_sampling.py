@@ -43,7 +43,7 @@ def sample(logits: torch.Tensor, *rows: FakeRow, position: int = 0) -> tuple[tor
     return BatchSampler(rows, CPU)(logits.clone(), np.full(len(rows), position))
 
 
-def kept(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
+def candidates(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
     filtered = keep_likely(LOGITS[None], torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
     return filtered[0].isfinite().nonzero()[:, 0].tolist()
 
@@ -77,21 +77,21 @@ def test_draw_covers_each_token_by_its_probability_and_no_impossible_one():
 
 
 def test_filters_keep_what_they_say():
-    assert kept() == [0, 1, 2, 3, 4]
-    assert kept(top_k=2) == [0, 3]
-    assert kept(top_k=99) == [0, 1, 2, 3, 4]
+    assert candidates() == [0, 1, 2, 3, 4]
+    assert candidates(top_k=2) == [0, 3]
+    assert candidates(top_k=99) == [0, 1, 2, 3, 4]
     probs = LOGITS.softmax(0)  # in falling order: tokens 0, 3, 4, 1, 2
-    assert kept(top_p=float(probs[0] + probs[3]) + 1e-4) == [0, 3, 4]
-    assert kept(top_p=float(probs[0] + probs[3]) - 1e-4) == [0, 3]
-    assert kept(top_p=1e-6) == [0]
-    assert kept(min_p=float(probs[4] / probs[0]) - 1e-4) == [0, 3, 4]
+    assert candidates(top_p=float(probs[0] + probs[3]) + 1e-4) == [0, 3, 4]
+    assert candidates(top_p=float(probs[0] + probs[3]) - 1e-4) == [0, 3]
+    assert candidates(top_p=1e-6) == [0]
+    assert candidates(min_p=float(probs[4] / probs[0]) - 1e-4) == [0, 3, 4]
 
 
 def test_top_p_is_taken_of_what_top_k_leaves():
     probs = LOGITS.softmax(0)
     share = float(probs[0] / (probs[0] + probs[3]))
-    assert kept(top_k=2, top_p=share + 1e-4) == [0, 3]
-    assert kept(top_k=2, top_p=share - 1e-4) == [0]
+    assert candidates(top_k=2, top_p=share + 1e-4) == [0, 3]
+    assert candidates(top_k=2, top_p=share - 1e-4) == [0]
 
 
 def test_logprobs_are_those_of_the_distribution_sampled_from():

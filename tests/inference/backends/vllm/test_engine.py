@@ -226,7 +226,7 @@ def one_per_prompt(engine: Engine) -> Iterator[None]:
     del engine.config.extra["one_per_prompt"]
 
 
-async def asked_of_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, *requests: GenerationRequest):
+async def requests_to_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, *requests: GenerationRequest):
     """The answers, and the ``n`` of each request that vLLM received."""
     counts: list[int] = []
     outputs = engine.outputs
@@ -244,7 +244,7 @@ async def test_requests_that_differ_in_their_id_alone_are_one_request_of_n_sampl
 ) -> None:
     requests = [request(f"n{i}", [7, 8, 9], max_tokens=3 + 20 * (i > 3)) for i in range(8)]
     requests += [request(f"s{i}", [7, 8, 9], max_tokens=3, seed=i) for i in range(2)] + [request("other", [4, 5])]
-    answers, counts = await asked_of_vllm(engine, monkeypatch, *requests)
+    answers, counts = await requests_to_vllm(engine, monkeypatch, *requests)
     assert sorted(counts) == [1, 1, 1, 4, 4]
     assert len({tuple(answer.token_ids) for answer in answers[4:8]}) > 1, "samples differ"
     for asked, answer in zip(requests, answers, strict=True):
@@ -467,15 +467,15 @@ async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
 
 async def test_progress_is_reported_once_also_across_an_update_and_the_answer_is_complete(engine: Engine) -> None:
     first, count = engine.version, 3
-    told: dict[str, list[tuple[int, float, int]]] = {f"news-{i}": [] for i in range(count)}
-    asked = [request(f"news-{i}", max_tokens=300, ignore_eos=True) for i in range(count)]
+    told: dict[str, list[tuple[int, float, int]]] = {f"progress-{i}": [] for i in range(count)}
+    asked = [request(f"progress-{i}", max_tokens=300, ignore_eos=True) for i in range(count)]
     answering = asyncio.create_task(engine.answer(*asked))
     await engine.until_running(count)
     while not answering.done():
         for output in map(listed, await engine.progress()):
             assert output.finish_reason is None
             told[output.request_id] += zip(output.token_ids, output.logprobs, output.versions, strict=True)
-        if engine.version == first and all(len(news) > 20 for news in told.values()):
+        if engine.version == first and all(len(tokens) > 20 for tokens in told.values()):
             await engine.sync(change=False)
     for output in await answering:
         whole = list(zip(output.token_ids, output.logprobs, output.versions, strict=True))

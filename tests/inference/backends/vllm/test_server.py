@@ -260,14 +260,14 @@ class Way:
     def __init__(self, url: str) -> None:
         self._to = int(url.rpartition(":")[2])
         self._open: set[asyncio.StreamWriter] = set()
-        self._door: asyncio.Server
+        self._listener: asyncio.Server
         self.port = free_port()
 
     async def open(self) -> None:
-        self._door = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
+        self._listener = await asyncio.start_server(self._carry, "127.0.0.1", self.port)
 
     async def close(self) -> None:
-        self._door.close()
+        self._listener.close()
         for writer in self._open:
             writer.transport.abort()
 
@@ -342,7 +342,7 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     version = await engine.sync()
     client, file = InferenceClient([engine]), tmp_path / "engines.txt"
 
-    class Kept:
+    class FakeSync:
         @asynccontextmanager
         async def between_syncs(self) -> AsyncIterator[WeightUpdate]:
             update = publish(engine.model, version)
@@ -352,19 +352,21 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     async def make(name: str) -> VLLMServerEngine:
         return VLLMServerEngine(replace(config(server), extra=config(server).extra | {"url": name}))
 
-    supervisor = EngineSupervisor(client, Kept(), max_restarts=1, heartbeat_s=0.1, heartbeat_timeout_s=30, limit_s=30)
+    supervisor = EngineSupervisor(
+        client, FakeSync(), max_restarts=1, heartbeat_s=0.1, heartbeat_timeout_s=30, limit_s=30
+    )
     another = server.url.replace("127.0.0.1", "localhost")
-    members = ElasticEngines(client, Kept(), supervisor, make, [server.url], file, interval_s=0.05, limit_s=30)
+    members = ElasticEngines(client, FakeSync(), supervisor, make, [server.url], file, interval_s=0.05, limit_s=30)
     supervisor.begin()
     members.on_start(None)  # type: ignore[arg-type]
     await until(file.exists)
     write_engine_list(file, [server.url, another])
     await until(lambda: members.joined == 1)
-    newcomer: Any = client.engines[1]
+    joined: Any = client.engines[1]
     asked = [
         asyncio.create_task(client.generate(request(f"both-{i}", max_tokens=300, ignore_eos=True))) for i in range(8)
     ]
-    await until(lambda: sum(len(begun.tokens) > 2 for begun in newcomer._requests.values()) >= 3)
+    await until(lambda: sum(len(begun.tokens) > 2 for begun in joined._requests.values()) >= 3)
     write_engine_list(file, [server.url])
     await until(lambda: members.left == 1)
     answers = [listed(answer) for answer in await asyncio.gather(*asked)]

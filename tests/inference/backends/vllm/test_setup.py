@@ -20,13 +20,13 @@ def test_an_engine_over_several_devices_starts_its_workers_itself() -> None:
 
 @pytest.mark.parametrize("cpu", [False, True])
 def test_tokens_per_step_are_said_and_never_left_to_vllm(cpu: bool) -> None:
-    def told(**settings: int) -> int:
+    def batched_tokens(**settings: int) -> int:
         return engine_arguments(EngineConfig("m", **settings), cpu=cpu)["max_num_batched_tokens"]
 
-    assert told() == 8192
-    assert told(max_num_seqs=10_000) == 10_000
-    assert told(max_num_batched_tokens=4096) == 4096
-    long = told(max_model_len=20_000)
+    assert batched_tokens() == 8192
+    assert batched_tokens(max_num_seqs=10_000) == 10_000
+    assert batched_tokens(max_num_batched_tokens=4096) == 4096
+    long = batched_tokens(max_model_len=20_000)
     assert long == (20_000 if cpu else 8192), "vLLM computes prompts whole on a CPU"
 
 

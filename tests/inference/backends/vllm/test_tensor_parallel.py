@@ -33,7 +33,7 @@ from skyasync.weight_sync.transfers.shared_memory import BufferWriter
 from skyasync.weight_sync.update import WeightUpdate
 from tests.inference.backends.vllm.models import perturb, publish, save_model, token_logprobs
 from tests.weight_sync.policy_and_engine import SWAPPED
-from tests.weight_sync.worker_faults import BIT_OF, strike, update_with
+from tests.weight_sync.worker_faults import BIT_OF, inject_fault, update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -54,13 +54,13 @@ class Inspected(VLLMEngine):
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of ours are run in the workers
         await super().start()
 
-    async def struck(self, fault: str, info: dict[str, Any], rank: int | None = None) -> list[str]:
+    async def with_fault(self, fault: str, info: dict[str, Any], rank: int | None = None) -> list[str]:
         """Each rank's answer to an update with a fault in all ranks or in one."""
         answers: list[str] = await self.llm.collective_rpc(update_with, args=(fault, info, rank))
         return answers
 
-    async def strike(self, fault: str, rank: int) -> None:
-        await self.llm.collective_rpc(strike, args=(fault, rank))
+    async def inject_fault(self, fault: str, rank: int) -> None:
+        await self.llm.collective_rpc(inject_fault, args=(fault, rank))
 
     async def digests(self) -> dict[str, str]:
         return {name: digest for rank in await self.llm.compute_weight_checksums() for name, digest in rank.items()}
@@ -142,13 +142,13 @@ async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight
 @pytest.mark.parametrize("rank", [None, 0, 1], ids=["both", "first", "second"])
 @pytest.mark.parametrize("fault", ["stale layer", "swapped pair", "head left behind"])
 async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(pair: Pair, fault: str, rank: int | None) -> None:
-    for seed, struck in ((11, ""), (12, fault), (13, "")):
+    for seed, with_fault in ((11, ""), (12, fault), (13, "")):
         perturb(pair.model, seed=seed, size=1e-5)
         update = publish(pair.model, seed)
-        answers = await pair.halves._actor.call.remote("struck", struck, update.info, rank)
+        answers = await pair.halves._actor.call.remote("with_fault", with_fault, update.info, rank)
         remove_weights(update.info["path"])
         for each, answer in enumerate(answers):
-            assert bool(answer) == ("engine holds" in answer) == (bool(struck) and rank in (None, each)), answers
+            assert bool(answer) == ("engine holds" in answer) == (bool(with_fault) and rank in (None, each)), answers
         assert len(answers) == 2
 
 
@@ -172,7 +172,7 @@ async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
     file, mapped = publish(pair.model, 20), written(writer, pair.model, 20)
     for info in (file.info, as_message(mapped.info)):
         for fault, expected in (("flipped bit", f"the vLLM engine received.* in {SWAPPED[0]}$"), ("", "^$")):
-            answers = await pair.halves._actor.call.remote("struck", fault, info, rank)
+            answers = await pair.halves._actor.call.remote("with_fault", fault, info, rank)
             assert re.search(expected, answers[rank]) and not answers[1 - rank], answers
     remove_weights(file.info["path"])
 
@@ -194,19 +194,19 @@ async def test_a_bit_that_is_wrong_in_one_ranks_part_is_named_when_its_column_is
     within the number of updates that covers all columns.
     """
     info = as_message(written(writer, pair.model, 30).info)
-    assert await pair.halves._actor.call.remote("struck", "", info) == ["", ""]
+    assert await pair.halves._actor.call.remote("with_fault", "", info) == ["", ""]
     for _ in range(updates):
-        answers = await pair.halves._actor.call.remote("struck", BIT_OF + name, info, rank)
+        answers = await pair.halves._actor.call.remote("with_fault", BIT_OF + name, info, rank)
         assert not answers[1 - rank]
         if answers[rank]:
             break
     assert re.search(f"the vLLM engine holds.* in {name}", answers[rank]), answers
-    assert await pair.halves._actor.call.remote("struck", "", info) == ["", ""]
+    assert await pair.halves._actor.call.remote("with_fault", "", info) == ["", ""]
 
 
 async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(pair: Pair, writer: BufferWriter) -> None:
     """The last test of the file: an engine with wrong weights shuts down."""
-    await pair.halves._actor.call.remote("strike", "flipped bit", 1)
+    await pair.halves._actor.call.remote("inject_fault", "flipped bit", 1)
     with pytest.raises(Exception, match=f"the vLLM engine received other weights .* in {SWAPPED[0]}"):
         await pair.halves.update_weights(written(writer, pair.model, 40))
     with pytest.raises(EngineFailedError, match=SWAPPED[0]):

@@ -15,7 +15,7 @@ from skyasync.interop.skyrl import (
 )
 
 
-class AheadTrainer(RayPPOTrainer):
+class OneStepOffTrainer(RayPPOTrainer):
     async def train(self):
         assert not self.colocate_all, "generation and training run at the same time"
         self.global_step = 0
@@ -105,10 +105,10 @@ class AheadTrainer(RayPPOTrainer):
                 self.sync_finished.clear()
 
 
-class AheadExp(BasePPOExp):
+class OneStepOffExp(BasePPOExp):
     def get_trainer(self, cfg, tracker, tokenizer, train_dataset, eval_dataset, inference_engine_client, generator,
                     colocate_pg):  # fmt: skip
-        return AheadTrainer(
+        return OneStepOffTrainer(
             cfg=cfg, tracker=tracker, tokenizer=tokenizer, train_dataset=train_dataset, eval_dataset=eval_dataset,
             inference_engine_client=inference_engine_client, generator=generator, colocate_pg=colocate_pg,
         )  # fmt: skip
