@@ -26,6 +26,8 @@ from skyasync.rollout.tokenizer import Tokenizer
 
 Functions = list[dict[str, Any]]  # {"name": ..., "arguments": {...}}
 VLLM = "vllm:"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_PROMPT_END = 32  # tokens of a prompt that are searched for an open delimiter
 
 
 class ToolParser:
@@ -133,10 +135,6 @@ def before_partial(text: str, strings: Sequence[str]) -> str:
     """The text without an end that is the beginning of one of the strings."""
     overlaps = [n for string in strings for n in range(1, len(string) + 1) if text.endswith(string[:n])]
     return text[: len(text) - max(overlaps, default=0)]
-
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-_PROMPT_END = 32  # tokens of a prompt that are looked at for an open delimiter
 
 
 class ParsedReply(NamedTuple):
