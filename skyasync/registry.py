@@ -221,15 +221,13 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
     """
     module_name, _, attribute = reference.rpartition(":")
     what = f"{kind} {reference!r}"
-    if module_name.endswith(".py"):
-        module = _file_module(python_file(module_name, what))
-    elif not module_name or module_name.startswith("."):
+    if not module_name or module_name.startswith("."):
         raise UserError(f"{what} must be module:attribute, with the module's full name")
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            raise UserError(f"{what}: {error}") from error
+    file = python_file(module_name, what) if module_name.endswith(".py") else None
+    try:
+        module = _file_module(file) if file else importlib.import_module(module_name)
+    except (ModuleNotFoundError, SyntaxError) as error:  # other errors of the user's code keep their traceback
+        raise UserError(f"{what} cannot be imported: {error}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:

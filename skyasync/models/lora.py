@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.models.fsdp.checkpoint import ADAPTER, full_weights, own_tensors
-from skyasync.models.heads import copy_own_part, load_causal_lm
+from skyasync.models.heads import HEADS, VOCABULARY, copy_own_part, load_causal_lm
 from skyasync.models.images import FAMILIES
 from skyasync.weight_sync.adapters import Adapter, frozen_weights_id, with_added
 from skyasync.weight_sync.full_tensors import gathered, specs_in
@@ -231,6 +231,12 @@ def whole(value: Any) -> Tensor:  # noqa: ANN401
     """A tensor, gathered if it is sharded, without gradient."""
     tensor: Tensor = value.full_tensor() if isinstance(value, DTensor | Merged) else value
     return tensor.detach()
+
+
+def check_targets(path: str, config_kwargs: Mapping[str, Any], settings: LoraConfig) -> None:
+    """Raises ``UserError`` for layers that the model of this folder or hub name lacks. Its weights are not read."""
+    with torch.device("meta"):
+        _targets(HEADS[VOCABULARY].with_config(config_kwargs).empty(path, torch.float32), settings)
 
 
 def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:

@@ -21,9 +21,13 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.generator import BETWEEN_GPUS
 from skyasync.config.schema.sampling import backend
 from skyasync.config.values import written
+from skyasync.inference.backends.vllm.options import KEY as ENGINE_OPTIONS
+from skyasync.inference.backends.vllm.options import cpu_limits
 from skyasync.models import SCORE
 from skyasync.planning.command import Options, show_plan
-from skyasync.planning.small_models import make_small_model
+from skyasync.planning.small_models import files_of, make_small_model
+from skyasync.preflight.prepare import settle_models
+from skyasync.utils.machine import this_machine
 from skyasync.workers.roles import POLICY, ROLES
 
 if TYPE_CHECKING:
@@ -52,6 +56,13 @@ def rehearse(
         cfg: is changed.
         run: runs an experiment, and ends the program with one line on an error.
     """
+    experiment = experiment_class(cfg)
+    for role in experiment.roles():  # what divides the models, and what their folders lack, before they are small
+        own = role.own_model(cfg)
+        if own is not None and own.path:
+            files_of(model_path(own.path))
+    own_tokenizer = not experiment.is_ours("get_tokenizer")
+    settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer, weights=False)
     fits = True
     if options.gpus is not None:
         print("full size:")
@@ -117,8 +128,8 @@ def smaller(cfg: Config) -> dict[str, Any]:
     }
     if generator.engines:
         changed |= {"generator.backend": "auto", "generator.weight_sync_dir": ""}
-    elif backend(cfg) == "vllm" and not find_spec("vllm"):
-        changed["generator.backend"] = "transformers"
+    elif backend(cfg) == "vllm":
+        changed |= _vllm_here(cfg)
     if generator.weight_sync_backend in BETWEEN_GPUS:
         changed["generator.weight_sync_backend"] = "auto"
     for role in OWN_DEVICES:
@@ -128,6 +139,19 @@ def smaller(cfg: Config) -> dict[str, Any]:
         size = attrgetter(f"trainer.{role}.fsdp_size")(cfg)
         changed[f"trainer.{role}.fsdp_size"] = 1 if 0 < size < ranks else 0
     return {key: value for key, value in changed.items() if attrgetter(key)(cfg) != value}
+
+
+def _vllm_here(cfg: Config) -> dict[str, Any]:
+    """What vLLM engines of one device take on this machine, or the embedded engine if it does not have vLLM, or if
+    vLLM cannot do it without a GPU."""
+    limits = [] if this_machine().gpus else list(cpu_limits(cfg))
+    options, sleeps = cfg.generator.engine_kwargs, cfg.trainer.placement.colocate_all or cfg.generator.hybrid_engines
+    wrong = {name for name in options if any(f"{ENGINE_OPTIONS}.{name}=" in line for line in limits)}
+    beyond = [line for line in limits if not any(f"{ENGINE_OPTIONS}.{name}=" in line for name in wrong)]
+    if not find_spec("vllm") or beyond or (sleeps and not this_machine().gpus):
+        return {"generator.backend": "transformers", ENGINE_OPTIONS: {}}
+    accepted = {name: value for name, value in options.items() if name not in {*wrong, "pipeline_parallel_size"}}
+    return {ENGINE_OPTIONS: accepted}
 
 
 def output_settings(folder: Path) -> dict[str, Any]:

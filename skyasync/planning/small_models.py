@@ -44,7 +44,7 @@ def make_small_model(
 
     from skyasync.models.heads import HEADS as MODEL_HEADS
 
-    source = _files(path)
+    source = files_of(path)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHTS), dirs_exist_ok=True)
     kind = MODEL_HEADS[head].with_config(config_kwargs)
     config = kind.config(str(folder))
@@ -61,7 +61,7 @@ def make_small_model(
     return sum(p.numel() for p in model.parameters())
 
 
-def _files(path: str) -> Path:
+def files_of(path: str) -> Path:
     """The folder with configuration and tokenizer; of a hub's model they are downloaded, weights are not."""
     if Path(path).is_dir():
         return Path(path)

@@ -48,11 +48,12 @@ zamba zamba2 zaya
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
-def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool = False) -> None:
+def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool = False, weights: bool = True) -> None:
     """Raises ``UserError`` for a folder or a hub's model that cannot be trained with this configuration.
 
     Args:
         own_tokenizer: the experiment brings one of its own.
+        weights: a local folder must have them.
     """
     folder = Path(path) if Path(path).is_dir() else hub_folder(path, key)
     if folder is None:
@@ -77,6 +78,8 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
             f"{path}: choose {_divisors(heads)}"
         )
+    if key == MODEL and backend(cfg) == "vllm":
+        _check_positions(path, shape | cfg.trainer.policy.model.config_kwargs, cfg)
     tokens = shape.get("vocab_size")
     for group, sampling in sampling_groups(cfg.generator).items():
         if not isinstance(tokens, int):
@@ -90,7 +93,7 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
                 )
     if not Path(path).is_dir():
         return
-    if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+    if weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
         raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
     if own_tokenizer:
         return
@@ -114,6 +117,21 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
             f"chat_template.jinja to the folder, or name one with data.chat_template"
         )
+
+
+def _check_positions(path: str, shape: Mapping[str, Any], cfg: Config) -> None:
+    """Raises ``UserError`` for sequences longer than the model's positions: vLLM does not start with them."""
+    positions, scaling = shape.get("max_position_embeddings"), shape.get("rope_scaling") or shape.get("rope_parameters")
+    if not isinstance(positions, int) or "factor" in str(scaling):  # vLLM computes how far it reaches
+        return
+    for group, sampling in sampling_groups(cfg.generator).items():
+        prompt, response = cfg.trainer.max_prompt_length, sampling.max_generate_length
+        if prompt + response > positions:
+            raise UserError(
+                f"trainer.max_prompt_length={prompt} plus generator.{group}.max_generate_length={response} is more "
+                f"than the max_position_embeddings={positions} of {path}: lower one, or extend the model's positions "
+                f"with trainer.policy.model.config_kwargs"
+            )
 
 
 def _check_vision(path: str, family: str, cfg: Config, key: str) -> None:

@@ -202,17 +202,18 @@ def settle_references(cfg: Config) -> None:
         setattr(holder, name, whole)
 
 
-def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) -> None:
+def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool, weights: bool = True) -> None:
     """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's.
 
     Args:
         roles: the roles of the run, whose models are looked at.
         own_tokenizer: the experiment brings one of its own.
+        weights: a local folder must have them.
     """
     for name, entry in cfg.trainer.reward.models.items():
         key = f"trainer.reward.models.{name}.path"
         path = entry["path"] = model_path(entry["path"], key)
-        check_model(path, cfg, key=key, own_tokenizer=True)
+        check_model(path, cfg, key=key, own_tokenizer=True, weights=weights)
         check_one_label(path, key, trained=True)
         check_same_tokens(path, cfg.trainer.policy.model.path, key)
     for role in ROLES.values():
@@ -227,7 +228,8 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
             continue
         own = named or role.name == POLICY
         if own:
-            check_model(model.path, cfg, key=key, own_tokenizer=own_tokenizer or role.name != POLICY)
+            tokenizer = own_tokenizer or role.name != POLICY
+            check_model(model.path, cfg, key=key, own_tokenizer=tokenizer, weights=weights)
             if role.on_policys_devices(cfg):
                 check_parallel(cfg.trainer.parallel, model.path, key)
             if role.name == POLICY:
@@ -238,6 +240,11 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool) ->
             from skyasync.models.freezing import check_frozen  # torch and transformers
 
             check_frozen(model.path, model.config_kwargs, cfg.trainer.policy.freeze)
+        lora = cfg.trainer.policy.lora
+        if role.name == POLICY and lora.rank and [*lora.target_modules, *lora.exclude_modules] != ["all-linear"]:
+            from skyasync.models.lora import check_targets  # as above
+
+            check_targets(model.path, model.config_kwargs, lora)
         if own and role.head != VOCABULARY:
             check_one_label(model.path, key, trained=role.head == SCORE)
         if own and (role.head == SCORE or role.name == TEACHER_ROLE):

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
+from jinja2 import TemplateError
+
 from skyasync.arrays import Ints, ints
 from skyasync.envs.base import Conversation, TurnTokens
 from skyasync.envs.images import read_parts
@@ -60,7 +62,10 @@ class ChatTokenizer:
                 self._cache.clear()
             if tools and not (self._applies_template and knows_tools(self.tokenizer)):
                 names = ", ".join(tool["function"]["name"] for tool in tools)
-                raise UserError(f"the environment has tools ({names}), but the model's chat template shows none")
+                raise UserError(
+                    f"the environment has tools ({names}), but the model's chat template shows none: name one that "
+                    f"shows tools with data.chat_template"
+                )
             self._cache[key] = ints(self._frame(cast(Conversation, conversation), tools, generation=True))
         return self._cache[key]
 
@@ -152,7 +157,14 @@ class ChatTokenizer:
             raise UserError("images need a chat template: set data.apply_chat_template=true")
         if not self._applies_template:
             return self.tokenizer.encode(_joined_text(messages))
-        return template_tokens(self.tokenizer, messages, tools, generation=generation)
+        try:
+            return template_tokens(self.tokenizer, messages, tools, generation=generation)
+        except TemplateError as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise UserError(
+                f"the chat template does not take messages of the roles {roles} ({error}): change the prompts "
+                f"(data.system_prompt, data.prompt_key), or name another template with data.chat_template"
+            ) from error
 
 
 def template_tokens(

@@ -206,6 +206,15 @@ def test_mesh_dimensions_engine_options_and_recomputation_are_translated(tmp_pat
     assert (moe[f"{P}policy_num_gpus_per_node"], moe["trainer.parallel.expert"]) == (4, 4)
 
 
+def test_gsm8k_has_the_columns_that_its_loader_reads(tmp_path: Path) -> None:
+    found = of(tmp_path, "areal", "train_dataset.path=openai/gsm8k", "valid_dataset.path=openai/gsm8k")
+    assert (found["data.train_data"], found["data.val_data"]) == (
+        ["openai/gsm8k#main:train"],
+        ["openai/gsm8k#main:test"],
+    )
+    assert (found["data.prompt_key"], found["data.label_key"]) == ("question", "answer")
+
+
 @pytest.mark.parametrize("name", ["actor.recompute_logprob", "actor.recompute_logprobs"])
 def test_log_probabilities_of_the_engine_are_an_anchor(name: str, tmp_path: Path) -> None:
     assert of(tmp_path, "areal", f"{name}=false")[f"{A}ratio_anchor"] == "behaviour"

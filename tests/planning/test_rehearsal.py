@@ -65,6 +65,28 @@ def test_two_local_engines_stand_in_for_servers() -> None:
     assert check_config(cfg) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "engine", "options"),
+    [
+        (["trainer.placement.colocate_all=true"], "transformers", {}),
+        (
+            ["generator.engine_kwargs={block_size: 16, enable_chunked_prefill: true, enforce_eager: true}"],
+            "vllm",
+            {"enforce_eager": True},
+        ),
+        (["generator.engine_kwargs={enforce_eager: true}", "trainer.policy.router_replay=R3"], "transformers", {}),
+    ],
+)
+def test_what_vllm_has_on_gpus_alone_is_left_out_or_the_embedded_engine_stands_in(
+    settings: list[str], engine: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyasync.planning.rehearsal.find_spec", lambda _: True)
+    usual = ["generator.backend=vllm", "trainer.policy.model.path=x", "data.train_data=[x]"]
+    cfg = changed(load_config([*usual, *settings]))
+    assert (cfg.generator.backend, cfg.generator.engine_kwargs) == (engine, options)
+    assert check_config(cfg) == []
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: f"{file.parent.name}{file.suffix}")
 def test_what_is_left_of_another_frameworks_recipe_is_still_in_order(recipe: Path, tmp_path: Path) -> None:
     source, file = read_recipe([str(recipe)]), tmp_path / "ours.yaml"
