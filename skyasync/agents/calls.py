@@ -185,7 +185,7 @@ class Calls:
             self._check_tokens("prompt", tokens)
             return ints(tokens)
         if request.tools and not self.chat.knows_tools:
-            raise RequestError("the model's chat template knows no tools", "tools", "unsupported_parameter")
+            raise RequestError("the model's chat template does not show tools", "tools", "unsupported_parameter")
         try:
             return self.chat.prompt(request.messages, request.tools, session.recorder)
         except UserError as error:  # of images

@@ -199,7 +199,7 @@ async def read_json(request: web.Request) -> Body:
     """The body of a request.
 
     Raises:
-        RequestError: as ``read_bytes``; if it is no JSON object.
+        RequestError: as ``read_bytes``; if it is not a JSON object.
     """
     try:
         body = from_json(await read_bytes(request))

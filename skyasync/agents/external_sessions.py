@@ -82,7 +82,7 @@ class SessionBroker:
     def __init__(self, folder: Path | None = None) -> None:
         known = os.environ.get(KEY_VARIABLE)
         if not known and folder is None:
-            problem = f"there is no run's folder to write the key of sessions to: set {KEY_VARIABLE}"
+            problem = f"there is no run folder for the key of sessions: set {KEY_VARIABLE}"
             raise UserError(f"generator.agent_program=online: {problem}")
         self.key = known or secrets.token_urlsafe(32)
         self._file = folder / FILE if folder else None
@@ -221,7 +221,7 @@ class SessionBroker:
             score = AgentScore()
             if body.get("error") is not None:
                 message = given(body, "error", str, "a text")
-                error = AgentError(f"{slot.episode}: the program says: {message:.500}")
+                error = AgentError(f"{slot.episode}: the program reports: {message:.500}")
             else:
                 score = _scored(body, slot)
                 _check_answers(session, score.rewards)

@@ -31,7 +31,7 @@ skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
 - Evaluation samples as training does, but greedily: what is `null` in `generator.eval_sampling_params` is taken from
   `generator.sampling_params`. With several samples per prompt it needs a temperature (`null` is that of training).
 - A run writes its resolved configuration; `--config` on that file repeats it.
-- From then on (the end of the experiment's `prepare()`) it is read-only: a later write is refused by one line that
+- From then on (the end of the experiment's `prepare()`) it is read-only: a later write is rejected by one line that
   names the key. A copy (`copy.deepcopy`, `dataclasses.replace`) is free.
 
 Keys of your own: subclass the dataclasses and pass the result to the loader.

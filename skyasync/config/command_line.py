@@ -101,7 +101,7 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
                 assignment = Assignment(path, parse(text))
             except yaml.YAMLError:
                 line.problems.append(
-                    f"{path}: cannot read {text!r}: a bracket or quote does not close, or the text goes on after it"
+                    f"{path}: cannot read {text!r}: a bracket or quote does not close, or text follows it"
                 )
             else:
                 line.assignments = [*(a for a in line.assignments if a.path != path), assignment]

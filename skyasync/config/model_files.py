@@ -61,7 +61,7 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{what}: its {file.name} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise UserError(f"{what}: its {file.name} holds no settings")
+        raise UserError(f"{what}: its {file.name} has no settings")
     return settings
 
 

@@ -116,7 +116,7 @@ def check_resume(trainer: TrainerConfig) -> Iterator[str]:
     if resume.requested and not resume.folder and not trainer.run_name and not trainer.ckpt_path:
         yield (
             f"trainer.resume_mode={trainer.resume_mode} finds nothing in a run folder whose name is made again "
-            f"at every start: set trainer.run_name to the run to go on with, or trainer.ckpt_path to the folder of its "
+            f"at every start: set trainer.run_name to the run to resume, or trainer.ckpt_path to the folder of its "
             f"checkpoints"
         )
 
@@ -126,6 +126,6 @@ def refuse_foreign_checkpoints(trainer: TrainerConfig) -> None:
     fresh = not Resume.of(trainer).within(checkpoints_of(trainer))
     if fresh and saves(trainer) and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
         raise UserError(
-            f"trainer.ckpt_path={trainer.ckpt_path} holds another run's checkpoints, which this one would replace: "
-            f"set trainer.resume_mode=latest to go on with them, or choose another folder"
+            f"trainer.ckpt_path={trainer.ckpt_path} has another run's checkpoints, which this one would replace: "
+            f"set trainer.resume_mode=latest to resume them, or choose another folder"
         )

@@ -154,7 +154,7 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
         UserError: for what is no row, a column that is missing, or a prompt that is neither text nor a conversation.
     """
     if not isinstance(given, Mapping):
-        raise UserError(f"data row {index} is no object with columns; found {str(given)[:80]!r}")
+        raise UserError(f"data row {index} is not an object with columns; found {str(given)[:80]!r}")
     row = dict(given)
     messages, conversation = messages_of(index, row, cfg.data)
     messages = placed(index, row, messages)
@@ -187,8 +187,8 @@ def placed(index: int, row: dict[str, Any], messages: Conversation) -> Conversat
     """
     if column := image_column({**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}):
         raise UserError(
-            f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} alone; "
-            f"drop the column if it has no part in the task"
+            f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} only; "
+            f"remove the column if the task does not need it"
         )
     try:
         if column := image_column({name: row.get(name) for name in READ}):
@@ -275,7 +275,7 @@ def _check_domains(prompts: Sequence[Prompt], cfg: Config) -> None:
     for name in domains_of(cfg.environment.domains):
         if name not in present:
             raise UserError(
-                f"environment.domains.{name} is no training row's domain (data.domain_key={cfg.data.domain_key}): "
+                f"environment.domains.{name}: no training row has this domain (data.domain_key={cfg.data.domain_key}): "
                 f"{unknown('domain', name, present - {''})}"
             )
 

@@ -76,7 +76,7 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
         UserError: for a column that is missing, or that is neither text nor messages.
     """
     if not isinstance(row, Mapping):
-        raise UserError(f"data row {index} is no object with columns; found {str(row)[:80]!r}")
+        raise UserError(f"data row {index} is not an object with columns; found {str(row)[:80]!r}")
     column = next((name for name in RESPONSES if row.get(name) is not None), "")
     if not column and row.get(MESSAGES) is None:
         raise UserError(

@@ -151,7 +151,7 @@ class ElasticEngines(RunExtension):
         moved = await self._client.remove(index, LEAVING_S)
         del self._indexes[name]
         self.left += 1
-        log.info("engine %s has left; %d requests go on at the others", name, moved)
+        log.info("engine %s has left; %d requests continue on the others", name, moved)
         await asyncio.gather(self._client.engines[index].shutdown(), return_exceptions=True)
 
     def _warn(self, line: str) -> None:

@@ -96,7 +96,7 @@ class SamplingParams:
                 try:
                     "".join(members).encode()
                 except UnicodeEncodeError:
-                    raise ValueError(f"{name} has half of a surrogate pair, which is no character") from None
+                    raise ValueError(f"{name} has half of a surrogate pair, which is not a character") from None
             store(self, name, members if kind is str else tuple(map(int, members)))
         store(self, "logit_bias", {int(token): float(value) for token, value in (self.logit_bias or {}).items()})
         for token, value in self.logit_bias.items():

@@ -437,7 +437,7 @@ class RemoteEngine(InferenceEngine):
             except (EngineFailedError, RuntimeError) as error:  # a server may close the connection at an internal error
                 await self._server.get(self.core_route)
                 raise WeightSyncError(  # layers may lack their weights
-                    f"{self._server.name} has refused the weights of version {update.version} (its own log says why) "
+                    f"{self._server.name} has rejected the weights of version {update.version} (its own log says why) "
                     f"and must be started again: {error}"
                 ) from error
             self.version = update.version
@@ -517,7 +517,7 @@ def check_servers(
     """Raises UserError, in one line, for the first server that does not answer or cannot be an engine. Blocks."""
     engine: type[RemoteEngine] = ENGINES.find(backend)
     if weight_sync_dir and not os.access(weight_sync_dir, os.W_OK):
-        raise UserError(f"generator.weight_sync_dir={weight_sync_dir} is no folder that can be written to")
+        raise UserError(f"generator.weight_sync_dir={weight_sync_dir} is not a writable folder")
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for url in urls:

@@ -125,7 +125,7 @@ class EngineSupervisor(RunExtension):
                 len(self._restart_times),
                 self._max_restarts,
                 lost.requests,
-                "go on at the others" if self._client.pool.healthy else "wait for it",
+                "continue on the others" if self._client.pool.healthy else "wait for it",
                 lost.tokens,
                 headline(error),
             )

@@ -87,7 +87,7 @@ def _per_prompt(value: Value, context: ConversionContext) -> list[Value]:
     """Responses there, prompts here."""
     samples = context.number(N)
     if not is_number(value) or value % samples:  # type: ignore[operator]
-        raise NoCounterpartError(f"{written(value)} responses are no whole number of groups of {samples:g}")
+        raise NoCounterpartError(f"{written(value)} responses are not a multiple of the group size {samples:g}")
     return [int(value // samples)]  # type: ignore[operator]
 
 

@@ -161,7 +161,7 @@ class Draft:
         samples = self.number(N)
         if responses % samples or responses < samples:
             for name in self.named(*names):
-                self.left.setdefault(name, f"{responses} responses are no whole number of groups of {samples:g}")
+                self.left.setdefault(name, f"{responses} responses are not a multiple of the group size {samples:g}")
             return
         prompts = int(responses // samples)
         whole = path == MINI and prompts >= self.number(BATCH)

@@ -69,6 +69,6 @@ class MeshShape:
         shape = cls(ranks // (context * tensor * pipeline), context, tensor, pipeline, expert)
         if shape.ranks != ranks:
             raise ValueError(
-                f"{ranks} ranks are no multiple of pipeline {pipeline} times context {context} times tensor {tensor}"
+                f"{ranks} ranks are not a multiple of pipeline {pipeline} times context {context} times tensor {tensor}"
             )
         return shape

@@ -117,7 +117,7 @@ def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[s
         try:
             type(config).from_dict({**config.to_dict(), **changed})
         except Exception as error:  # of any class: each validates in its own way
-            yield f"{key}={dict(kwargs)} is refused by {family}: {' '.join(str(error).split())}"
+            yield f"{key}={dict(kwargs)} is rejected by {family}: {' '.join(str(error).split())}"
 
 
 def linear_layers(path: str) -> list[str]:

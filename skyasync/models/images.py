@@ -174,7 +174,7 @@ def decoded(image: Image) -> Any:  # noqa: ANN401
             return opened.convert("RGB")
     except (OSError, ValueError, SyntaxError, PIL.DecompressionBombError) as error:
         unknown = isinstance(error, UnidentifiedImageError)
-        why = f"it begins with {image.data[:12]!r}, which is no format of images" if unknown else error
+        why = f"it begins with {image.data[:12]!r}, which is not an image format" if unknown else error
         raise UserError(f"an image of {len(image.data)} bytes cannot be decoded: {why}") from error
 
 

@@ -62,7 +62,7 @@ class ImageProcessor:
 
         config = AutoConfig.from_pretrained(path) if path else None
         if config is None or not is_vision(config):
-            raise UserError(f"{path or 'the model'} reads text alone: images need a vision-language model")
+            raise UserError(f"{path or 'the model'} reads only text: images need a vision-language model")
         if config.model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
             raise UserError(f"{path} is a model of type {config.model_type}; types that can read images here: {known}")

@@ -71,7 +71,7 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
             + (f" ({_REASONS[family]})" if family in _REASONS else "")
         )
     elif key.startswith(("trainer.ref.", "trainer.critic.")) and reads_images(cfg.trainer.policy.model.path):
-        raise UserError(f"{key}={path} reads text alone, and the policy reads images: name a model that reads them")
+        raise UserError(f"{key}={path} reads only text, and the policy reads images: name a vision-language model")
     size, heads = cfg.generator.inference_engine_tensor_parallel_size, shape.get(_HEADS)
     if isinstance(heads, int) and heads % size:
         raise UserError(
@@ -180,7 +180,7 @@ def check_one_label(path: str, key: str, *, trained: bool) -> None:
         raise UserError(f"{key}={path} has a head of {labels} labels: it takes one of a single label")
     if trained and not classifier:
         raise UserError(
-            f"{key}={path} is no model for sequence classification with one label: it has no head to score by"
+            f"{key}={path} is not a model for sequence classification with one label: it has no head for rewards"
         )
 
 
@@ -209,7 +209,7 @@ def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
         counts = [count for name in _EXPERTS if isinstance(count := shape.get(name), int) and count]
         setting = f"trainer.parallel.expert={parallel.expert}"
         if not counts:
-            raise UserError(f"{setting}: {shape['model_type']} ({path}) is no mixture of experts: set it to 0")
+            raise UserError(f"{setting}: {shape['model_type']} ({path}) is not a mixture of experts: set it to 0")
         if counts[0] % parallel.expert:
             raise UserError(
                 f"{setting} does not divide the {counts[0]} experts of {path}: choose a divisor, {_divisors(counts[0])}"
@@ -302,7 +302,7 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
     thread.start()
     thread.join(ANSWER_S)  # a name server may take longer than any limit of ours
     if problem:
-        raise UserError(f"{key}={name} is neither a local folder nor to be had from the Hugging Face hub: {problem}")
+        raise UserError(f"{key}={name} is neither a local folder nor available on the Hugging Face hub: {problem}")
     return None
 
 
@@ -336,7 +336,7 @@ def check_memory(cfg: Config, machine: Machine) -> None:
     raise UserError(
         f"{key}={path}: the {what} of its {count / 1e9:.3g}B parameters take at least {needed / 2**30:.0f} GiB, and "
         f"{where} has {available / 2**30:.0f} GiB: use {way_out}adapters (trainer.policy.lora.rank) or a smaller "
-        f"model; skyasync plan says what fits"
+        f"model; skyasync plan estimates what fits"
     )
 
 

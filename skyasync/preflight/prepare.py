@@ -95,7 +95,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         print(f"warning: {line}", file=sys.stderr)
     for name, (framework, key) in other_frameworks().variables().items():
         if name in os.environ:
-            print(f"warning: {name}={os.environ[name]} is read by {framework} alone: set {key}", file=sys.stderr)
+            print(f"warning: {name}={os.environ[name]} is read only by {framework}: set {key}", file=sys.stderr)
     settle_references(cfg)
     own_plan = is_ours("get_trainer")
     check_parts(cfg, [PLANS.find(trainer.plan)] if own_plan else plans_named_by(type(experiment).get_trainer))

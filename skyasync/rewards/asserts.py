@@ -195,7 +195,7 @@ class _Splitter(ast.NodeTransformer):
         calls = isinstance(loop.elt, ast.Call) and self._foreign(loop.elt.func) and not self._foreign(outer)
         if not calls or len(loop.generators) > 1 or first.ifs or not isinstance(first.target, ast.Name):
             raise self.refused(
-                "compares in a loop, where what is expected cannot be told from what is given: write an assert "
+                "compares in a loop, so expected and actual values cannot be separated: write an assert "
                 "statement for each item"
             )
         return self._value(ast.ListComp(loop.elt, loop.generators))

@@ -95,7 +95,7 @@ def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
     except (ValueError, TypeError, RecursionError) as error:
         whose = tests.get("fn_name") if isinstance(tests, dict) else None
         raise UserError(
-            f"reward function code_tests: the tests of {whose or 'a program'} are no JSON: {error}"
+            f"reward function code_tests: the tests of {whose or 'a program'} are not JSON: {error}"
         ) from error
     if not pairs:
         raise UserError(

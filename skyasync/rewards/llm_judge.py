@@ -307,7 +307,7 @@ class ChatServer:
             message = json.loads(text)["choices"][0]["message"]
             content = message["content"]
         except (ValueError, LookupError, TypeError):
-            raise TemporaryServerError(f"this is no chat completion: {self._shown(text)}") from None
+            raise TemporaryServerError(f"this is not a chat completion: {self._shown(text)}") from None
         if isinstance(content, list):
             content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
         return str(content or "")

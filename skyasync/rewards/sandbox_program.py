@@ -283,7 +283,7 @@ def plain(value: object) -> object:
         return {"complex": [value.real, value.imag]}
     if tolist := getattr(value, "tolist", None):
         return plain(tolist())
-    raise TypeError(f"a value of type {type(value).__name__} is no plain data")
+    raise TypeError(f"a value of type {type(value).__name__} is not plain data")
 
 
 def from_plain(value: object) -> object:

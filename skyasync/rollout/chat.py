@@ -27,7 +27,7 @@ from skyasync.models.images import images_of, reads_images
 from skyasync.rollout.tokenizer import Tokenizer
 
 LONG = 4096
-"""Tokens whose text takes a tokenizer milliseconds: a thread decodes them, so that the event loop goes on."""
+"""Tokens whose text takes a tokenizer milliseconds: a thread decodes them, so that the event loop continues."""
 MAX_CACHED = 8192  # prompts
 
 _BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

@@ -256,7 +256,7 @@ class EpisodeGenerator(TrajectoryGenerator):
 
 
 async def _in_thread(is_long: bool, call: partial[Any]) -> Any:  # noqa: ANN401  (the result of the call)
-    """The call's result; of long texts by a thread, so that the event loop goes on."""
+    """The call's result; of long texts by a thread, so that the event loop continues."""
     return await asyncio.to_thread(call) if is_long else call()
 
 

@@ -92,7 +92,7 @@ def template_text(template: str) -> str:
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"data.chat_template={template} is no Jinja text, and no file: {error.strerror}") from error
+        raise UserError(f"data.chat_template={template} is neither a file nor Jinja text: {error.strerror}") from error
 
 
 def _template_variables(template: object) -> set[str] | None:

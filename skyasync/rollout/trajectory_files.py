@@ -150,7 +150,7 @@ def read(path: Path) -> RecordedStep:
         rows = table.to_pylist()
         groups = [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: (row["epoch"], row["row"]))]
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} holds no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
+        raise UserError(f"{path} has no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
     logprobs = [None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows]
     trained_early = frozenset(about["ahead"])
     return RecordedStep(about["step"], groups, about["position"], trained_early, about["total_steps"], logprobs)

@@ -102,7 +102,7 @@ class Segment:
         if self.kind == "action" and not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"an action has {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
-                f"{len(self.versions)} versions: they must be as many"
+                f"{len(self.versions)} versions: they must have equal lengths"
             )
 
     def __eq__(self, other: object) -> bool:

@@ -210,7 +210,7 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
                 return _run(controller, experiment, view, heard)
             except ray.exceptions.RayError as error:
                 if part := ended():
-                    lost = RayEndedError(f"{part}: no run goes on without it; the same command goes on with this one")
+                    lost = RayEndedError(f"{part}: no run can continue without it; the same command resumes this one")
                     if run_dir is not None:
                         run_dir.save_error("".join(format_exception(lost)))
                     raise lost from None
@@ -281,7 +281,7 @@ def _run(
             late = isinstance(error, ray.exceptions.GetTimeoutError)
             problem = f"it took more than {limit_s:g} s (trainer.sigterm_grace_s)" if late else repr(error)
             raise Terminated(f": the run was not saved, {problem}") from None
-        saved = f": the newest checkpoint is of step {step}, go on with trainer.resume_mode=latest" if step else ""
+        saved = f": the newest checkpoint is of step {step}, resume with trainer.resume_mode=latest" if step else ""
         raise Terminated(saved) from None
     finally:
         try:

@@ -112,7 +112,7 @@ def read(folder: Path) -> Sums:
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{NAME} cannot be understood") from error
     if own not in (None, _own_sum(entries)):
-        raise ValueError(f"{NAME} does not hold what was written (its checksum differs)")
+        raise ValueError(f"{NAME} does not match its checksum")
     return sums
 
 
@@ -147,7 +147,7 @@ def damage(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
         problem = next(misfits(folder, {name: listed}), "")
         try:
             if not problem and sum_of(folder / name) != listed:
-                problem = f"{name} does not hold what was written (its checksum differs)"
+                problem = f"{name} does not match its checksum"
         except OSError as error:
             problem = f"{name} cannot be read: {error.strerror or error}"
         if problem:

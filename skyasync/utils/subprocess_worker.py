@@ -125,7 +125,7 @@ class SubprocessWorker:
             elif isinstance(caught, EOFError | OSError):
                 problem = NoAnswerError("it ended its process")
             else:
-                problem = NoAnswerError(f"its process said what is no answer ({headline(caught)})")
+                problem = NoAnswerError(f"its process sent an invalid answer ({headline(caught)})")
             self.kill(problem)
             raise problem from caught
         if error is not None:

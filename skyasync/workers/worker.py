@@ -119,7 +119,7 @@ class Worker:
 
         A full disk may be reported as ``SaveResult.problem``: an error ends all ranks.
         """
-        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learnt")
+        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learned")
 
     def begin_save(self, folder: str) -> None:
         """As ``save``, while other calls go on, if the worker can do that; ``saved`` reports the end."""
@@ -136,4 +136,4 @@ class Worker:
 
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""
-        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot load what it has learnt")
+        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot load what it has learned")

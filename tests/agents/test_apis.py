@@ -120,7 +120,7 @@ async def test_responses_with_tools_come_back_as_items_or_by_their_id(tokenizer:
         second = await client.responses.create(input=[*HELLO, *items, result], **options)
         third = await client.responses.create(input=[result], previous_response_id=first.id, **options)
         assert second.output_text == third.output_text == "408"
-        with pytest.raises(openai.NotFoundError, match="is no answer of this episode"):
+        with pytest.raises(openai.NotFoundError, match="is not a stored answer of this episode"):
             await client.responses.create(input="?", previous_response_id="resp-e9-i9-r9-c0", **options)
     asked = [request.prompt_token_ids.tolist() for request in engine.requests]
     assert asked[1] == asked[2]

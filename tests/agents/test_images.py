@@ -107,7 +107,7 @@ async def test_all_apis_read_the_same_images(real: Any) -> None:
 
 async def test_a_model_of_text_rejects_images(tokenizer: Any) -> None:
     async with scripted(tokenizer) as (client, _, _):
-        with pytest.raises(openai.BadRequestError, match="reads text alone: images need a vision-language model"):
+        with pytest.raises(openai.BadRequestError, match="reads only text: images need a vision-language model"):
             await chat(client, [user("What is it?", noise(1))])
 
 

@@ -151,7 +151,7 @@ NOT_READ = ["trainer.algorithm.off_policy_correction=none", "trainer.allow_uncor
         (["trainer.algorithm.dynamic_sampling.early_end=true", "trainer.algorithm.dynamic_sampling.type=mean"],
          ["early_end=true never ends a group early", "reward_min=0", "reward_max=1"]),
         (["trainer.algorithm.preset=ppo", "trainer.critic.warmup_steps=5", "trainer.max_training_steps=5"],
-         ["trainer.critic.warmup_steps=5", "trainer.max_training_steps=5", "lower the one"]),
+         ["trainer.critic.warmup_steps=5", "trainer.max_training_steps=5", "lower the first"]),
         (["trainer.reward.model.path=a/b", "trainer.algorithm.dynamic_sampling.early_end=true",
           "trainer.algorithm.dynamic_sampling.type=mean", "trainer.algorithm.dynamic_sampling.low=0.2"],
          ["dynamic_sampling.early_end=true", "trainer.reward.model.path=a/b", "scores it afterwards"]),

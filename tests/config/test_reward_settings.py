@@ -104,7 +104,7 @@ def test_judges_are_read_from_a_free_mapping(overrides):
         (["judges.a.engine=polcy"], "judges.a.engine=polcy: unknown engine 'polcy': did you mean 'policy'"),
         (["judges.a.engine=policy", "judges.a.model=m"], "judges.a.model=m has no effect with engine=policy"),
         ([*SERVER, "judges.a.parser=yesno"], "judges.a.parser: unknown parser 'yesno': did you mean 'yes_no'"),
-        ([*SERVER, "judges.a.parser='(x'"], r"judges.a.parser=\(x is no regular expression"),
+        ([*SERVER, "judges.a.parser='(x'"], r"judges.a.parser=\(x is not a regular expression"),
         ([*SERVER, "judges.a.parser='(x)(y)'"], "has 2 groups: one, around the result"),
         ([*SERVER, "judges.a.prompt='Is it good? {prompt}'"], "judges.a.prompt does not show the judge the response"),
         ([*SERVER, "judges.a.timeout_s=0"], "judges.a.timeout_s=0: must be greater than 0"),

@@ -134,7 +134,9 @@ def test_raw_text_takes_no_conversation():
 
 def test_a_domain_with_settings_must_be_some_rows_domain():
     settings = [GSM8K, "environment.domains.evn.scale=2"]
-    with pytest.raises(UserError, match=r"environment.domains.evn is no training row's domain.*did you mean 'even'"):
+    with pytest.raises(
+        UserError, match=r"environment.domains.evn: no training row has this domain.*did you mean 'even'"
+    ):
         load("two_domains", *settings)
     assert load("two_domains", *settings, is_eval=True)  # a held-out set may lack some of them
 

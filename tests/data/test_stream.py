@@ -58,8 +58,8 @@ def configured(source: str, *more: str) -> Config:
 # ---------------------------------------------------------------- lines that are not rows
 
 WRONG_LINES = {
-    "list": (b"[1, 2]", "data row 2 is no object with columns; found '[1, 2]'"),
-    "number": (b"7", "data row 2 is no object with columns; found '7'"),
+    "list": (b"[1, 2]", "data row 2 is not an object with columns; found '[1, 2]'"),
+    "number": (b"7", "data row 2 is not an object with columns; found '7'"),
     "deep": (b"[" * 200_000 + b"]" * 200_000, "row 2 is nested too deeply"),
     "half": (b'{"prompt": "x', "row 2 is not valid JSON: "),
     "bytes": (b'{"prompt": "\xff"}', "row 2 is not UTF-8: invalid start byte"),
@@ -288,7 +288,7 @@ def test_data_without_a_prompt_that_is_short_enough_is_refused() -> None:
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ("trainer.max_training_steps=0", "say when the run ends, trainer.max_training_steps=N"),
+        ("trainer.max_training_steps=0", "has no known end: set trainer.max_training_steps=N"),
         ("trainer.epochs=2", "trainer.epochs=2 has no effect with data.streaming=true"),
         ("environment.domains={a: {proportion: 0.5}}", "environment.domains.a.proportion needs the rows"),
     ],

@@ -119,7 +119,7 @@ def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
         program.kill()
     lines = output.read_text().rstrip().splitlines()
     step = max(int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_??????"))
-    newest = f"the newest checkpoint is of step {step}, go on with trainer.resume_mode=latest"
+    newest = f"the newest checkpoint is of step {step}, resume with trainer.resume_mode=latest"
     too_late = f"the run was not saved, it took more than {LATE:g} s (trainer.sigterm_grace_s)"
     assert lines[-1] == f"terminated by SIGTERM: {too_late if late else newest}"
     assert "Traceback" not in output.read_text() and "raylet" not in output.read_text()

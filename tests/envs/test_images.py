@@ -70,7 +70,7 @@ def png(colour: str) -> bytes:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"extras": {"image": PICTURE}}, "the row has image: images are read from the columns images and image alone"),
+        ({"extras": {"image": PICTURE}}, "the row has image: images are read from the columns images and image only"),
         ({"videos": ["a.mp4"]}, "the row has videos: images are read from the columns"),
         ({"images": ["missing.png"]}, "the image 'missing.png' cannot be read: No such file"),
         ({"images": [PICTURE]}, "of 4 bytes cannot be decoded"),
@@ -125,7 +125,7 @@ def test_a_row_without_images_is_as_it_was() -> None:
 
 def test_a_message_with_an_image_needs_a_model_that_reads_images() -> None:
     parts = [{"type": "text", "text": "What?"}, {"type": "image", "image": Image(png("red"))}]
-    with pytest.raises(UserError, match="reads text alone: images need a vision-language model"):
+    with pytest.raises(UserError, match="reads only text: images need a vision-language model"):
         ChatTokenizer(tokenizer()).prompt([{"role": "user", "content": parts}])  # type: ignore[typeddict-item]
 
 
@@ -170,7 +170,7 @@ def test_roles_and_engines_that_do_not_read_a_models_images_are_named(tmp_path: 
     cfg.generator.backend, cfg.trainer.policy.model.path = "transformers", str(tmp_path / "llava")
     with pytest.raises(UserError, match=r"only the policy, its reference and its critic read images"):
         check_model(str(tmp_path / "llava"), cfg, key="trainer.reward.models.judge.path")
-    with pytest.raises(UserError, match=r"trainer.critic.model.path=.*text reads text alone, and the policy"):
+    with pytest.raises(UserError, match=r"trainer.critic.model.path=.*text reads only text, and the policy"):
         check_model(str(tmp_path / "text"), cfg, key="trainer.critic.model.path")
 
 

@@ -41,7 +41,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, t
     shutil.rmtree(checkpoints / "step_000008")  # no prompts are in flight: it was to be the last step
     newest = checkpoints / "step_000007"
     flip(largest(newest) if plan in ("sync", "streamed") else newest / "rollouts.safetensors")
-    run = resumed(12, newest, "does not hold what was written (its checksum differs)")
+    run = resumed(12, newest, "does not match its checksum")
     check(run, 12)
     if plan != "fully_async":
         check_same_as_undisturbed(run, [*settings, "trainer.max_training_steps=12"], train)

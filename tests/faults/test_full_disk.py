@@ -44,7 +44,7 @@ def test_a_run_continues_while_the_disk_is_full_and_ends_with_one_line_if_it_sta
             train(*command, experiment=partial(Broken, file=warnings, disk=disk, states={3: first, **STATES}))  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
         lines = [line for line in warnings.read_text().splitlines() if "could not be saved" in line]
-        assert all("the run goes on, failure" in line for line in lines)
+        assert all("the run continues, failure" in line for line in lines)
         assert all(WORDS[first] in line or WORDS[FULL] in line for line in lines)
         assert WORDS[first] in lines[0] and WORDS[FULL] in lines[-1]
         failed = 1 if way == IN_BACKGROUND else 0

@@ -251,7 +251,7 @@ def test_responses_are_said_as_prompts_with_the_number() -> None:
     assert "trainer.policy_mini_batch_size=64" in mixed[0]
     flags = refused("--train.batch_size", "1024", "--rollout.n_samples_per_prompt", "4")
     assert "trainer.policy_mini_batch_size=256" in flags[0]
-    assert "no whole number of groups" in refused("generation_batch_size=12")[0]
+    assert "not a multiple of the group size" in refused("generation_batch_size=12")[0]
 
 
 def test_a_name_with_the_ending_of_one_of_ours_is_distinguished() -> None:

@@ -229,7 +229,7 @@ def test_what_is_no_image_is_rejected_in_words(tmp_path: Path, monkeypatch: pyte
     for value, message in (
         (tmp_path / "a.png", "cannot be decoded"),
         (noise(1).data[:-100], r"an image of \d+ bytes cannot be decoded: image file is truncated"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", r"begins with b.<svg xmlns=.*, which is no format of images"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", r"begins with b.<svg xmlns=.*, which is not an image format"),
         (large, r"cannot be decoded: Image size \(90000 pixels\) exceeds limit of 89998 pixels"),
         (str(tmp_path / "b.png"), "cannot be read: No such file"),
         ("https://example.org/a.png", "not downloaded"),

@@ -55,7 +55,7 @@ def test_a_model_of_fewer_layers_keeps_the_kinds_of_the_first() -> None:
     ("content", "named"),
     [
         ("{", "its config.json cannot be read"),
-        ("[]", "holds no settings"),
+        ("[]", "has no settings"),
         ('{"hidden_size": 8}', "names no model_type"),
         ('{"model_type": "no_such_model"}', "no_such_model"),
     ],

@@ -120,7 +120,7 @@ def test_a_label_without_tests_is_refused_in_a_line(label: Any) -> None:
 
 @pytest.mark.parametrize("tests", [{"inputs": ["{"], "outputs": [1]}, {"inputs": [[1]], "outputs": [{1, 2}]}])
 def test_tests_of_a_function_that_are_no_json_are_refused_in_a_line(tests: Any) -> None:
-    with pytest.raises(UserError, match="the tests of f are no JSON"):
+    with pytest.raises(UserError, match="the tests of f are not JSON"):
         code_tests("def f(x): return x", {"fn_name": "f", **tests})
 
 

@@ -105,7 +105,7 @@ async def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
             r"judge j \(environment.judges.j\): http.*/chat/completions gave no answer in 4 tries; the last: ",
         ),
         (None, r"the last: no answer within 0.05 s \(environment.judges.j.timeout_s\)"),
-        (b"garbage", "the last: this is no chat completion: garbage"),
+        (b"garbage", "the last: this is not a chat completion: garbage"),
     ],
 )
 async def test_a_judge_that_is_gone_ends_the_run_in_one_line(fault: Any, line: str) -> None:
@@ -211,7 +211,7 @@ async def probe(server: Server, key: str = "", **settings: Any) -> None:
         (404, r"refuses \(environment.judges.j.base_url, environment.judges.j.model\)"),
         (400, "environment.judges.j: .* refuses the question, status 400"),
         (500, "does not answer: status 500"),
-        (b"<html>", "does not answer: this is no chat completion: <html>"),
+        (b"<html>", "does not answer: this is not a chat completion: <html>"),
         (None, "does not answer: no answer within 0.1 s"),
     ],
 )

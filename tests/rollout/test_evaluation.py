@@ -117,7 +117,7 @@ GREEDY = "generator.eval_sampling_params.temperature"
             f"val_sets.aime.n_samples=4 draws the same .* {GREEDY}=0",
         ),
         (["data.val_data=x.jsonl", "trainer.eval_k=[1,8]"], "trainer.eval_k has 8, and no set has more than 1 samples"),
-        (["trainer.eval_answer='(x'"], r"trainer.eval_answer=\(x is no regular expression"),
+        (["trainer.eval_answer='(x'"], r"trainer.eval_answer=\(x is not a regular expression"),
         (["trainer.eval_answer='(x)(y)'"], "has 2 groups: one, around the answer"),
     ],
 )

@@ -73,5 +73,5 @@ def test_a_variable_that_the_template_does_not_read_is_refused_with_the_nearest(
 
 
 def test_a_template_that_is_neither_text_nor_file_is_refused(folder):
-    with pytest.raises(UserError, match=r"data\.chat_template=mine\.jinja is no Jinja text, and no file"):
+    with pytest.raises(UserError, match=r"data\.chat_template=mine\.jinja is neither a file nor Jinja text"):
         with_template(load_tokenizer(str(folder)), "mine.jinja", {})

@@ -59,7 +59,7 @@ def test_the_trainers_log_probabilities_are_saved_with_each_sequence(groups: lis
 
 def test_a_file_that_is_none_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "step_000001.parquet").write_bytes(b"no parquet")
-    with pytest.raises(UserError, match=r"step_000001.parquet holds no recorded trajectories"):
+    with pytest.raises(UserError, match=r"step_000001.parquet has no recorded trajectories"):
         read(tmp_path / "step_000001.parquet")
 
 

@@ -101,8 +101,8 @@ def test_what_a_schedule_may_be_told_is_what_transformers_takes(name: str) -> No
         ({"num_warmup_steps": 5, "warmup_ratio": 0.1}, "both say how long the warm-up is"),
         ({"scheduler": "polynomial", "scheduler_kwargs": {"lr_ende": 0.1}}, "did you mean 'lr_end'"),
         ({"scheduler_kwargs": {"power": 2}}, "constant takes none"),
-        ({"scheduler": "cosine_with_min_lr"}, "must be said once"),
-        ({"scheduler": "cosine_warmup_with_min_lr"}, "must be said once"),
+        ({"scheduler": "cosine_with_min_lr"}, "needs its final rate in one form"),
+        ({"scheduler": "cosine_warmup_with_min_lr"}, "needs its final rate in one form"),
         ({"scheduler": "warmup_stable_decay"}, "num_decay_steps"),
     ],
 )

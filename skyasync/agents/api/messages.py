@@ -82,7 +82,7 @@ class MessagesApi(Api):
         if not messages:
             raise RequestError("messages is empty", "messages")
         if messages[-1]["role"] == "assistant":
-            problem = "messages ends with the model's own message: a reply that is begun for it is not supported here"
+            problem = "messages ends with the model's own message: a prefilled reply is not supported"
             raise RequestError(problem, "messages")
         if system := text_of(body.get("system"), "system"):
             messages.insert(0, {"role": "system", "content": system})

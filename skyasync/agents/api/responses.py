@@ -78,7 +78,7 @@ class ResponsesApi(Api):
         if body.get("previous_response_id") is not None:
             previous = given(body, "previous_response_id", str, "the id of an answer")
             if previous not in session.conversations:
-                problem = f"previous_response_id={previous:.100} is no answer of this episode that is stored"
+                problem = f"previous_response_id={previous:.100} is not a stored answer of this episode"
                 raise RequestError(problem, "previous_response_id", "previous_response_not_found", 404)
             messages += session.conversations[previous]
         messages += _messages([{"role": "user", "content": items}] if isinstance(items, str) else items)

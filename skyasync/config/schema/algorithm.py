@@ -295,7 +295,7 @@ def check_functions(algorithm: AlgorithmConfig) -> Iterator[str]:
     for name in algorithm.extra:
         if name not in accepted:
             what = unknown("setting", name, accepted)
-            yield f"trainer.algorithm.extra {name!r} is no setting of the chosen functions: {what}"
+            yield f"trainer.algorithm.extra {name!r} is not a setting of the chosen functions: {what}"
 
 
 def check_algorithm(cfg: Config) -> Iterator[str]:

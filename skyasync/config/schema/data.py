@@ -120,7 +120,7 @@ def check_data(cfg: Config) -> Iterator[str]:
     """What streamed data cannot have, options of tasks that are no source, and what is wrong with evaluation."""
     data = cfg.data
     if data.streaming and not cfg.trainer.max_training_steps:
-        yield "data.streaming=true reads on without end: say when the run ends, trainer.max_training_steps=N"
+        yield "data.streaming=true has no known end: set trainer.max_training_steps=N"
     domains = cfg.environment.domains
     if data.sampler != "uniform" and not any(check_domains(domains)):
         for name in proportions_of(domains):
@@ -167,10 +167,10 @@ def check_data(cfg: Config) -> Iterator[str]:
 def _problems(name: str, entry: object) -> Iterator[str]:
     where = f"{_WHERE}.{name}"
     if not _NAME.fullmatch(name):
-        yield f"{where}: a set's name has letters, digits, _, - and . alone"
+        yield f"{where}: a set's name has letters, digits, _, - and . only"
         return
     if name in _TAKEN:
-        yield f"{where}: eval/{name} is a metric's name; call the set otherwise"
+        yield f"{where}: eval/{name} is a metric's name: rename the set"
         return
     sources, key = entry, where
     if isinstance(entry, Mapping):

@@ -131,7 +131,7 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
     if generator.weight_sync_mode == "delta" and not can["takes_changes"]:
         yield (
             f"generator.weight_sync_mode=delta needs {engines_with('takes_changes')}: generator.backend={engine} "
-            f"does not say that it takes changes alone (takes_changes)"
+            f"does not declare that it accepts deltas (takes_changes)"
         )
     elif generator.weight_sync_mode == "delta" and way in BETWEEN_GPUS:
         yield (

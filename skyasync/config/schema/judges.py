@@ -118,7 +118,7 @@ def check_judges(environment: EnvironmentConfig) -> Iterator[str]:
 
 def _problems(where: str, name: str, entry: object) -> Iterator[str]:
     if not _NAME.fullmatch(name):
-        yield f"{where}: a judge's name has letters, digits, _ and - alone"
+        yield f"{where}: a judge's name has letters, digits, _ and - only"
         return
     if not isinstance(entry, Mapping):
         yield f"{where} must be a mapping with base_url and model, or engine, found {entry!r}"
@@ -132,7 +132,7 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
         elif given == "clip" and value != [] and not interval:
             problem = f": expected [low, high], two numbers, found {value!r}"
         elif given == "api_key_env" and isinstance(value, str) and not re.fullmatch(r"([A-Za-z_]\w*)?", value):
-            problem = " is no name of an environment variable (is it the key itself? Put that into a variable)"
+            problem = " is not the name of an environment variable (is it the key itself? Put that into a variable)"
         else:
             problem = entry_problem(JudgeConfig, str(given), value)
         if problem:
@@ -181,7 +181,7 @@ def pattern_problems(pattern: str, what: str) -> Iterator[str]:
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        yield f"={pattern} is no regular expression: {error}"
+        yield f"={pattern} is not a regular expression: {error}"
         return
     if groups > 1:
         yield f"={pattern} has {groups} groups: one, around the {what}, or none"

@@ -219,7 +219,7 @@ def check_models(cfg: Config) -> Iterator[str]:
     if has_critic and 0 < steps <= warmup:
         yield (
             f"trainer.critic.warmup_steps={warmup} trains the critic alone to the end of "
-            f"trainer.max_training_steps={steps}: lower the one, or raise the other"
+            f"trainer.max_training_steps={steps}: lower the first, or raise the second"
         )
     teacher, sampling = cfg.trainer.teacher, cfg.generator.sampling_params
     filters = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
@@ -228,8 +228,8 @@ def check_models(cfg: Config) -> Iterator[str]:
     if teacher.model.path and teacher.top_k and filter_of and cfg.trainer.algorithm.filter_logprobs:
         yield (
             f"trainer.teacher.top_k={teacher.top_k} compares full distributions, and generator.sampling_params."
-            f"{filter_of}={written(vars(sampling)[filter_of])} removes tokens from them, others for the policy than "
-            f"for the teacher: remove one of the two, or set trainer.algorithm.filter_logprobs=false"
+            f"{filter_of}={written(vars(sampling)[filter_of])} removes different tokens for policy and "
+            f"teacher: remove one of the two, or set trainer.algorithm.filter_logprobs=false"
         )
     estimator = cfg.trainer.algorithm.advantage_estimator
     if not teacher.model.path and not ADVANTAGE_ESTIMATORS.about(estimator).can["rewarded"]:
@@ -262,7 +262,7 @@ def _check_optimizer(role: str, section: PolicyConfig | CriticConfig, tensor: in
             yield f"{name}.scheduler_kwargs.{word} has no effect with {name}.scheduler={optimizer.scheduler}: {what}"
     if optimizer.scheduler.endswith("_with_min_lr") and ("min_lr" in given) == ("min_lr_rate" in given):
         yield (
-            f"{name}.scheduler={optimizer.scheduler} ends at a rate that must be said once: "
+            f"{name}.scheduler={optimizer.scheduler} needs its final rate in one form: "
             f"{name}.scheduler_kwargs={{min_lr_rate: 0.1}} (of lr) or {{min_lr: 1e-7}}"
         )
     if optimizer.scheduler == "warmup_stable_decay" and "num_decay_steps" not in given:
@@ -306,9 +306,12 @@ def _check_adapters(policy: PolicyConfig, tensor: int) -> Iterator[str]:
                 f"weights of the model's files: set trainer.policy.lora.{name}=merged"
             )
     if policy.cpu_offload == "parameters":
-        yield f"{key} holds codes, which trainer.policy.cpu_offload=parameters cannot move: remove one of them"
+        yield (
+            f"{key} stores quantized weights, which trainer.policy.cpu_offload=parameters cannot offload: "
+            f"remove one of them"
+        )
     if tensor > 1:
-        yield f"{key} holds whole rows as codes, and trainer.parallel.tensor={tensor} splits matrices: set it to 1"
+        yield f"{key} quantizes whole rows, and trainer.parallel.tensor={tensor} splits matrices: set that to 1"
 
 
 #: Settings of a critic with a model of its own.
@@ -406,7 +409,7 @@ def check_reward_models(cfg: Config) -> Iterator[str]:
     for name, entry in reward.models.items():
         where = f"{_REWARD_MODELS}.{name}"
         if not _NAME.fullmatch(str(name)):
-            yield f"{where}: a reward model's name has letters, digits, _ and - alone"
+            yield f"{where}: a reward model's name has letters, digits, _ and - only"
         elif not isinstance(entry, Mapping):
             yield f"{where} must be a mapping with path, and weight, mean, std, clip, dtype as needed, found {entry!r}"
         elif not entry.get("path"):

@@ -134,11 +134,11 @@ def _check_pipeline(cfg: Config) -> Iterator[str]:
         f"trainer.policy.lora.rank={policy.lora.rank}": (policy.lora.rank, "puts adapters on all layers at once"),
         f"trainer.policy.router_replay={policy.router_replay}": (
             policy.router_replay != "none",
-            "holds one micro-batch's experts, and stages have several under way",
+            "has one micro-batch's experts, and stages compute several at once",
         ),
         f"trainer.critic.backbone={trainer.critic.backbone}": (
             CRITIC(cfg) and trainer.critic.backbone == "shared",
-            "trains a head that one stage alone has",
+            "trains a head that only one stage has",
         ),
     }
     for role, section, used in (("policy", policy, True), ("critic", trainer.critic, of_critic)):
@@ -159,7 +159,7 @@ def _check_expert(cfg: Config, ranks: int) -> Iterator[str]:
     for name in ("pipeline", "context", "tensor"):
         if (size := vars(parallel)[name]) > 1:
             yield (
-                f"{setting} sends tokens among ranks of the data dimension alone, and trainer.parallel.{name}={size} "
+                f"{setting} sends tokens only between ranks of the data dimension, and trainer.parallel.{name}={size} "
                 f"has not been tried with it: set {setting.partition('=')[0]}=0, or the other to 1"
             )
     if ranks % parallel.expert:

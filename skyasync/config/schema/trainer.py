@@ -60,7 +60,7 @@ class FaultToleranceConfig:
 def check_fault_tolerance(trainer: TrainerConfig) -> Iterator[str]:
     for name, limit in trainer.spike_limits.items():
         if isinstance(limit, bool) or not isinstance(limit, int | float):
-            yield f"trainer.spike_limits.{name}={limit!r} is no number: it is the largest value that is not a spike"
+            yield f"trainer.spike_limits.{name}={limit!r} is not a number: set the largest value that is not a spike"
         elif trainer.on_spike == "rollback" and name.startswith(("sync/", "eval/")):
             yield (
                 f"trainer.spike_limits.{name} is known when the engines have the weights, too late for "

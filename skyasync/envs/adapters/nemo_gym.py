@@ -46,7 +46,7 @@ class NemoGymEnv(ServedEnv):
 
     @classmethod
     def not_served(cls) -> str:
-        return "it is no resources server of NeMo Gym (agents and models have servers of their own)"
+        return "it is not a resources server of NeMo Gym (agents and models have separate servers)"
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -172,7 +172,7 @@ class NemoGymEnv(ServedEnv):
 
     def _object(self, answer: Answer, path: str) -> Mapping[str, Any]:
         if not isinstance(answer, Mapping) or not isinstance(answer.get("info") or {}, Mapping):
-            raise InvalidEnvOutputError(f"{self.url}{path} answered {str(answer)[:80]!r}, which is no result")
+            raise InvalidEnvOutputError(f"{self.url}{path} answered {str(answer)[:80]!r}, which is not a result")
         return answer
 
 

@@ -119,7 +119,7 @@ class OpenEnvEnv(ServedEnv):
             try:
                 self._socket = await self.http.ws_connect(f"{self.url}/ws", max_msg_size=MAX_BYTES)
             except aiohttp.ClientError as error:
-                self.fail(f"{self.url}/ws is away: {type(error).__name__}: {error}", again=True)
+                self.fail(f"{self.url}/ws is unreachable: {type(error).__name__}: {error}", again=True)
             answer = await self._exchange(reset, again=True)
             if not isinstance(answer, Mapping) or _code(answer) != "CAPACITY_REACHED":
                 return answer
@@ -152,14 +152,14 @@ class OpenEnvEnv(ServedEnv):
         """The observation, its reward and whether the episode is done."""
         data = answer.get("data") if isinstance(answer, Mapping) else None
         if not isinstance(data, Mapping):
-            raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is no observation")
+            raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is not an observation")
         if answer.get("type") == "error":
             if _code(answer) == "VALIDATION_ERROR" or (self._shows_errors and _code(answer) == "EXECUTION_ERROR"):
                 raise RefusedActionError(_what_is_wrong(data))
             raise InvalidEnvOutputError(f"{self.url} answered {_code(answer)}: {str(data.get('message'))[:300]}")
         observation, reward = data.get("observation"), data.get("reward")
         if answer.get("type") != "observation" or not isinstance(observation, Mapping):
-            raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is no observation")
+            raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is not an observation")
         if reward is not None and not isinstance(reward, bool | int | float):
             raise InvalidEnvOutputError(f"{self.url}/ws answered the reward {str(reward)[:80]!r}; it must be a number")
         self._metadata = data.get("metadata") or observation.get("metadata")

@@ -92,7 +92,7 @@ class ServedEnv(BaseTextEnv):
     @classmethod
     def not_served(cls) -> str:
         """The end of the error message for a server of another kind."""
-        return f"it is no server of {cls.hub}"
+        return f"it is not a server of {cls.hub}"
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -185,7 +185,7 @@ class ServedEnv(BaseTextEnv):
         except TimeoutError:
             self.fail(f"{what} did not answer within {self.timeout_s:g} s (timeout_s)", again=again)
         except aiohttp.ClientError as error:
-            self.fail(f"{what} is away: {type(error).__name__}: {error}", again=again)
+            self.fail(f"{what} is unreachable: {type(error).__name__}: {error}", again=again)
 
     def fail(self, problem: str, *, again: bool = False) -> NoReturn:
         """Raise for a server that did not answer, for another try or for good."""

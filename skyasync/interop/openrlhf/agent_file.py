@@ -160,7 +160,7 @@ def sampling_object(sampling: Mapping[str, Any]) -> SimpleNamespace:
 def refuse_row_with_images(extras: Mapping[str, Any]) -> None:
     """Raises ``UserError`` for a row that brings images."""
     if name := image_column(extras):
-        raise UserError(f"the row has {name}: {NO_IMAGES} (drop the column if it has no part in the task)")
+        raise UserError(f"the row has {name}: {NO_IMAGES} (remove the column if the task does not need it)")
 
 
 def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
@@ -206,7 +206,7 @@ def agent_file(path: str) -> Path:
     if not file.exists():
         raise UserError(f"generator.agent_func_path={path} is not there: {file} does not exist")
     if file.suffix != ".py" or not file.is_file():
-        raise UserError(f"generator.agent_func_path={path} is no Python file")
+        raise UserError(f"generator.agent_func_path={path} is not a Python file")
     return file
 
 

@@ -155,7 +155,7 @@ def as_sampling(given: Mapping[str, Any] | SamplingParams | None, usual: Samplin
         return given
     changes = dict(given or {})
     if changes.pop("n", 1) != 1:
-        raise UserError("sampling_params.n must be 1: generator.n_samples_per_prompt says how many samples there are")
+        raise UserError("sampling_params.n must be 1: generator.n_samples_per_prompt sets the number of samples")
     changes.pop("logprobs", None)
     length = changes.pop("max_generate_length", None)
     if length is not None:
@@ -195,7 +195,7 @@ class InferenceEngineClient(Delegate):
         if isinstance(request, GenerationRequest):
             return await self._client.generate(request)
         if request.get("mm_features"):
-            raise UserError("the request has mm_features: models are trained on text alone here")
+            raise UserError("the request has mm_features: only text is supported here")
         prompts, tokenizer = request.get("prompt_token_ids"), self._tokenizer()
         if prompts is None:
             prompts = [

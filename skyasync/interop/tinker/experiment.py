@@ -64,7 +64,7 @@ class Address:
         try:
             loopback = is_loopback(self.host)
         except ValueError:
-            raise UserError(f"--host {self.host} is no address of this machine, such as 127.0.0.1") from None
+            raise UserError(f"--host {self.host} is not an address of this machine, such as 127.0.0.1") from None
         if not self.key and not loopback:
             raise UserError(
                 f"--host {self.host} lets other machines reach the server: set {KEY_VARIABLE} to a key, which clients "

@@ -44,9 +44,9 @@ ANSWERS = 8192
 MOST_SAMPLES = 1024
 MOST_STOPS, LONGEST_STOP = 64, 256
 NOT_SUPPORTED = {
-    "topk_prompt_logprobs": "the engines give the log-probabilities of the tokens alone",
-    "topk_sample_logprobs": "the engines give the log-probabilities of the tokens alone",
-    "target_prompt_logprobs": "the engines give the log-probabilities of the tokens alone",
+    "topk_prompt_logprobs": "the engines return log-probabilities of the sampled tokens only",
+    "topk_sample_logprobs": "the engines return log-probabilities of the sampled tokens only",
+    "target_prompt_logprobs": "the engines return log-probabilities of the sampled tokens only",
     "prompt_alt_tokens_k": "the engines draw no tokens within a prompt",
     "record_stability_info": "the loss stable_reinforce, which needs it, is not supported",
 }

@@ -58,7 +58,7 @@ NOT_SUPPORTED = {
     ("GET", "sessions/{session}/trace_export"): "no traces are recorded here",
     ("POST", "training_runs/{model}/checkpoints/{kind}/{name}/publish"): "there are no other users here",
     ("DELETE", "training_runs/{model}/checkpoints/{kind}/{name}/publish"): "there are no other users here",
-    ("GET", "audit"): "there is no audit log here",
+    ("GET", "audit"): "there is no audit log",
     ("GET", "billing/usage/events"): "nothing is billed here",
     ("GET", "billing/usage/checkpoints/current"): "nothing is billed here",
 }

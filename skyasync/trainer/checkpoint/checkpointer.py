@@ -184,7 +184,7 @@ class Checkpointer:
         return {"checkpoint/write_s": self._write_s}
 
     async def _settle(self, writing: Awaitable[Path], step: int, patient: bool) -> Path | None:
-        """The folder that was written; None if the disk did not take it and the run goes on."""
+        """The folder that was written; None if the disk did not take it and the run continues."""
         try:
             folder = await writing
         except TimeoutError:  # an OSError too, and none of the disk's
@@ -199,10 +199,10 @@ class Checkpointer:
             if self._failures >= self._cfg.ckpt_patience:
                 raise UserError(
                     f"{self.problem}; that is {self._failures} in a row (trainer.ckpt_patience): make room or another "
-                    f"trainer.ckpt_path, and go on with trainer.resume_mode=latest"
+                    f"trainer.ckpt_path, then resume with trainer.resume_mode=latest"
                 ) from error
             log.warning(
-                "%s; the run goes on, failure %d of %d in a row (trainer.ckpt_patience)",
+                "%s; the run continues, failure %d of %d in a row (trainer.ckpt_patience)",
                 self.problem,
                 self._failures,
                 self._cfg.ckpt_patience,
@@ -255,7 +255,7 @@ class Checkpointer:
             await self.arrived(wait=True)
             folder = self.checkpoints and await self._undamaged(Resume(requested=True), self.checkpoints)
             if not folder:
-                raise UserError("trainer.on_spike=rollback: there is no checkpoint to go back to")
+                raise UserError("trainer.on_spike=rollback: there is no checkpoint to restore")
             state = self._state(folder)
             await self._load_models(folder, state)
             return state.step

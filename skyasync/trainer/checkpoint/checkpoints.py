@@ -199,7 +199,7 @@ def glance(folder: Path) -> str:
         return f"{STATE} is missing" if folder.is_dir() else "there is no such folder"
     except (OSError, ValueError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
-        return f"{STATE} cannot be read: {reason or 'it is no JSON object'}"
+        return f"{STATE} cannot be read: {reason or 'it is not a JSON object'}"
     if not (listed or (folder / manifest.NAME).exists()):
         return ""  # of a version that wrote none
     try:

@@ -95,7 +95,7 @@ def _required(before: Values, model: Values, here: Values) -> Iterator[tuple[str
     rank, alpha = f"{ADAPTERS}.rank", f"{ADAPTERS}.alpha"
     yield rank, *both(rank, 0), "it holds adapters of that rank (of rank 0: whole weights)"
     if _at(before, rank, 0):
-        yield alpha, *both(alpha), "its adapters would weigh otherwise"
+        yield alpha, *both(alpha), "its adapters have another scale"
 
 
 def _shape(path: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class DivergenceGuard(RunExtension):
         if self._dropped >= self._cfg.max_bad_steps:
             raise NonFiniteError(
                 f"{self._dropped} optimizer steps in a row were not finite (trainer.max_bad_steps): the policy may be "
-                f"broken; go on from an earlier checkpoint with trainer.resume_mode=STEP and a lower learning rate"
+                f"broken; resume from an earlier checkpoint with trainer.resume_mode=STEP and a lower learning rate"
             )
 
     # ---------------------------------------------------------------- too large

@@ -1,7 +1,7 @@
 """The reports of a run: metrics to trackers, samples and trajectories to files, how busy its parts were, profiles.
 
 Invariant: a step is logged once, when all of it is done, with all its metrics. One that is saved has its line in the
-run's folder before. A file that the disk does not take is left out, and the run goes on.
+run's folder before. A file that the disk does not take is left out, and the run continues.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Reporter(RunExtension):
             self._failed.discard(what)
         except OSError as error:
             if what not in self._failed:
-                log.warning("the %s of step %d were not written, and the run goes on: %s", what, step, error)
+                log.warning("the %s of step %d were not written, and the run continues: %s", what, step, error)
             self._failed.add(what)
 
     def write_now(self, metrics: Metrics, step: int) -> None:

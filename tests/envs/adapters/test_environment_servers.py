@@ -260,8 +260,8 @@ def test_a_server_that_is_full_is_waited_for(monkeypatch):
     [
         ("{", "answered no JSON"),
         ("[" * 100_000, "answered no JSON"),
-        ("3", "which is no observation"),
-        ({"type": "observation", "data": {"observation": 3}}, "which is no observation"),
+        ("3", "which is not an observation"),
+        ({"type": "observation", "data": {"observation": 3}}, "which is not an observation"),
         ({"type": "observation", "data": {"observation": {}, "reward": "1"}}, "it must be a number"),
         ({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}, "EXECUTION_ERROR: boom"),
     ],
@@ -439,7 +439,7 @@ def test_the_server_is_asked_before_the_run():
     with serving(Hub()) as url:
         check_environment(f"openenv:{url}/")
         check_environment(f"nemo_gym:{url}")
-        with pytest.raises(UserError, match=r"answers HTTP 404 to /openapi\.json: it is no resources server"):
+        with pytest.raises(UserError, match=r"answers HTTP 404 to /openapi\.json: it is not a resources server"):
             check_environment(f"nemo_gym:{url}/there")
     with pytest.raises(UserError, match=r"does not answer \(.*refused.*start its server"):
         check_environment(f"openenv:{url}")

@@ -102,9 +102,9 @@ def test_the_first_interface_has_separate_globals() -> None:
 def test_pictures_are_refused_in_words() -> None:
     with pytest.raises(Exception, match="images are not read here"):
         agent("agent_pictures.py")
-    with pytest.raises(UserError, match=r"data row 0: .* reads text alone: images need a vision-language model"):
+    with pytest.raises(UserError, match=r"data row 0: .* reads only text: images need a vision-language model"):
         agent("agent_guess.py", rows=[{**row, "images": [PIXEL]} for row in ROWS])
-    with pytest.raises(Exception, match=r"data row 0: .* reads text alone: images need a vision-language model"):
+    with pytest.raises(Exception, match=r"data row 0: .* reads only text: images need a vision-language model"):
         agent("agent_single_turn.py", rows=[{**row, "images": [PIXEL]} for row in ROWS])
 
 

@@ -72,7 +72,7 @@ def test_an_address_that_cannot_be_listened_on_is_one_line() -> None:
         with pytest.raises(UserError, match=f"--port {port} cannot be listened on"):
             Address(port=port, key="tml-key").check()
     Address(port=port).check()
-    with pytest.raises(UserError, match="--host nowhere is no address"):
+    with pytest.raises(UserError, match="--host nowhere is not an address"):
         Address("nowhere").check()
 
 

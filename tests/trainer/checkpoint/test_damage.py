@@ -70,19 +70,19 @@ GLANCES: dict[str, tuple[Callable[[Path], None], str]] = {
     "zeroed state": (lambda f: zero(f / "state.json"), "state.json cannot be read"),
     "another position": (
         lambda f: exchange(f / "state.json", '"position": 8', '"position": 9'),
-        "state.json does not hold what was written",
+        "state.json does not match its checksum",
     ),
-    "another setting": (lambda f: flip(f / "config.json", 12), "config.json does not hold what was written"),
+    "another setting": (lambda f: flip(f / "config.json", 12), "config.json does not match its checksum"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
     "manifest that lists nothing": (lambda f: (f / "manifest.json").write_text("{}"), "does not list config.json"),
     "unlisted file": (lambda f: (f / "policy" / "more").touch(), "manifest.json does not list policy/more"),
     "manifest with an entry removed": (
         lambda f: drop(f, "config.json"),
-        "manifest.json does not hold what was written",
+        "manifest.json does not match its checksum",
     ),
     "another sum in the manifest": (
         lambda f: exchange(f / "manifest.json", '"size": 25600', '"size": 25601'),
-        "manifest.json does not hold what was written",
+        "manifest.json does not match its checksum",
     ),
     "truncated manifest": (lambda f: shorten(f / "manifest.json"), "manifest.json cannot be understood"),
 }  # fmt: skip

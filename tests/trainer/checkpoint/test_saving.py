@@ -58,7 +58,7 @@ def test_a_full_disk_is_a_warning_each_time_and_the_run_goes_on(
     assert steps(tmp_path) == [1, 4, 6]
     said = [line.partition(" could not be saved: No space")[0] for line in lines(caplog)]
     assert said == [f"the checkpoint of step {step}" for step in (2, 3, 5)]
-    assert "(the newest is of step 1); the run goes on, failure 2 of 3 in a row" in lines(caplog)[1]
+    assert "(the newest is of step 1); the run continues, failure 2 of 3 in a row" in lines(caplog)[1]
 
 
 @every_plan
@@ -163,7 +163,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     assert second.trained == stream(24)[8:]
     damaged = [line for line in lines(caplog) if " is damaged and left out: " in line]
     assert len(damaged) == 2, "each is named once"
-    assert "step_000004 is damaged and left out: weights does not hold what was written" in "".join(damaged)
+    assert "step_000004 is damaged and left out: weights does not match its checksum" in "".join(damaged)
     assert any(line.endswith("step_000002, after step 2") for line in lines(caplog))
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
@@ -182,7 +182,7 @@ def test_a_step_or_a_folder_may_be_named(mode: str, tmp_path: Path) -> None:
     mode = mode.format(folder=tmp_path)
     assert run_of(tmp_path, trainer__resume_mode=mode).train().trained == stream(24)[12:]
     flip(tmp_path / "step_000003")
-    with pytest.raises(UserError, match=r"step_000003 cannot be used: weights does not hold") as caught:
+    with pytest.raises(UserError, match=r"step_000003 cannot be used: weights does not match") as caught:
         run_of(tmp_path, trainer__resume_mode=mode).train()
     assert "\n" not in str(caught.value)
 

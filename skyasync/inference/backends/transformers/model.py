@@ -154,7 +154,7 @@ class EmbeddedModel:
         if self._vision is not None:
             self._vision.processor.collapse(prompt, images)
         elif images:
-            raise UserError("it has images, but the model reads text alone")
+            raise UserError("it has images, but the model reads only text")
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], images: Sequence[Images] = ()
@@ -247,14 +247,14 @@ class EmbeddedModel:
         missing = [names[0] for names in aliases.values() if not any(n in weights for n in names)]
         unexpected = [name for name in weights if name not in state]
         if missing or unexpected:
-            raise UserError(f"weight update refused: missing {missing}, unexpected {unexpected}")
+            raise UserError(f"weight update rejected: missing {missing}, unexpected {unexpected}")
         shapes = [
             f"{n} is {list(w.shape)}, not {list(state[n].shape)}"
             for n, w in weights.items()
             if w.shape != state[n].shape
         ]
         if shapes:
-            raise UserError(f"weight update refused: {'; '.join(shapes)}")
+            raise UserError(f"weight update rejected: {'; '.join(shapes)}")
         for names in aliases.values():
             current, new = state[names[0]], next(weights[name] for name in names if name in weights)
             if adopt and (current.dtype, current.device) == (new.dtype, new.device):

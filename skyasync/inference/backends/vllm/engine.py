@@ -283,7 +283,7 @@ class VLLMEngine(InferenceEngine):
 
         prompt: Any = tokens_input(tokens)
         if self._images is None and images:
-            raise RequestFailedError("it has images, but the model reads text alone")
+            raise RequestFailedError("it has images, but the model reads only text")
         if self._images is not None:
             try:
                 collapsed = self._images.collapse(tokens, images)

@@ -108,7 +108,7 @@ def check_options(options: Mapping[str, object]) -> None:
     for name, value in options.items():
         if name not in known:
             hint = _did_you_mean(name, set(known) - set(RESERVED))
-            raise UserError(f"{KEY}.{name} is no argument of vLLM's AsyncEngineArgs{hint}")
+            raise UserError(f"{KEY}.{name} is not an argument of vLLM's AsyncEngineArgs{hint}")
         _check_value(f"{KEY}.{name}", name, value, known[name])
 
 
@@ -130,7 +130,7 @@ def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noq
         known = _fields(groups[0])
         for key, item in value.items():
             if key not in known:
-                raise UserError(f"{path}.{key} is no setting of vLLM's{_did_you_mean(str(key), known)}")
+                raise UserError(f"{path}.{key} is not a setting of vLLM{_did_you_mean(str(key), known)}")
             _check_value(f"{path}.{key}", str(key), item, known[key])
         return
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
@@ -138,7 +138,7 @@ def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noq
     plain = [part for part in parts if get_origin(part) is not Literal]
     if set(plain) <= {str, NoneType} and isinstance(value, str) and choices and value not in choices:
         hint = _did_you_mean(value, map(str, choices)) or f": it is one of {', '.join(map(str, choices))}"
-        raise UserError(f"{path}={value!r} is no choice of vLLM's{hint}")
+        raise UserError(f"{path}={value!r} is not a value that vLLM accepts{hint}")
     allowed = {*plain, *map(type, choices), *([int] if float in plain else [])}
     if set(plain) <= {bool, int, float, str, NoneType} and type(value) not in allowed:
         shown = kind.__name__ if isinstance(kind, type) else kind

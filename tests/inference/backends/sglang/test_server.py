@@ -156,7 +156,7 @@ async def test_weights_that_the_server_rejects_or_cannot_find_are_an_error(engin
         pytest.skip("a real server reloads its former weights, whose file is gone, and fails")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"nothing")
-    with pytest.raises(WeightSyncError, match="has refused the weights of version 9"):
+    with pytest.raises(WeightSyncError, match="has rejected the weights of version 9"):
         await engine.update_weights(WeightUpdate(9, "shared_memory", {"path": str(broken)}))
     with pytest.raises(FileNotFoundError, match="is not on"):
         await engine.update_weights(WeightUpdate(9, "shared_memory", {"path": str(tmp_path / "none.safetensors")}))

@@ -54,25 +54,34 @@ def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"enforce_eagre": True}, "engine_kwargs.enforce_eagre is no argument of vLLM's AsyncEngineArgs: did you mean"),
+        (
+            {"enforce_eagre": True},
+            "engine_kwargs.enforce_eagre is not an argument of vLLM's AsyncEngineArgs: did you mean",
+        ),
         ({"enforce_eager": 1}, "engine_kwargs.enforce_eager=1 must be bool, found int"),
         ({"block_size": "many"}, "engine_kwargs.block_size='many' must be int | None, found str"),
         ({"max_model_len": 9}, "engine_kwargs.max_model_len is not taken: use generator.max_model_len"),
-        ({"quantization": "fp99"}, "engine_kwargs.quantization='fp99' is no choice of vLLM's: did you mean fp8"),
-        ({"kv_cache_dtype": "fp99"}, "engine_kwargs.kv_cache_dtype='fp99' is no choice of vLLM's: did you mean fp8"),
+        (
+            {"quantization": "fp99"},
+            "engine_kwargs.quantization='fp99' is not a value that vLLM accepts: did you mean fp8",
+        ),
+        (
+            {"kv_cache_dtype": "fp99"},
+            "engine_kwargs.kv_cache_dtype='fp99' is not a value that vLLM accepts: did you mean fp8",
+        ),
         (
             {"mm_encoder_tp_mode": "x"},
-            "mm_encoder_tp_mode='x' is no choice of vLLM's: it is one of weights, data",
+            "mm_encoder_tp_mode='x' is not a value that vLLM accepts: it is one of weights, data",
         ),
         (
             {"speculative_config": {"methd": "ngram"}},
-            "config.methd is no setting of vLLM's: did you mean method",
+            "config.methd is not a setting of vLLM: did you mean method",
         ),
         (
             {"speculative_config": {"method": "ngrm"}},
-            "config.method='ngrm' is no choice of vLLM's",
+            "config.method='ngrm' is not a value that vLLM accepts",
         ),
-        ({"compilation_config": {"levl": 3}}, "engine_kwargs.compilation_config.levl is no setting of vLLM's"),
+        ({"compilation_config": {"levl": 3}}, "engine_kwargs.compilation_config.levl is not a setting of vLLM"),
         (
             {"load_format": "dummy"},
             "load_format='dummy' is not taken: the engine would compute with random",

@@ -416,6 +416,6 @@ async def test_a_server_that_does_not_take_the_weights_says_so(engine: Engine) -
     """The last test of the file: such a server cannot be used any more."""
     update = publish(engine.model, engine.version + 1)
     flip_a_bit(Path(update.info["path"]))
-    with pytest.raises(WeightSyncError, match="has refused the weights of version"):
+    with pytest.raises(WeightSyncError, match="has rejected the weights of version"):
         await engine.update_weights(update)
     remove_weights(update.info["path"])
