@@ -1,4 +1,4 @@
-"""Train the tiny model for a few steps in environments of other programs, one after another; prints the results.
+"""Train the tiny model for a few steps in environments of other programs, all in one run; prints the rewards of each.
 
     python -m examples.hubs.try_all --openenv VENV --envs OPENENV_REPOSITORY/envs --nemo-gym VENV [NAME ...]
 
@@ -10,41 +10,38 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-PORT = 9300
+PORT = 9300 + os.getpid() % 1000 * 20  # of the first server
+START_S = 300
 
 
 class Trial(NamedTuple):
-    """An environment: its hub, the columns of its rows, and settings of the run."""
+    """An environment: its hub, and the columns of its row; without any, the first row of the server's own data."""
 
     hub: str
     row: dict[str, Any] = {}  # noqa: RUF012  (of a tuple, never changed)
-    settings: tuple[str, ...] = ()
 
 
-ONE_AT_A_TIME = ("generator.max_concurrent_episodes=1",)  # the limit of most of OpenEnv's servers
+SORTING = {"dataset_name": "number_sorting", "dataset_config": {"max_numbers": 4}, "size": 8}
 TRIALS = {
-    "echo_env": Trial("openenv", {}, ONE_AT_A_TIME),
-    "grid_world_env": Trial("openenv", {"show": ["message"]}, ONE_AT_A_TIME),
-    "connect4_env": Trial("openenv", {"show": ["legal_actions"]}, ONE_AT_A_TIME),
-    "maze_env": Trial("openenv", {"seed": 1, "execution_errors": "show"}, ONE_AT_A_TIME),
-    "reasoning_gym_env": Trial(
-        "openenv",
-        {"seed": 1, "reset": {"dataset_name": "number_sorting", "dataset_config": {"max_numbers": 4}, "size": 8}},
-        ONE_AT_A_TIME,
-    ),
+    "echo_env": Trial("openenv", {"prompt": "Play."}),
+    "grid_world_env": Trial("openenv", {"show": ["message"], "prompt": "Play."}),
+    "connect4_env": Trial("openenv", {"show": ["legal_actions"], "prompt": "Play."}),
+    "maze_env": Trial("openenv", {"seed": 1, "execution_errors": "show", "prompt": "Play."}),
+    "reasoning_gym_env": Trial("openenv", {"seed": 1, "reset": SORTING, "prompt": "Play."}),
     "wildfire_env": Trial(
-        "openenv", {"show": ["burning_count", "remaining_water"], "action_with": {"x": 1, "y": 1}}, ONE_AT_A_TIME
+        "openenv", {"show": ["burning_count", "remaining_water"], "action_with": {"x": 1, "y": 1}, "prompt": "Play."}
     ),
     "string_match": Trial("nemo_gym"),
     "mcqa": Trial("nemo_gym"),
@@ -53,64 +50,89 @@ TRIALS = {
     "example_single_tool_call": Trial("nemo_gym"),
     "example_session_state_mgmt": Trial("nemo_gym"),
     "example_multi_turn_gymnasium": Trial("nemo_gym"),
+    "GuessTheNumber-v0": Trial("textarena", {"prompt": "", "textarena_id": "GuessTheNumber-v0"}),
+    "FrozenLake-v1": Trial("gymnasium", {"prompt": "", "gym_id": "FrozenLake-v1"}),
+    "game:GuessTheNumber-v0-easy": Trial("gem", {"prompt": "", "gem_env": "game:GuessTheNumber-v0-easy"}),
+    "rg:chain_sum": Trial("gem", {"prompt": "", "gem_env": "rg:chain_sum"}),
 }
+SERVED = ("openenv", "nemo_gym")
 
 
-def start(name: str, trial: Trial, given: argparse.Namespace, log: Path) -> subprocess.Popen[bytes]:
-    """The server of an environment, in its own Python."""
-    with log.open("wb") as file:
-        if trial.hub == "nemo_gym":
-            command = [f"{given.nemo_gym}/bin/python", str(HERE / "serve_nemo_gym.py"), name, str(PORT)]
-            return subprocess.Popen(command, stdout=file, stderr=file)
-        command = [f"{given.openenv}/bin/python", "-m", "uvicorn", f"{name}.server.app:app", "--port", str(PORT)]
-        return subprocess.Popen(
-            command, stdout=file, stderr=file, cwd=given.envs / name, env={**os.environ, "PYTHONPATH": str(given.envs)}
-        )
+class Servers(ExitStack):
+    """The environments' servers, each in its own Python; they end with the block."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+        super().__init__()
+        self._given, self._folder, self._count = given, folder, 0
+
+    def serve(self, name: str) -> tuple[str, subprocess.Popen[bytes]]:
+        """The address that will answer, and the server."""
+        port, self._count = PORT + self._count, self._count + 1
+        where: dict[str, Any] = {}
+        if TRIALS[name].hub == "nemo_gym":
+            command = [f"{self._given.nemo_gym}/bin/python", str(HERE / "serve_nemo_gym.py"), name, str(port)]
+        else:
+            command = [f"{self._given.openenv}/bin/python", "-m", "uvicorn", f"{name}.server.app:app"]
+            command += ["--port", str(port)]
+            environ = {**os.environ, "PYTHONPATH": str(self._given.envs)}
+            where = {"cwd": self._given.envs / name, "env": environ}
+        log = self.enter_context((self._folder / f"{name}.server.log").open("wb"))
+        server = subprocess.Popen(command, stdout=log, stderr=log, **where)
+        self.callback(server.wait)
+        self.callback(server.terminate)
+        return f"http://127.0.0.1:{port}", server
 
 
-def wait_for(path: str, server: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 120
+def own_data(name: str, given: argparse.Namespace) -> Path:
+    """The rows that NeMo Gym's wheel has for a server."""
+    return next(given.nemo_gym.glob(f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"))
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + START_S
     while server.poll() is None and time.monotonic() < until:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=5):
+            with urllib.request.urlopen(f"{url}/openapi.json", timeout=60):
                 return
         except urllib.error.HTTPError:
             return  # it answers; the run checks what it serves
         except OSError:
             time.sleep(0.5)
-    raise RuntimeError("the server did not start")
+    raise RuntimeError(f"the server did not start: {server.args!r}")
 
 
-def rows(name: str, trial: Trial, given: argparse.Namespace, folder: Path) -> Path:
-    """The server's own data, or rows that repeat one task."""
-    if trial.hub == "nemo_gym":
-        found = next(given.nemo_gym.glob(f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"))
-        return Path(found)
-    file = folder / f"{name}.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": "Play.", **trial.row}) for _ in range(16)))
-    return file
+def train(config: str, run: Path, given: argparse.Namespace, *settings: str) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    command = [
+        sys.executable, "-m", "skyasync", "--config", str(HERE / config),
+        f"trainer.runs_dir={run.parent}", f"trainer.run_name={run.name}", *settings, *given.settings,
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    run.with_suffix(".log").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        raise SystemExit((done.stderr or done.stdout)[-2000:])
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["step"] > 0]
 
 
-def play(name: str, given: argparse.Namespace, folder: Path) -> str:
-    """The line of the table."""
-    trial, began = TRIALS[name], time.monotonic()
-    server = start(name, trial, given, folder / f"{name}.server.log")
-    try:
-        wait_for("/schema" if trial.hub == "openenv" else "/openapi.json", server)
-        command = [
-            sys.executable, "-m", "skyasync", "--config", str(HERE / "trial.yaml"),
-            f"environment.env_class={trial.hub}:http://127.0.0.1:{PORT}",
-            f"data.train_data=[{rows(name, trial, given, folder)}]",
-            f"trainer.runs_dir={folder}/runs", f"trainer.run_name={name}", *trial.settings, *given.settings,
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        (folder / f"{name}.log").write_text(done.stdout + done.stderr)
-    finally:
-        server.terminate()
-        server.wait()
-    rewards = re.findall(r"reward[^\d-]*(-?\d+\.\d+)", done.stdout + done.stderr)
-    result = f"rewards {' '.join(rewards)}" if done.returncode == 0 else (done.stderr or done.stdout).strip()[-200:]
-    return f"{trial.hub:9} {name:30} {time.monotonic() - began:4.0f} s  {result}"
+def try_environments(names: Sequence[str], given: argparse.Namespace, folder: Path) -> None:
+    """Each step has a group of each environment."""
+    with Servers(given, folder) as started:
+        servers = {name: started.serve(name) for name in names if TRIALS[name].hub in SERVED}
+        sources = []
+        for name in names:
+            trial = TRIALS[name]
+            row = trial.row or json.loads(own_data(name, given).read_text().splitlines()[0])
+            env_class = f"{trial.hub}:{servers[name][0]}" if name in servers else trial.hub
+            sources.append(folder / f"{name.replace(':', '_')}.jsonl")
+            sources[-1].write_text(json.dumps({**row, "env_class": env_class, "domain": name}))
+        for url, server in servers.values():
+            wait_for(url, server)
+        steps = train("trial.yaml", folder / "trial", given, f"data.train_data=[{','.join(map(str, sources))}]",
+                      f"trainer.train_batch_size={len(sources)}")  # fmt: skip
+    for name in names:
+        rewards = " ".join(f"{step[f'reward/mean/{name}']:6.2f}" for step in steps)
+        print(f"{TRIALS[name].hub:10} {name:30} {rewards}")
 
 
 def main() -> None:
@@ -120,12 +142,11 @@ def main() -> None:
     parser.add_argument("--envs", type=Path, help="the folder envs of OpenEnv's repository")
     parser.add_argument("--nemo-gym", type=Path, help="the virtual environment that has nemo-gym")
     parser.add_argument("--folder", type=Path, help="where logs go; without it, a temporary folder")
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="key=value, for every run")
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="key=value, for the run")
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    for name in given.names or TRIALS:
-        print(play(name, given, folder), flush=True)
+    try_environments(given.names or list(TRIALS), given, folder)
     print(f"logs: {folder}")
 
 
