@@ -19,7 +19,7 @@ from math import inf
 from skyasync.inference.interface import EngineStats
 
 SETTLED = 3  # reports in a row with a queue, in the last of which not more is running than before
-SPARE = 8  # for so many running requests one more waits in the engine
+RUNNING_PER_WAITING = 8  # running requests per request that may wait in the engine
 GROWTH = 2.0  # of a limit at which the engine had no queue
 FULL = 0.95  # of the cache
 
@@ -50,7 +50,7 @@ class ConcurrencyLimit:
             *before, now = self.running
             most = max(self.running)
             if len(self.running) == SETTLED and now <= max(before) and most:
-                self.limit = most + max(most // SPARE, 1)
+                self.limit = most + max(most // RUNNING_PER_WAITING, 1)
             return self.limit
         self.running = []
         cache_is_full = stats.cache_used is not None and stats.cache_used >= FULL * stats.cache_tokens > 0

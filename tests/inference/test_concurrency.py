@@ -1,4 +1,4 @@
-"""Adaptive concurrency: the limit alone, and the real client in front of engines on virtual time."""
+"""Adaptive concurrency: the limit alone, and the real client in front of engines in simulation."""
 
 from __future__ import annotations
 
