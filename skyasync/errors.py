@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 _LONGEST = 400  # characters of a headline
 WHILE_PLAYING = "while playing the episode"  # begins the note of an error in one
+RAISED_BY = "raised by reward function"  # begins the note of its error
 
 
 class UserError(Exception):
@@ -56,8 +57,8 @@ class MissingVLLMError(MissingExtraError):
 
 
 def headline(error: BaseException) -> str:
-    """An error that may have come from another process, in one line: the first one's kind, what it says, and in which
-    episode."""
+    """An error that may have come from another process, in one line: the first one's kind, what it says, in which
+    reward function and episode."""
     seen = error
     while isinstance(cause := getattr(seen, "cause", None), BaseException):  # Ray's errors carry the original
         seen = cause
@@ -67,7 +68,7 @@ def headline(error: BaseException) -> str:
         text = f"{text[:_LONGEST]}..."
     kind = type(seen).__name__
     summary = text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
-    notes = (note for note in vars(seen).get("__notes__", ()) if note.startswith(WHILE_PLAYING))
+    notes = (note for note in vars(seen).get("__notes__", ()) if note.startswith((RAISED_BY, WHILE_PLAYING)))
     return ", ".join([summary, *notes])
 
 

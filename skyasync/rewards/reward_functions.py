@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from skyasync.errors import UserError, nearest
+from skyasync.errors import RAISED_BY, UserError, nearest
 from skyasync.rewards.registry import capabilities_of, find
 from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of, wrong_return
 from skyasync.utils.rpc import GRACE_S
@@ -147,7 +147,7 @@ def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any]
         except UserError:
             raise
         except Exception as error:
-            error.add_note(f"raised by reward function {function.name}")
+            error.add_note(f"{RAISED_BY} {function.name}")
             raise
     return scores
 

@@ -206,6 +206,14 @@ def test_mesh_dimensions_engine_options_and_recomputation_are_translated(tmp_pat
     assert (moe[f"{P}policy_num_gpus_per_node"], moe["trainer.parallel.expert"]) == (4, 4)
 
 
+def test_rows_of_skyrl_s_gsm8k_are_judged_by_the_reward_function_though_they_name_an_environment(
+    tmp_path: Path,
+) -> None:
+    found = of(tmp_path, "skyrl", "environment.env_class=gsm8k")
+    assert (found["environment.env_class"], found["environment.reward_funcs"]) == ("reward", ["gsm8k"])
+    assert found["environment.env_class_from_rows"] is False
+
+
 def test_gsm8k_has_the_columns_that_its_loader_reads(tmp_path: Path) -> None:
     found = of(tmp_path, "areal", "train_dataset.path=openai/gsm8k", "valid_dataset.path=openai/gsm8k")
     assert (found["data.train_data"], found["data.val_data"]) == (

@@ -28,6 +28,7 @@ def finish(draft: Draft) -> None:
             draft.put(PLAN, "one_step_off")
     if draft.value("environment.env_class") == "reward":
         draft.put("environment.reward_funcs", ["gsm8k"], "environment.env_class")
+        draft.put("environment.env_class_from_rows", False)  # SkyRL's data name gsm8k in each row
     if not draft.value(f"{A}use_kl_loss") and not draft.value(f"{A}use_kl_in_reward"):
         draft.drop(f"{A}kl_loss_coef", "there is no KL term")
         draft.drop(f"{A}kl_estimator_type", "there is no KL term")
