@@ -1,0 +1,63 @@
+"""A server of environments that dies again and again in the middle of its episodes, and is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyasync.trainer.checkpoint.ledger import audit
+from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
+from tests.end_to_end.runs import Train, read_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+BATCH, STEPS, SAMPLES, TURNS = 8, 6, 4, 2
+LIVES = 90  # steps of a server: a training step takes 64
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """Its address, and the file with a line for each death."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    log = tmp_path / "deaths"
+    log.touch()
+    once = f"{sys.executable} -m tests.faults.env_server {port} {LIVES} {log}"
+    loop = subprocess.Popen(["bash", "-c", f"while :; do {once}; sleep 0.5; done"], start_new_session=True)
+    try:
+        until = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}", log
+    finally:
+        os.killpg(loop.pid, signal.SIGKILL)
+        loop.wait()
+
+
+@pytest.mark.parametrize("plan", ["sync", "fully_async"])
+def test_no_prompt_is_lost_or_doubled_when_the_server_dies(plan: str, train: Train, server: tuple[str, Path]) -> None:
+    url, log = server
+    run = train(
+        f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", f"environment.env_class=openenv:{url}",
+        "environment.on_error=mask", "environment.max_retries=6", "generator.max_turns=4",
+        "generator.max_model_len=128",
+    )  # fmt: skip
+    deaths = log.read_text().splitlines()
+    assert len(deaths) >= 3, "the server died several times"
+    ledger, steps = read_lines(run.folder / "ledger.jsonl"), run.series("step")
+    assert steps == list(range(1, STEPS + 1))
+    assert wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps) == []
+    assert len(audit(ledger)) == STEPS * BATCH
+    given_up = round(sum(run.series("env/given_up")) * BATCH * SAMPLES)
+    assert 1 <= given_up < STEPS * BATCH * SAMPLES, "those that were in the middle fail, and not all"
+    played = [row["env/steps"] for row in run.metrics if "env/steps" in row]  # absent if a whole step failed
+    assert played and max(played) <= TURNS, "nothing is sent twice"
