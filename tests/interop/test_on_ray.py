@@ -59,7 +59,7 @@ def test_the_tutorials_loop(ray_session: None, tmp_path: Path) -> None:
     assert issubclass(one_step_off.OneStepOffExp, SkyRLExp)
     trained = run(
         tmp_path, one_step_off.OneStepOffExp, "trainer.plan=one_step_off", "trainer.epochs=1",
-        f"environment.reward_funcs=['{FILES}/odd.py:odd']", steps=0,
+        f"environment.reward_funcs=['{FILES}/odd_reward.py:odd']", steps=0,
     )  # fmt: skip
     assert trained.series("trainer/global_step") == [1.0, 2.0, 3.0, 4.0]
     assert trained.series("staleness/max")[1:] == [1.0, 1.0, 1.0]
@@ -76,7 +76,7 @@ def test_the_tutorials_printed_classes_and_settings(ray_session: None, tmp_path:
     trained = run(
         tmp_path, printed.AsyncPPOExp, "trainer.epochs=1", *(f"trainer.placement.{key}" for key in placement),
         "generator.num_inference_engines=1", "generator.inference_engine_tensor_parallel_size=1",
-        "trainer.algorithm.use_kl_loss=true", f"environment.reward_funcs=['{FILES}/odd.py:odd']", steps=3,
+        "trainer.algorithm.use_kl_loss=true", f"environment.reward_funcs=['{FILES}/odd_reward.py:odd']", steps=3,
     )  # fmt: skip
     assert trained.series("staleness/max") == [0.0, 1.0, 1.0]
     assert "policy/kl" in trained.metrics[-1] or "policy/kl_loss" in trained.metrics[-1]
@@ -102,7 +102,7 @@ def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Pat
 @pytest.mark.matrix
 def test_a_program_whose_experiment_is_a_task(tmp_path: Path, fork_socket: Path) -> None:
     program = [fork_server.program(fork_socket), str(FILES / "skyrl" / "files" / "entry_point.py")]
-    reward = f"environment.reward_funcs=['{FILES}/odd.py:odd']"
+    reward = f"environment.reward_funcs=['{FILES}/odd_reward.py:odd']"
     arguments = settings(tmp_path, reward, "trainer.algorithm.policy_loss_type=peers_plain")
     subprocess.run([*program, *arguments], check=True, timeout=280, env=outside_environment())
     assert Trained(tmp_path / "run").series("policy/mine") == [3.0, 3.0]
