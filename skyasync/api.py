@@ -7,10 +7,9 @@ the run to its processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -258,7 +257,7 @@ def _rows(prompts: Iterable[Row] | Callable[[], Iterable[Row]]) -> Iterable[Row]
     if isinstance(made, Mapping) or not isinstance(made, Iterable):
         names = f" with {', '.join(map(str, made))}: pass one of its splits" if isinstance(made, Mapping) else ""
         raise UserError(f"prompts must be rows, a path or a function; found {type(made).__name__}{names}")
-    return made if hasattr(made, "__len__") else list(made)
+    return made if isinstance(made, Sized) else list(made)
 
 
 def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
@@ -286,14 +285,9 @@ def _named(stack: ExitStack, registry: Registry, part: object) -> str:
         number += 1
         name = f"{usual}_{number}"
     made = registry is TRACKERS and not isinstance(part, type)
-    registry[name] = partial(_the_same, part) if made else part
+    registry[name] = (lambda context: part) if made else part  # a tracker is built from its context
     stack.callback(registry.pop, name)
     return name
-
-
-def _the_same(tracker: object, context: object) -> object:
-    """A tracker that is made already, where the registry makes one."""
-    return tracker
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -98,7 +98,7 @@ def run(argv: Arguments) -> None:
     if best.staleness > 1.5 * stalest:
         print(f"its staleness of {best.staleness:.1f} is beyond the pilot's {stalest:.1f}: add a pilot run with it")
     for name, what in (("engines", "engine"), ("trainers", "trainer device")):
-        (row,) = forecast(cfg, [replace(one, **{name: getattr(one, name) + 1})], law, laws, target)
+        (row,) = forecast(cfg, [replace(one, **{name: vars(one)[name] + 1})], law, laws, target)
         print(f"one more {what}: {_minutes(row)} minutes, {row.minutes / best.minutes - 1:+.0%}")
 
 

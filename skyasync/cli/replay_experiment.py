@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
 from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
@@ -23,17 +23,15 @@ from skyasync.rollout.trajectory_files import RecordedStep, read
 from skyasync.rollout.types import Group, Prompt, PromptId
 from skyasync.run.experiment import BasePPOExp, EnginelessExperiment
 from skyasync.trainer import RayPPOTrainer, Rollout
-from skyasync.trainer.context import Metrics
+from skyasync.trainer.context import Metrics, Parts
 from skyasync.trainer.extensions import notify
 from skyasync.trainer.plans import PLANS
 from skyasync.trainer.plans.streamed import Arrivals, StreamedRayPPOTrainer
 
 if TYPE_CHECKING:
     from skyasync.inference.client import InferenceClient
-    from skyasync.observability.trackers import Tracker
     from skyasync.rollout.generator import Generator
     from skyasync.rollout.tokenizer import Tokenizer
-    from skyasync.trainer.context import Client
 
 log = logging.getLogger(__name__)
 
@@ -258,20 +256,8 @@ class ReplayExperiment(EnginelessExperiment):
     def get_eval_dataset(self) -> None:
         return None
 
-    def get_trainer(
-        self,
-        cfg: Config,
-        tracker: Tracker,
-        tokenizer: Tokenizer,
-        train_dataset: Sequence[Prompt],
-        eval_dataset: Sequence[Prompt] | None,
-        inference_engine_client: Client,
-        generator: Generator,
-        colocate_pg: object,
-    ) -> RayPPOTrainer:
-        trainer = replaying(cfg.trainer.plan)(
-            cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
-        )
+    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+        trainer = replaying(self.cfg.trainer.plan)(**parts)
         vars(trainer).update(self.attributes)
         return trainer
 
@@ -292,7 +278,7 @@ class ReenactmentExperiment(BasePPOExp):
                 f"same twice: a run with trainer.dump_trajectories=true can be replayed"
             )
         if generator.engines or generator.agent_program or generator.oversample_per_prompt:
-            key = next(k for k in ("engines", "agent_program", "oversample_per_prompt") if getattr(generator, k))
+            key = next(k for k in ("engines", "agent_program", "oversample_per_prompt") if vars(generator)[k])
             raise UserError(
                 f"{self.recorded} has generator.{key}, so its samples depend on more than its schedule: a run with "
                 f"trainer.dump_trajectories=true can be replayed"
@@ -312,20 +298,8 @@ class ReenactmentExperiment(BasePPOExp):
         self.scheduled = ScheduledClient(inference_engine_client, tokenizer)
         return super().get_generator(cfg, tokenizer, cast("InferenceClient", self.scheduled))
 
-    def get_trainer(
-        self,
-        cfg: Config,
-        tracker: Tracker,
-        tokenizer: Tokenizer,
-        train_dataset: Sequence[Prompt],
-        eval_dataset: Sequence[Prompt] | None,
-        inference_engine_client: Client,
-        generator: Generator,
-        colocate_pg: object,
-    ) -> RayPPOTrainer:
-        trainer = replaying(cfg.trainer.plan)(
-            cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
-        )
+    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+        trainer = replaying(self.cfg.trainer.plan)(**parts)
         vars(trainer).update(self.attributes | {"scheduled": self.scheduled})
         return trainer
 

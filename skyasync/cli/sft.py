@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from skyasync.cli.commands import Arguments, take_options
 from skyasync.config.keys import Keys
@@ -19,12 +19,9 @@ from skyasync.run.experiment import EnginelessExperiment
 from skyasync.trainer.supervised import OBJECTIVE, SupervisedTrainer
 
 if TYPE_CHECKING:
-    from skyasync.observability.trackers import Tracker
-    from skyasync.rollout.generator_api import Generator
-    from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Prompt
     from skyasync.trainer import RayPPOTrainer
-    from skyasync.trainer.context import Client
+    from skyasync.trainer.context import Parts
 
 HELP = """\
 usage: skyasync sft [--config FILE.yaml] [key=value ...]
@@ -118,17 +115,5 @@ class SupervisedExperiment(EnginelessExperiment):
             print(f"model: {model}")
         return metrics
 
-    def get_trainer(
-        self,
-        cfg: Config,
-        tracker: Tracker,
-        tokenizer: Tokenizer,
-        train_dataset: Sequence[Prompt],
-        eval_dataset: Sequence[Prompt] | None,
-        inference_engine_client: Client,
-        generator: Generator,
-        colocate_pg: object,
-    ) -> RayPPOTrainer:
-        return SupervisedTrainer(
-            cfg, tracker, tokenizer, train_dataset, inference_engine_client, generator, colocate_pg, eval_dataset
-        )
+    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+        return SupervisedTrainer(**parts)

@@ -38,7 +38,7 @@ class Setting:
 def read(config: Path) -> Values:
     """A run's ``config.yaml`` by dotted key; empty where it cannot be read."""
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
         whole = yaml.load(config.read_text(encoding="utf-8"), Loader=loader)
     except (OSError, yaml.YAMLError):
         return {}
