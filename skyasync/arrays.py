@@ -1,4 +1,4 @@
-"""What belongs to tokens, one number each, as arrays: nothing costs Python work per token.
+"""Arrays of one number per token, so that no token costs Python work.
 
 Invariant: ids and versions are int32, log-probabilities float32 (which is what engines compute), so nothing is lost
 between the engine and the loss. Arrays are replaced, never changed: several owners may share one.
@@ -15,13 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Experts = NDArray[np.integer[Any]]
-"""``[tokens, layers, top_k]``: those that the routers of a mixture chose; the dtype's largest number: not known."""
+"""``[tokens, layers, top_k]``: the experts that the routers chose; the dtype's largest number is unknown."""
 
 NO_INTS: Ints = np.zeros(0, dtype=np.int32)
 NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
 
 TURN_TOKENS = 2**14
-"""Long work lets the event loop have its turn whenever it has done about so many tokens."""
+"""Long work yields to the event loop after about so many tokens."""
 
 
 def ints(values: ArrayLike) -> Ints:
@@ -34,7 +34,7 @@ def floats(values: ArrayLike) -> Floats:
 
 
 def joined_experts(parts: Iterable[Experts | None]) -> Experts | None:
-    """Concatenated; None where nothing is known at all."""
+    """Concatenated; None if no part is known."""
     known = [part for part in parts if part is not None]
     return np.concatenate(known) if known else None
 

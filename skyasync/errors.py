@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come, from a scheduler or a machine that ends: as Ctrl-C, with a limit and a line of its own."""
+    """SIGTERM, from a scheduler or a machine that shuts down: as Ctrl-C, with a time limit and a message of its own."""
 
 
 class RayEndedError(RuntimeError):
@@ -57,8 +57,8 @@ class MissingVLLMError(MissingExtraError):
 
 
 def headline(error: BaseException) -> str:
-    """An error that may have come from another process, in one line: the first one's kind, what it says, in which
-    reward function and episode."""
+    """One line about an error, perhaps of another process: the first cause's kind and message, the reward function and
+    the episode."""
     seen = error
     while isinstance(cause := getattr(seen, "cause", None), BaseException):  # Ray's errors carry the original
         seen = cause

@@ -18,7 +18,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 
 
 def keep_freed() -> None:
-    """From here on this process keeps what it frees, about ``RETAINED`` bytes of it, for what it allocates next."""
+    """From now on this process retains about ``RETAINED`` bytes of what it frees, for its next allocations."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, RETAINED)
@@ -26,7 +26,7 @@ def keep_freed() -> None:
 
 
 def use_expandable_segments() -> None:
-    """For this process, before it uses a GPU, unless the environment configures torch's allocator.
+    """Set torch's allocator for this process, before it uses a GPU, unless the environment configures it.
 
     Micro-batches differ in size, and a freed block of a fixed segment fits none of the next ones.
     """
@@ -36,6 +36,6 @@ def use_expandable_segments() -> None:
 
 
 def give_back() -> None:
-    """What this process has freed, to the system."""
+    """Return freed memory to the system."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

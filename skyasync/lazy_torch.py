@@ -1,4 +1,4 @@
-"""``torch``, imported when one of its names is first used: the algorithms are known before it is."""
+"""``torch``, imported at the first use of one of its names, so that the algorithms can be listed without it."""
 
 from __future__ import annotations
 

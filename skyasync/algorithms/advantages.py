@@ -235,7 +235,7 @@ def grpo_passk(
 
 @ADVANTAGE_ESTIMATORS.register("none", rewarded=False)
 def none(rewards: Tensor, mask: Tensor) -> Estimate:
-    """0 everywhere: rewards are measured, and teach nothing (a teacher does)."""
+    """0 everywhere: rewards are measured and not trained on (a teacher is)."""
     return torch.zeros_like(rewards), torch.zeros_like(rewards)
 
 

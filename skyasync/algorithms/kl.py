@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LEAST = 1e-7
-"""What a distribution leaves to all but its likeliest tokens is taken to be at least this much."""
+"""Smallest probability that is assumed for all tokens outside the top k."""
 
 
 @KL_ESTIMATORS.register("k1")
@@ -127,12 +127,12 @@ def penalize_rewards(
 
 @dataclass
 class FixedKLController:
-    """A coefficient that stays what it is."""
+    """A constant coefficient."""
 
     value: float
 
     def update(self, kl: float, samples: int) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
 
 @dataclass

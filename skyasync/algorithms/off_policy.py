@@ -1,4 +1,4 @@
-"""How far training is from the policy that sampled: metrics, by staleness, and a warning when nothing moves.
+"""How far training is from the policy that sampled: metrics, by staleness, and a warning if the ratio is always 1.
 
 Also the proximal policy between the two (``approximate_proximal``).
 
@@ -93,14 +93,14 @@ def off_policy_metrics(
 
 
 def gap_metrics(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Tensor) -> dict[str, float]:
-    """How far trainer and engine are apart where both had the same weights: of tokens of staleness 0, nothing else.
+    """The log-probability difference of trainer and engine under the same weights: of tokens of staleness 0.
 
     Args:
         proximal: log-probabilities ``[batch, length]`` by the policy as it was before the first update.
 
     Returns:
         Of d = proximal - behaviour: the mean and the largest of abs(d), ``k3`` = mean of exp(d) - 1 - d, and where rows
-        are long enough the mean by position: "gap/from_n". Nothing where no token is of staleness 0.
+        are long enough the mean by position: "gap/from_n". Empty if no token is of staleness 0.
     """
     fresh = mask & (staleness == 0)
     if not fresh.any():

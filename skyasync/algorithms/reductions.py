@@ -57,7 +57,7 @@ def loss_numerators(
     that ``loss_weights`` gives for the mini-batch.
 
     Raises:
-        UserError: if a reduction of the user's own, which gives no denominator, is asked.
+        UserError: for a reduction of the user's own that gives no denominator.
     """
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)

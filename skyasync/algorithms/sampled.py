@@ -30,7 +30,7 @@ def likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
 
 
 def _floor(ordered: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The least logit kept ``[rows]`` of logits in falling order of which those from ``floor`` on are left."""
+    """The smallest logit that top-k and top-p keep, ``[rows]``, of logits in falling order down to ``floor``."""
     last = ordered.gather(1, (top_k - 1).clamp(0, ordered.shape[1] - 1)[:, None])[:, 0]
     floor = torch.where(top_k > 0, torch.maximum(floor, last), floor)
     probs = ordered.masked_fill(ordered < floor[:, None], -torch.inf).softmax(dim=1)
@@ -63,7 +63,7 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class SampledDistribution:
-    """What a policy's logits must go through to be the logits that its tokens were sampled from.
+    """The temperature and filters that turn a policy's logits into those that its tokens were sampled from.
 
     Penalties, bad words, ``min_tokens`` and grammars, which depend on the tokens before, are not among it.
     """
@@ -86,7 +86,7 @@ class SampledDistribution:
 
     @property
     def filters(self) -> bool:
-        """It is more than a temperature."""
+        """Whether it is more than a temperature."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return filters or bool(self.logit_bias) or bool(self.allowed_token_ids)
 

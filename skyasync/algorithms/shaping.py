@@ -140,7 +140,7 @@ def mean_inside(rewards: Sequence[float], low: float = 0.0, high: float = 1.0) -
 def cannot_be_inside(
     rewards: Sequence[float], samples: int, *, low: float, high: float, least: float, most: float
 ) -> bool:
-    """Whether ``mean_inside`` will say no, whatever the rest of ``samples``, each from ``least`` to ``most``, earn."""
+    """Whether ``mean_inside`` is false for any rewards, each within ``[least, most]``, of the rest of ``samples``."""
     total, left = sum(rewards), samples - len(rewards)
     return (total + left * most) / samples <= low or (total + left * least) / samples >= high
 

@@ -1,4 +1,4 @@
-"""Runs that train on what another run was trained on, step by step: recorded samples, or samples generated again."""
+"""Runs that train on another run's samples, step by step: recorded ones, or the same ones generated again."""
 
 from __future__ import annotations
 

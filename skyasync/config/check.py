@@ -87,7 +87,7 @@ def check_names(cfg: Config) -> None:
 
 
 def config_warnings(cfg: Config) -> list[str]:
-    """What may be meant so, but is worth a line at the start of a run."""
+    """Settings that may be intended, but are worth a line at the start of a run."""
     return list(sampling_warnings(cfg)) if reads_behaviour(cfg.trainer.algorithm) else []
 
 

@@ -1,7 +1,7 @@
-"""The configuration once it is settled: it can be read and copied, and a write raises one line that names the key.
+"""The configuration after ``prepare``: it can be read and copied; a write raises an error that names the key.
 
 Invariant: parts that were made from a value cannot disagree with the configuration. A copy (``copy.deepcopy``,
-``dataclasses.replace``, what is sent to another process) is free again.
+``dataclasses.replace``, what is sent to another process) can be changed.
 """
 
 from __future__ import annotations

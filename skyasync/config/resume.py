@@ -63,8 +63,8 @@ def saves(trainer: TrainerConfig) -> bool:
 
 
 def settle_run_name(trainer: TrainerConfig) -> None:
-    """A run that ended before its first checkpoint is started again as ``<run_name>-2``, and so on: the same command
-    continues the one of them that is newest. Settles ``run_name``."""
+    """Set ``run_name`` to the newest attempt. A run that ended before its first checkpoint is started again as
+    ``<run_name>-2``, and so on; the same command continues the newest of them."""
     if trainer.resume_mode != "auto" or not trainer.run_name or trainer.ckpt_path or _has_checkpoints(trainer):
         return
     root = Path(trainer.runs_dir).expanduser() / trainer.run_name

@@ -29,8 +29,7 @@ _QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature)=)[^&\
 
 
 def is_secret(name: str) -> bool:
-    """Whether a key of the configuration is one's of a secret: ``api_key``, and not ``api_key_env`` or
-    ``max_tokens``."""
+    """Whether a setting of this name holds a secret: ``api_key`` does, ``api_key_env`` and ``max_tokens`` do not."""
     return _NAME.search(name) is not None
 
 
@@ -53,7 +52,7 @@ def without_passwords(text: str) -> str:
 
 
 class Secrets:
-    """Texts that are to be seen nowhere.
+    """Texts that no file and no terminal of a run may show.
 
     Args:
         values: those too short to be told from a word are left out.

@@ -2,7 +2,7 @@
 
 Invariant: a pure function of the rows of ``metrics.jsonl``. An alarm compares the last ``WINDOW`` steps with the first
 ones, or with a limit that no healthy recipe comes near; before so many steps there is none. The recorded rows of
-healthy runs raise none at any of their steps, and rows of runs that were made ill raise theirs (tests hold both).
+healthy runs raise none at any of their steps, and rows of runs with a fault raise its alarm (tests hold both).
 """
 
 from __future__ import annotations

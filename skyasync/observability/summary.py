@@ -1,4 +1,4 @@
-"""What a run achieved, where its time went, and the one thing that limits its speed.
+"""What a run achieved, where its time went, and what limits its speed.
 
 Invariant: a pure function of the rows of ``metrics.jsonl``; figures that were not logged are left out, never
 guessed. Shares and rates are weighted by the time of their steps, so that they hold for the whole run.

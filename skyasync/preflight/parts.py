@@ -134,7 +134,7 @@ def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:
 
 
 def check_plan_class(plan: object) -> None:
-    """It can be made, and what it overrides takes what the original takes. Private names are its own affair."""
+    """Raises ``UserError`` unless it can be made, and its public methods take what the originals take."""
     if not hasattr(plan, "get_trainer"):
         raise UserError(f"plan {getattr(plan, '__name__', plan)} must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):

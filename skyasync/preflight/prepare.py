@@ -1,4 +1,4 @@
-"""What is settled and checked before any process starts, in the order in which a user would want to hear of it.
+"""What is settled and checked before any process starts, in the order that is most useful to a user.
 
 Invariant: the first thing that is wrong is raised, in one line, and nothing is left behind: the run's folder is made
 last, and changed only when this process has claimed it. From then on the configuration is read-only.
@@ -153,7 +153,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
 
 
 def about_recipe(cfg: Config) -> str:
-    """What a run has of the settings that stand in for a model that is not named; "" where one is."""
+    """A line about the example's settings that a run takes because it names no model; "" if it names one."""
     taken = [path for path, origin in origins(cfg).items() if origin == RECIPE]
     if not taken:
         return ""

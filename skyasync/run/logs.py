@@ -98,7 +98,7 @@ class ProcessLogs:
 
     @contextmanager
     def shown_by(self, show: Show) -> Iterator[None]:
-        """Inside it is this one that shows."""
+        """Inside the block lines are shown by this function."""
         former, self.show = self.show, show
         try:
             yield

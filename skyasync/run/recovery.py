@@ -95,7 +95,7 @@ class Recovery:
         return self._budget.per_hour > 0 and keeps_checkpoints(self._experiment.cfg.trainer)
 
     def lost_workers(self, step: int) -> bool:
-        """Whether the run has failed since a worker's process has, and may start the workers again."""
+        """Whether the run failed because a worker's process did, and the workers may be started again."""
         from skyasync.utils.machine import born
 
         run, (program, began) = self._experiment, self._program

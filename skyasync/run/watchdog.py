@@ -1,4 +1,4 @@
-"""Ends the processes of a Ray that was started here with the program that started it, however that one ends.
+"""Ends Ray's processes when the program that started them ends, however it ends.
 
     the program ── its pidfd, a pipe ──▶ watchdog ──(gone)──▶ 10 s ──▶ SIGKILL, and the folder is removed
 
