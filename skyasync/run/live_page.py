@@ -1,8 +1,9 @@
-"""The report's page while runs go on, from a server on this machine.
+"""The report's page while runs go on, and their newest metrics for Prometheus, from a server on this machine.
 
 Invariant: the server only reads the runs' folders, so it may start, fail and end without any effect on a run. A page is
 drawn when somebody asks and a run has written something since the last one. Pages of other sites are rejected; a server
-that other machines can reach answers only requests with its token.
+that other machines can reach answers only requests with its token. Prometheus gets no series twice, and only names and
+labels that it accepts.
 
 | who waits   | for what                           | woken by                                           |
 |-------------|------------------------------------|----------------------------------------------------|
@@ -18,12 +19,13 @@ import base64
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,10 +34,12 @@ from aiohttp.typedefs import Handler
 
 from skyasync.errors import UserError
 from skyasync.inference.origin_check import foreign_origin, is_loopback
+from skyasync.observability import jsonl
+from skyasync.observability.alarms import alarms
+from skyasync.observability.metric_names import entry_of
 from skyasync.observability.plots import labels
-from skyasync.observability.prometheus import exposition
 from skyasync.observability.report.page import LIVE_SCRIPT, page
-from skyasync.observability.run_dir import read_status
+from skyasync.observability.run_dir import RUNNING, read_status
 
 LOOPBACK = "127.0.0.1"
 READ = ("metrics.jsonl", "samples.jsonl", "status.json", "restarts.jsonl")  # what changes a page
@@ -144,6 +148,37 @@ class LivePage:
                     stat = (folder / name).stat()
                     digest.update(f"{name} {stat.st_mtime_ns} {stat.st_size};".encode())
         return f'"{digest.hexdigest()[:32]}"'
+
+
+def series_name(metric: str) -> str:
+    """``reward/mean`` as ``skyasync_reward_mean``."""
+    return "skyasync_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
+
+
+def exposition(folders: Mapping[str, Path]) -> str:
+    """The newest value of each metric of runs, by the runs' names, in Prometheus' text format."""
+    families: dict[str, dict[str, float]] = {}  # series' names, with their labels and values
+    meanings: dict[str, str] = {}
+    for run, folder in folders.items():
+        rows = jsonl.read_rows(folder / "metrics.jsonl")
+        escaped = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        label = f'run="{escaped}"'
+        newest = {name: value for row in rows for name, value in row.items() if value is not None}
+        for name, value in sorted(newest.items()):
+            entry = entry_of(name)
+            meanings.setdefault(series_name(name), entry.meaning if entry else f"{name}, of this run's own parts.")
+            families.setdefault(series_name(name), {}).setdefault(label, float(value))
+        running = families.setdefault("skyasync_running", {})
+        running[label] = float(read_status(folder).state == RUNNING)
+        for alarm in alarms(rows, jsonl.read_rows(folder / "restarts.jsonl")):
+            families.setdefault("skyasync_alarm", {})[f'{label},alarm="{alarm.name}"'] = 1.0
+    meanings |= {"skyasync_running": "1 during the run.", "skyasync_alarm": "1 for each alarm that is raised."}
+    lines = []
+    for name, values in families.items():
+        help_text = meanings[name].replace("\\", "\\\\").replace("\n", "\\n")
+        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
+        lines += [f"{name}{{{labels}}} {value!r}" for labels, value in values.items()]
+    return "\n".join(lines) + "\n"
 
 
 async def serve(live: LivePage, until: asyncio.Event) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.grafana import dashboard
 from skyasync.observability.metric_names import METRICS
-from skyasync.observability.prometheus import dashboard, exposition, series_name
+from skyasync.run.live_page import exposition, series_name
 
 LINE = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)\{((?:[a-z]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\} (\S+)')
 FILE = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -49,9 +50,7 @@ def test_every_metric_has_a_name_that_prometheus_accepts(metric: str) -> None:
 
 
 def test_the_dashboard_asks_for_metrics_that_runs_log() -> None:
-    assert json.loads(FILE.read_text()) == dashboard(), (
-        "python -m skyasync.observability.prometheus > docs/grafana.json"
-    )
+    assert json.loads(FILE.read_text()) == dashboard(), "python -m skyasync.run.live_page > docs/grafana.json"
     panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
     asked = [target["expr"].partition("{")[0] for panel in panels for target in panel["targets"]]
     known = {series_name(metric.name) for metric in METRICS if "<" not in metric.name}

@@ -1,61 +1,18 @@
-"""Runs' newest metrics for Prometheus, and a dashboard of them for Grafana.
+"""A dashboard of runs' metrics for Grafana, with the charts of the report.
 
-    python -m skyasync.observability.prometheus > docs/grafana.json
-
-Invariant: every name and label is one that Prometheus accepts, and no series is there twice; what a run has not logged
-is left out.
+python -m benchmarks.grafana > docs/grafana.json
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from skyasync.observability import jsonl
-from skyasync.observability.alarms import alarms
-from skyasync.observability.metric_names import entry_of
 from skyasync.observability.report.charts import sections
-from skyasync.observability.run_dir import RUNNING, read_status
+from skyasync.run.live_page import series_name
 
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 WIDTH, HEIGHT = 8, 8  # of a panel, in Grafana's grid of 24 columns
-
-
-def series_name(metric: str) -> str:
-    """``reward/mean`` as ``skyasync_reward_mean``."""
-    return "skyasync_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
-
-
-def exposition(folders: Mapping[str, Path]) -> str:
-    """The newest value of each metric of runs, by the runs' names, in Prometheus' text format."""
-    families: dict[str, dict[str, float]] = {}  # series' names, with their labels and values
-    meanings: dict[str, str] = {}
-    for run, folder in folders.items():
-        rows = jsonl.read_rows(folder / "metrics.jsonl")
-        label = f'run="{_escaped(run)}"'
-        newest = {name: value for row in rows for name, value in row.items() if value is not None}
-        for name, value in sorted(newest.items()):
-            entry = entry_of(name)
-            meanings.setdefault(series_name(name), entry.meaning if entry else f"{name}, of this run's own parts.")
-            families.setdefault(series_name(name), {}).setdefault(label, float(value))
-        running = families.setdefault("skyasync_running", {})
-        running[label] = float(read_status(folder).state == RUNNING)
-        for alarm in alarms(rows, jsonl.read_rows(folder / "restarts.jsonl")):
-            families.setdefault("skyasync_alarm", {})[f'{label},alarm="{alarm.name}"'] = 1.0
-    meanings |= {"skyasync_running": "1 during the run.", "skyasync_alarm": "1 for each alarm that is raised."}
-    lines = []
-    for name, values in families.items():
-        help_text = meanings[name].replace("\\", "\\\\").replace("\n", "\\n")
-        lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
-        lines += [f"{name}{{{labels}}} {value!r}" for labels, value in values.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def dashboard() -> dict[str, Any]:
