@@ -18,6 +18,7 @@ import yaml
 from skyasync.cli.train import configuration
 from skyasync.config.keys import Keys
 from skyasync.config.schema import Config
+from skyasync.config.values import dotted
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
 from skyasync.observability import TRACKERS
@@ -290,14 +291,9 @@ def _named(stack: ExitStack, registry: Registry, part: object) -> str:
     return name
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; a mapping that is no group of settings is a value."""
-    for name, value in settings.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and path in Keys.of(Config).groups:
-            yield from _flat(value, f"{path}.")
-        else:
-            yield path, value
+    return dotted(settings, lambda path, group: path in Keys.of(Config).groups)
 
 
 def _text(key: str, value: object) -> str:

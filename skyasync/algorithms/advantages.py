@@ -10,7 +10,7 @@ every group-relative estimator, whatever rounding and epsilon do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.binding import bind, configured, setting
@@ -24,14 +24,8 @@ if TYPE_CHECKING:
 Estimate: TypeAlias = "tuple[Tensor, Tensor]"
 
 
-class EstimatedBy(Protocol):
-    """Of ``trainer.algorithm``: the estimator; its settings are read by their names, where they are given."""
-
-    advantage_estimator: str
-
-
 def compute_advantages(
-    cfg: EstimatedBy,
+    cfg: object,
     rewards: Tensor,
     mask: Tensor,
     group_ids: Tensor,
@@ -53,9 +47,10 @@ def compute_advantages(
         whole = samples.join(values) if values is not None else None
         estimate = compute_advantages(cfg, samples.join(rewards), samples.join(mask), samples.first(group_ids), whole)
         return samples.split(estimate[0]), samples.split(estimate[1])
-    estimator = bind(ADVANTAGE_ESTIMATORS[cfg.advantage_estimator], cfg)
+    name = setting(cfg, "advantage_estimator", "grpo")
+    estimator = bind(ADVANTAGE_ESTIMATORS[name], cfg)
     if "values" in estimator.inputs and values is None:
-        raise ValueError(f"advantage estimator {cfg.advantage_estimator!r} needs a critic's values")
+        raise ValueError(f"advantage estimator {name!r} needs a critic's values")
     advantages, returns = estimator({"rewards": rewards, "mask": mask, "group_ids": group_ids, "values": values})
     if setting(cfg, "advantage_batch_normalize", False):
         advantages = whiten(advantages, mask)

@@ -31,12 +31,6 @@ POLICIES = frozenset({"proximal", "behaviour", "reference"})
 _PER_TOKEN = frozenset({"proximal", "behaviour", "advantages"})
 
 
-class TrainedBy(Protocol):
-    """Of ``trainer.algorithm``: the loss; all other settings are read by their names, where they are given."""
-
-    policy_loss_type: str
-
-
 class Rows(Protocol):
     """A batch whose log-probabilities and advantages are known; ``[batch, length]`` each."""
 
@@ -67,13 +61,14 @@ class Objective:
             weighted by the behaviour policy.
     """
 
-    def __init__(self, cfg: TrainedBy) -> None:
+    def __init__(self, cfg: object) -> None:
         self.anchor = setting(cfg, "ratio_anchor", "proximal")
-        loss = POLICY_LOSSES[cfg.policy_loss_type]
+        name = setting(cfg, "policy_loss_type", "ppo")
+        loss = POLICY_LOSSES[name]
         select = getattr(loss, "select", None)
         self._loss = bind(loss, cfg)
         self._select = bind(select, cfg) if select else None
-        self._corrections = self._bind_corrections(cfg)
+        self._corrections = self._bind_corrections(cfg, name)
         self._kl_estimator = setting(cfg, "kl_estimator_type", "k3")
         self._kl_bound = setting(cfg, "kl_clamp", 0.0)
         self._kl_weighted = setting(cfg, "kl_importance_weighted", False)
@@ -81,7 +76,7 @@ class Objective:
         self._entropy = setting(cfg, "use_entropy_loss", False)
         self._entropy_coef = setting(cfg, "entropy_loss_coef", 0.01) if self._entropy else 0.0
         self.prepares = self._select is not None
-        losses = POLICY_LOSSES.about(cfg.policy_loss_type)
+        losses = POLICY_LOSSES.about(name)
         self.trains_entropy = bool(self._entropy_coef) or any("entropy" in about.inputs for about in losses)
         kl_in_reward = setting(cfg, "use_kl_in_reward", False)
         self.needs_before_update = self._policies(*self._selectors())
@@ -174,7 +169,7 @@ class Objective:
             return None
         return self._weight(_tensors_of(batch)).expand_as(batch.loss_mask)
 
-    def _bind_corrections(self, cfg: TrainedBy) -> list[Bound[Tensor]]:
+    def _bind_corrections(self, cfg: object, loss: str) -> list[Bound[Tensor]]:
         """The correction and the masks, without those that do nothing."""
         name = setting(cfg, "off_policy_correction", "auto")
         weighted = "behaviour" in self._policies(self._loss)
@@ -182,7 +177,7 @@ class Objective:
             name = "none" if "behaviour" in self._policies(self._loss, *self._selectors()) else "token_tis"
         elif weighted and name != "none" and not name.endswith("_mask"):
             raise UserError(
-                f"policy loss {cfg.policy_loss_type!r} with ratio_anchor={self.anchor} already weighs samples by the "
+                f"policy loss {loss!r} with ratio_anchor={self.anchor} already weighs samples by the "
                 f"behaviour policy; off_policy_correction={name!r} would weigh them twice: choose auto, none or a mask"
             )
         names = [name, *setting(cfg, "off_policy_masks", [])]

@@ -10,10 +10,10 @@ outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from skyasync.algorithms import LOSS_REDUCTIONS
-from skyasync.algorithms.binding import bind, configured
+from skyasync.algorithms.binding import bind, configured, setting
 from skyasync.algorithms.masked import JoinedRows
 from skyasync.errors import UserError
 from skyasync.lazy_torch import torch
@@ -24,32 +24,26 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound="Callable[..., Tensor]")
 
 
-class ReducedBy(Protocol):
-    """Of ``trainer.algorithm``: the reduction; its settings are read by their names, where they are given."""
-
-    loss_reduction: str
-
-
 def loss_weights(
-    cfg: ReducedBy,
+    cfg: object,
     mask: Tensor,
     group_ids: Tensor,
     dtype: torch.dtype | None = None,
     trajectory_ids: Tensor | None = None,
 ) -> Tensor:
-    """The weights of ``cfg.loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
+    """The weights of ``loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
 
     Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence. By default in float64.
     """
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)
         return samples.split(loss_weights(cfg, samples.join(mask), samples.first(group_ids), dtype))
-    reduction = bind(LOSS_REDUCTIONS[cfg.loss_reduction], cfg)
+    reduction = bind(LOSS_REDUCTIONS[setting(cfg, "loss_reduction", "token_mean")], cfg)
     return reduction({"mask": mask, "group_ids": group_ids}).to(dtype or torch.float64)
 
 
 def loss_numerators(
-    cfg: ReducedBy, mask: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None
+    cfg: object, mask: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None
 ) -> tuple[Tensor, float]:
     """The weights of some whole groups without their denominator, ``[batch, length]``, and that denominator.
 
@@ -63,11 +57,12 @@ def loss_numerators(
         samples = JoinedRows(trajectory_ids)
         weights, total = loss_numerators(cfg, samples.join(mask), samples.first(group_ids))
         return samples.split(weights), total
-    reduction = LOSS_REDUCTIONS[cfg.loss_reduction]
+    name = setting(cfg, "loss_reduction", "token_mean")
+    reduction = LOSS_REDUCTIONS[name]
     denominator = getattr(reduction, "denominator", None)
     if denominator is None:
         raise UserError(
-            f"trainer.algorithm.loss_reduction={cfg.loss_reduction} does not say what it divides by (divided_by), so "
+            f"trainer.algorithm.loss_reduction={name} does not say what it divides by (divided_by), so "
             f"its weights cannot be made part by part: choose another, or another plan"
         )
     inputs = {"mask": mask, "group_ids": group_ids}

@@ -11,6 +11,7 @@ import enum
 import re
 import types
 import typing
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import yaml
@@ -156,6 +157,18 @@ def written(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {written(entry)}" for name, entry in value.items()) + "}"
     return str(value) if value != "" else "''"
+
+
+def dotted(
+    group: Mapping[str, Any], enter: Callable[[str, Mapping[str, Any]], bool], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values. A mapping is entered if ``enter(path, mapping)`` says so; else it is a value."""
+    for name, value in group.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and enter(path, value):
+            yield from dotted(value, enter, f"{path}.")
+        else:
+            yield path, value
 
 
 def type_name(expected: object) -> str:

@@ -16,11 +16,12 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
+from skyasync.config.values import dotted
 from skyasync.errors import UserError
 from skyasync.observability import TRACKERS, jsonl
 from skyasync.observability.lines import status_line
@@ -269,7 +270,10 @@ class MlflowTracker:
         experiment = known.experiment_id if known else self._client.create_experiment(context.project_name)
         self._run = self._client.create_run(experiment, run_name=context.run_dir.name).info.run_id
         id_file.write_text(self._run)
-        params = [self._entities.Param(name, str(value)[:MLFLOW_VALUE_CHARS]) for name, value in _flat(context.config)]
+        params = [
+            self._entities.Param(name, str(value)[:MLFLOW_VALUE_CHARS])
+            for name, value in dotted(context.config, lambda path, group: bool(group))
+        ]
         for start in range(0, len(params), MLFLOW_BATCH):
             self._client.log_batch(self._run, params=params[start : start + MLFLOW_BATCH])
 
@@ -289,7 +293,10 @@ class TrackioTracker(_ServiceRun):
     def __init__(self, context: TrackerContext) -> None:
         trackio = need("trackio")
         self._run = trackio.init(
-            project=context.project_name, name=context.run_dir.name, config=dict(_flat(context.config)), resume="allow"
+            project=context.project_name,
+            name=context.run_dir.name,
+            config=dict(dotted(context.config, lambda path, group: bool(group))),
+            resume="allow",
         )
 
 
@@ -310,12 +317,3 @@ class SwanlabTracker(_ServiceRun):
             log_dir=str(context.run_dir.path / "swanlab"),
             config=dict(context.config),
         )
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

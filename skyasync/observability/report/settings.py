@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import yaml
 from skyasync.config.keys import Keys
 from skyasync.config.load import RECIPE
 from skyasync.config.schema import Config
-from skyasync.config.values import written
+from skyasync.config.values import dotted, written
 
 Values = dict[str, Any]
 MODEL = "trainer.policy.model.path"
@@ -42,7 +42,8 @@ def read(config: Path) -> Values:
         whole = yaml.load(config.read_text(encoding="utf-8"), Loader=loader)
     except (OSError, yaml.YAMLError):
         return {}
-    return dict(_leaves(whole, "", Keys.of(Config)))
+    keys = Keys.of(Config)
+    return dict(dotted(whole, lambda path, group: path not in keys)) if isinstance(whole, Mapping) else {}
 
 
 def read_origins(file: Path) -> dict[str, str]:
@@ -95,14 +96,3 @@ def differing(runs: list[Values]) -> list[Setting]:
                 Setting(path, values_of, written(known.default) if known else "", known.doc if known else "")
             )
     return settings
-
-
-def _leaves(node: object, prefix: str, keys: Keys) -> Iterator[tuple[str, Any]]:
-    if not isinstance(node, Mapping):
-        return
-    for name, value in node.items():
-        path = f"{prefix}{name}"
-        if isinstance(value, Mapping) and path not in keys:
-            yield from _leaves(value, f"{path}.", keys)
-        else:
-            yield path, value
