@@ -122,15 +122,7 @@ def _train(run: Path, settings: Sequence[str], *, last: int, nonfinite: bool) ->
     main(experiment, ["--config", str(run / "config.yaml"), *settings, *more], plan=plan)
 
 
-def show(
-    run: Path,
-    step: int | None,
-    episode: str,
-    *,
-    tokens: bool = False,
-    nonfinite: bool = False,
-    console: Console | None = None,
-) -> None:
+def show(run: Path, step: int | None, episode: str, *, tokens: bool, nonfinite: bool) -> None:
     """Print the episodes of a step (by default the last), or the one whose id begins with ``episode``.
 
     Args:
@@ -139,7 +131,7 @@ def show(
     Raises:
         UserError: if there are none.
     """
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     rows = _recorded(run, step, episode, NONFINITE if nonfinite else "")
     if not rows and not nonfinite:
         samples_of_run: Sequence[Row] = jsonl.read_rows(run / "samples.jsonl")

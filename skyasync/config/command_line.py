@@ -178,8 +178,8 @@ def unknown_key(path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[s
     return f"{start}: see --help {group}" if group else f"{start}: see --help for all keys"
 
 
-def nearest_keys(path: str, keys: Keys, count: int = 2) -> list[str]:
-    """The most similar keys, best first: by the whole path, or by its last part in any group.
+def nearest_keys(path: str, keys: Keys) -> list[str]:
+    """The most similar keys, at most two, best first: by the whole path, or by its last part in any group.
 
     Keys that are read with another one alone are not named together with one that is always read.
     """
@@ -196,7 +196,7 @@ def nearest_keys(path: str, keys: Keys, count: int = 2) -> list[str]:
 
     scored = sorted(((similarity(key.path), key.path) for key in keys), key=lambda pair: -pair[0])
     best = scored[0][0] if scored else 0.0
-    close = [candidate for score, candidate in scored[:count] if score >= max(_CUTOFF, best - _MARGIN)]
+    close = [candidate for score, candidate in scored[:2] if score >= max(_CUTOFF, best - _MARGIN)]
     always = [path for path in close if not keys[path].when]
     return always if always[:1] == close[:1] else close
 
@@ -208,8 +208,8 @@ _RULES = (
 )
 
 
-def print_help(keys: Keys, topic: str = "", console: Console | None = None) -> None:
-    """Print all keys, or those of the group (or the one key) that ``topic`` names.
+def print_help(keys: Keys, topic: str) -> None:
+    """Print all keys (""), or those of the group (or the one key) that ``topic`` names.
 
     Raises:
         UserError: if there is no such group or key.
@@ -220,7 +220,7 @@ def print_help(keys: Keys, topic: str = "", console: Console | None = None) -> N
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         groups = ", ".join(group for group in keys.groups if "." not in group)
         raise UserError(f"--help {topic}: no such group or key: {hint}groups: {groups}")
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     if not topic:
         console.print(Text(_USAGE, style="bold"))
         console.print(Text(_RULES))
