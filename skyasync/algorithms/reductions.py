@@ -25,11 +25,7 @@ F = TypeVar("F", bound="Callable[..., Tensor]")
 
 
 def loss_weights(
-    cfg: object,
-    mask: Tensor,
-    group_ids: Tensor,
-    dtype: torch.dtype | None = None,
-    trajectory_ids: Tensor | None = None,
+    cfg: object, mask: Tensor, group_ids: Tensor, dtype: torch.dtype | None = None, trajectory_ids: Tensor | None = None
 ) -> Tensor:
     """The weights of ``loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
 

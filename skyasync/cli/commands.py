@@ -147,10 +147,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         (*_SETTINGS, "--host", "--port", "--folder"),
     ),
     "completion": Subcommand(
-        "skyasync.cli.completion:completion",
-        "print the completion for bash, zsh or fish",
-        _HELP,
-        settings=False,
+        "skyasync.cli.completion:completion", "print the completion for bash, zsh or fish", _HELP, settings=False
     ),
     "complete": Subcommand(
         "skyasync.cli.completion:complete", "the words that complete a line", settings=False, listed=False

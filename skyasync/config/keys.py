@@ -54,10 +54,7 @@ class When:
     """
 
     def __init__(
-        self,
-        *alternatives: str,
-        test: Callable[[Any], bool] | None = None,
-        choices: Callable[[], str] | None = None,
+        self, *alternatives: str, test: Callable[[Any], bool] | None = None, choices: Callable[[], str] | None = None
     ) -> None:
         self.alternatives, self.test, self.choices = alternatives, test, choices
         #: The keys that decide.

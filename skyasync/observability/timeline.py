@@ -128,12 +128,7 @@ class Timeline:
     """
 
     def __init__(
-        self,
-        path: Path | str | None,
-        *,
-        clock: Clock = wall_clock,
-        memory: int = 20_000,
-        began: float | None = None,
+        self, path: Path | str | None, *, clock: Clock = wall_clock, memory: int = 20_000, began: float | None = None
     ) -> None:
         self._clock = clock
         self._began = clock() if began is None else began

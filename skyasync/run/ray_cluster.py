@@ -206,10 +206,7 @@ def _loopback_only() -> Iterator[None]:
     """
     from ray._private import ray_constants
 
-    with (
-        _patched(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        _variables({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}),
-    ):
+    with _patched(ray_constants, "ENABLE_RAY_CLUSTER", False), _variables({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
         yield
 
 
