@@ -21,20 +21,25 @@ DOTS_PER_INCH = 150
 # Of Okabe and Ito's palette: also distinct for colour-blind readers.
 BLUE, ORANGE = "#0072B2", "#D55E00"
 INK, PALE = "#333333", "#8A8A8A"
-STYLE: Any = {
-    "font.size": 10.5,
-    "axes.edgecolor": PALE,
-    "axes.labelcolor": INK,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E6E6E6",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-}
+
+
+def axes_style(ink: str, pale: str, grid: str, size: float) -> dict[str, Any]:
+    """Matplotlib's settings for axes of these colours and text of this size in points."""
+    return {
+        "font.size": size,
+        "axes.edgecolor": pale,
+        "axes.labelcolor": ink,
+        "text.color": ink,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": grid,
+        "grid.linewidth": 0.8,
+        "axes.axisbelow": True,
+    }
+
+
+STYLE: Any = axes_style(INK, PALE, "#E6E6E6", 10.5) | {"xtick.color": INK, "ytick.color": INK}
 
 Row = Mapping[str, Any]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from skyasync.observability.plots import Row, series, smooth
+from skyasync.observability.plots import Row, axes_style, series, smooth
 from skyasync.observability.report.charts import Chart, step_parts, tokens_by_staleness
 from skyasync.observability.timeline import END, IDLE, Span
 
@@ -49,27 +49,17 @@ _SERIES = [f"#0{n}0{n}1{n}" for n in range(COLOURS)]
 _VARIABLES = {_INK: "--ink", _PALE: "--pale", _GRID: "--grid", _PAPER: "--card"} | {
     colour: f"--c{n}" for n, colour in enumerate(_SERIES)
 }
-_STYLE: Any = {
+_STYLE: Any = axes_style(_INK, _PALE, _GRID, 11.5) | {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
-    "font.size": 11.5,
-    "axes.edgecolor": _PALE,
-    "axes.labelcolor": _INK,
-    "text.color": _INK,
     "xtick.color": _PALE,
     "ytick.color": _PALE,
     "xtick.labelcolor": _INK,
     "ytick.labelcolor": _INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
     "legend.frameon": False,
+    "legend.fontsize": 11,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
-    "legend.fontsize": 11,
     "axes.formatter.useoffset": False,
 }
 
