@@ -98,7 +98,7 @@ class Components:
         chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
         rows = (stream.prompt(position).messages for position in range(stream.rows))
         prompts = (ImageTokens(chat.prompt(messages).tolist(), images_of(messages)) for messages in rows)
-        sees = reads_images(path := getattr(trainer.tokenizer, "name_or_path", ""))
+        sees = reads_images(path := settings.policy.model.path)
         probe = choose_probe(prompts, PROBE_TOKENS, cuts=not sees)
         if sees and not any(map(ImageTokens.images_of, probe)):
             probe.append(blank_prompt(path, probe[0][:BLANK_TOKENS]))
