@@ -23,7 +23,7 @@ BLUE, ORANGE = "#0072B2", "#D55E00"
 INK, PALE = "#333333", "#8A8A8A"
 
 
-def axes_style(ink: str, pale: str, grid: str, size: float) -> dict[str, Any]:
+def plot_style(ink: str, pale: str, grid: str, size: float) -> dict[str, Any]:
     """Matplotlib's settings for axes of these colours and text of this size in points."""
     return {
         "font.size": size,
@@ -39,7 +39,7 @@ def axes_style(ink: str, pale: str, grid: str, size: float) -> dict[str, Any]:
     }
 
 
-STYLE: Any = axes_style(INK, PALE, "#E6E6E6", 10.5) | {"xtick.color": INK, "ytick.color": INK}
+STYLE: Any = plot_style(INK, PALE, "#E6E6E6", 10.5) | {"xtick.color": INK, "ytick.color": INK}
 
 Row = Mapping[str, Any]
 

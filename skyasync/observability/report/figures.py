@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from skyasync.observability.plots import Row, axes_style, series, smooth
+from skyasync.observability.plots import Row, plot_style, series, smooth
 from skyasync.observability.report.charts import Chart, step_parts, tokens_by_staleness
 from skyasync.observability.timeline import END, IDLE, Span
 
@@ -49,7 +49,7 @@ _SERIES = [f"#0{n}0{n}1{n}" for n in range(COLOURS)]
 _VARIABLES = {_INK: "--ink", _PALE: "--pale", _GRID: "--grid", _PAPER: "--card"} | {
     colour: f"--c{n}" for n, colour in enumerate(_SERIES)
 }
-_STYLE: Any = axes_style(_INK, _PALE, _GRID, 11.5) | {
+_STYLE: Any = plot_style(_INK, _PALE, _GRID, 11.5) | {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "xtick.color": _PALE,
