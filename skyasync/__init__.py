@@ -99,6 +99,9 @@ def __getattr__(name: str) -> object:
 
 #: Modules of this package, or packages in it, as programs of earlier versions import them.
 _MOVED = {
+    "algorithms.filters": "algorithms.shaping",
+    "algorithms.normalization": "algorithms.advantages",
+    "algorithms.registries": "algorithms",
     "compat": "interop",
     "engines.protocol": "inference.interface",
     "engines": "inference",

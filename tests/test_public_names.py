@@ -48,6 +48,7 @@ def test_a_name_is_the_object_of_its_home():
         ("plans.fully_async", "trainer.plans.fully_async"),
         ("together", "utils.task_group"),
         ("observe.trackers", "observability.trackers"),
+        ("algorithms.filters", "algorithms.shaping"),
     ],
 )
 def test_a_module_that_has_moved_is_found_by_its_former_name_too(former, new):
