@@ -96,7 +96,7 @@ def load_config(
     settings, explicit = _layers(line, default_config, keys, problems)
     config = _merge(schema, settings, keys, problems)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     try:
         result = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:  # a reference inside a free mapping that leads nowhere
