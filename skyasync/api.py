@@ -111,19 +111,19 @@ class _ExportingExperiment(BasePPOExp):
 
     @property
     def exported(self) -> Path:
-        """By default a folder of the run's own, whose name is known once the experiment is prepared."""
+        """By default a folder in the run's folder, whose name is known after ``prepare``."""
         assert self.run_dir is not None
         return Path(self.cfg.trainer.export_path or self.run_dir.path / "model")
 
     def build(self) -> RayPPOTrainer:
-        """In the controller's process, whose copy of the configuration is not read-only yet."""
+        """In the controller's process, before its copy of the configuration becomes read-only."""
         self.cfg.trainer.export_path = str(self.exported)
         return super().build()
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run has left.
+    """The result of a run.
 
     Args:
         metrics: of the last step.

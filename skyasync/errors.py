@@ -20,7 +20,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class RayEndedError(RuntimeError):
-    """A process of Ray's own has ended, without which nothing of the run can go on."""
+    """One of Ray's own processes has ended, so the run cannot continue."""
 
 
 class NonFiniteError(RuntimeError):
@@ -46,7 +46,7 @@ class MissingExtraError(UserError):
 
 
 class MissingVLLMError(MissingExtraError):
-    """vLLM is not installed: there are two of it."""
+    """vLLM is not installed; there are two packages of it."""
 
     def __init__(self, what: str = "vLLM") -> None:
         UserError.__init__(

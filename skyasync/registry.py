@@ -138,7 +138,7 @@ class Registry(dict[str, Any]):
         return self[name]
 
     def about(self, name: str) -> About:
-        """What is known of a part.
+        """The description of a part by name.
 
         Raises:
             UserError: if there is no such part.
@@ -147,7 +147,7 @@ class Registry(dict[str, Any]):
         return known or self.describe(self[name])
 
     def describe(self, part: object) -> About:
-        """What a part says of itself, registered or not."""
+        """The description of a part, registered or not."""
         can = {name: getattr(part, name, default) for name, default in self._capabilities.items()}
         if inspect.isclass(part) or not callable(part):
             return About(can=can)
@@ -165,7 +165,7 @@ class Registry(dict[str, Any]):
         )
 
     def problem(self, name: str) -> str:
-        """What is wrong with the parameters of a user's part, "" if nothing is."""
+        """The problem of a user's part's parameters; "" if there is none."""
         if not self._inputs or (name in self._builtins and name not in self.user_parts()):
             return ""
         if not callable(self[name]):
@@ -187,7 +187,7 @@ class Registry(dict[str, Any]):
         return {name: about or self.about(name) for name, (_, about) in self._builtins.items()}
 
     def user_parts(self) -> dict[str, Any]:
-        """What stands here that the library did not bring: new names, and built-in ones that were replaced."""
+        """The parts that are not the library's: new names, and built-in names that were replaced."""
         builtins = self._builtins  # which imports modules that may register more
         return {name: part for name, part in list(self.items()) if not _is_ours(part) or name not in builtins}
 

@@ -297,7 +297,7 @@ class Pools:
         return self.sum(values) / self.sizes.clamp(min=1)
 
     def deviation(self, values: Tensor, *, unbiased: bool = True) -> Tensor:
-        """Of the known values of the sample's pool, about their mean."""
+        """Standard deviation of the known values of the sample's pool."""
         centred = values - self.mean(values)
         return (self.sum(centred.square()) / (self.sizes - int(unbiased)).clamp(min=1)).sqrt()
 

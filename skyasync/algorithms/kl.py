@@ -185,7 +185,7 @@ def _log_rest(logprobs: Tensor) -> Tensor:
 
 
 def teacher_advantages(logprobs: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What the teacher adds to each token's advantage, and the mean reverse KL per token that it stands for.
+    """What the teacher adds to each token's advantage, and the mean reverse KL per token.
 
     Args:
         logprobs: of the sampled tokens under the policy before the update, ``[batch, length]``.

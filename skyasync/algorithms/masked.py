@@ -108,7 +108,7 @@ class JoinedRows:
         self._most = int(self._place.max()) + 1 if len(trajectory_ids) else 1
 
     def join(self, values: Tensor) -> Tensor:
-        """``[batch, length]`` as ``[trajectories, most rows of one * length]``, zero where there is no row."""
+        """``[batch, length]`` as ``[trajectories, most rows of one * length]``, padded with zero rows."""
         joined = values.new_zeros(self._samples, self._most, values.shape[1])
         joined[self._sample, self._place] = values
         return joined.flatten(1)

@@ -147,7 +147,7 @@ class Objective:
         return torch.where(mask, loss, 0), {name: value.detach() for name, value in statistics.items()}
 
     def prepare(self, batch: Rows) -> dict[str, Tensor]:
-        """What ``token_loss`` must be given besides, made on a whole mini-batch; empty for most objectives.
+        """Further arguments of ``token_loss``, computed on a whole mini-batch; empty for most objectives.
 
         Args:
             batch: a ``TrainingBatch`` with ``loss_mask``, ``advantages`` and the log-probabilities in

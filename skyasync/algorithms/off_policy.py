@@ -191,7 +191,7 @@ def _metrics(prefix: str, ratio: Tensor, drift: Tensor, mask: Tensor, weights: T
 def approximate_proximal(
     current: Tensor, behaviour: Tensor, versions: Tensor, current_version: int, *, method: str = "loglinear"
 ) -> Tensor:
-    """Log-probabilities ``[batch, length]`` of the policy just before this update, from those of the two ends.
+    """Log-probabilities ``[batch, length]`` of the policy just before this update, interpolated.
 
     With ``alpha = (v_prox - v) / (current_version - v)`` in [0, 1] and ``v_prox = current_version - 1``: "loglinear" is
     ``behaviour + alpha (current - behaviour)``; "linear" interpolates the probabilities; "rollout" is ``behaviour``.

@@ -41,7 +41,7 @@ def _floor(ordered: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tens
 
 
 def addends(vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids: Sequence[int]) -> Tensor:
-    """``[vocabulary]``: what is added to the logits before anything else; -inf for tokens that are not allowed."""
+    """``[vocabulary]``: added to the logits first; -inf for tokens that are not allowed."""
     added = torch.zeros(vocabulary)
     if allowed_token_ids:
         added.fill_(-torch.inf)[torch.tensor(list(allowed_token_ids))] = 0.0
@@ -51,7 +51,7 @@ def addends(vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids:
 
 
 class Sampling(Protocol):
-    """What is read of a configuration's ``sampling_params``."""
+    """The fields that are read of ``sampling_params``."""
 
     temperature: float
     top_k: int
@@ -77,7 +77,7 @@ class SampledDistribution:
 
     @classmethod
     def of(cls, sampling: Sampling, *, filtered: bool = True) -> SampledDistribution:
-        """That of a configuration's ``sampling_params``. Greedy sampling has the untempered, unfiltered one."""
+        """From ``sampling_params``. Greedy sampling gives temperature 1 without filters."""
         if not filtered or not sampling.temperature:
             return cls(sampling.temperature or 1.0)
         bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}

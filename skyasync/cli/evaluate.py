@@ -94,7 +94,7 @@ def measure(experiment: RolloutExperiment, most: int = 0) -> dict[str, float]:
 
 
 def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str, float]:
-    """What a run would log of these, with the number of prompts and the score's standard error over them, by set."""
+    """The metrics that a run would log, with the number of prompts and the standard error of the score, by set."""
     from skyasync.rollout.evaluation import eval_metrics
 
     metrics = eval_metrics(groups, numbers)

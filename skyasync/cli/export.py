@@ -115,7 +115,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def find_checkpoint(name: str, *, best: bool = False) -> Path:
-    """A checkpoint's folder: the one of this name, or of a run's folder the newest complete one, or the best.
+    """The checkpoint of this name, or the newest complete or the best one of a run of this name.
 
     Raises:
         UserError: if there is none, or it is damaged.

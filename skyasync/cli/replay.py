@@ -147,7 +147,7 @@ def show(run: Path, step: int | None, episode: str, *, tokens: bool, nonfinite: 
 
 
 def _recorded(run: Path, step: int | None, episode: str, folder: str) -> list[Row]:
-    """The episodes of the recorded trajectories, if there are any."""
+    """The rows of recorded episodes; empty if none were recorded."""
     from skyasync.rollout.metrics import token_columns
     from skyasync.rollout.trajectory_files import files_of, read
 

@@ -41,7 +41,7 @@ FOREVER_S = 1e9
 
 @dataclass
 class RecordedArrivals(Arrivals):
-    """What the plan ``streamed`` trains together, as it was."""
+    """The groups that the plan ``streamed`` trained together, as recorded."""
 
     parts: list[list[Group]] = field(default_factory=list)
 
@@ -263,7 +263,7 @@ class ReplayExperiment(EnginelessExperiment):
 
 
 class ReenactmentExperiment(BasePPOExp):
-    """With engines, which generate again what they had generated."""
+    """A replay whose engines generate the samples again."""
 
     recorded: ClassVar[Path | None] = None
     last: ClassVar[int] = 0

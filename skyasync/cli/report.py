@@ -71,7 +71,7 @@ def report(argv: Sequence[str]) -> None:
 
 
 def _serve(folders: Sequence[Path], host: str, port: str) -> None:
-    """Until Ctrl-C."""
+    """Serve the page until Ctrl-C."""
     from skyasync.run.live_page import LOOPBACK, LivePage, listen, serve
 
     live = LivePage(folders, listen(host or LOOPBACK, whole_number(port, "--port", 0)))

@@ -144,7 +144,7 @@ def _listed(
 
 
 def table(runs: Sequence[Listed], metric: str = "") -> Table:
-    """For a terminal: a plan of the user's own by its class, a setting by the end of its key."""
+    """The runs for a terminal. A user's plan is shown by its class, a setting by the last part of its key."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("run", overflow="fold")
     shown.add_column("plan", overflow="fold")

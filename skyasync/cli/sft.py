@@ -102,7 +102,7 @@ class SupervisedExperiment(EnginelessExperiment):
         return load_demonstrations(self.cfg.data.val_data, self.cfg, self.tokenizer, is_eval=True, known=self.data_rows)
 
     def build(self) -> RayPPOTrainer:
-        """In the controller's process, whose copy of the configuration is not read-only yet."""
+        """In the controller's process, before its copy of the configuration becomes read-only."""
         assert self.run_dir is not None
         trainer = self.cfg.trainer
         trainer.export_path = trainer.export_path or str(self.run_dir.path / "model")

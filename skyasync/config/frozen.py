@@ -58,7 +58,7 @@ def _frozen(value: Any, path: str) -> object:  # noqa: ANN401  (what a configura
 
 @cache
 def _frozen_container(kind: type[list[Any]] | type[dict[Any, Any]]) -> type:
-    """A list or mapping whose methods refuse writes. What its class makes or copies is a plain one."""
+    """A list or mapping type whose methods raise on writes. Its copies are plain."""
 
     def refuse(self: object, *_: object, **__: object) -> NoReturn:
         raise FrozenConfigError(vars(self)[_PATH])
@@ -69,7 +69,7 @@ def _frozen_container(kind: type[list[Any]] | type[dict[Any, Any]]) -> type:
 
 @cache
 def _frozen_group(kind: type) -> type:
-    """A subclass of a group's class whose instances refuse writes. What it makes or copies is of the group's class."""
+    """A subclass of a group's class whose instances raise on writes. Their copies are of the group's class."""
 
     def refuse(self: object, name: str, *_: object) -> NoReturn:
         path = vars(self)[_PATH]

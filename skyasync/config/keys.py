@@ -111,14 +111,14 @@ class Key:
 
     @property
     def doc(self) -> str:
-        """What it means, in sentences: also its text in help and documentation."""
+        """Its meaning in sentences, for help and documentation."""
         owners = self.owner.__mro__ if self.owner and not self.own_doc else ()
         docs = (_field_docs(owner.__module__).get((owner.__name__, self.name), "") for owner in owners)
         return next(filter(None, docs), self.own_doc)
 
     @property
     def is_mapping(self) -> bool:
-        """A free mapping: ``<path>.<anything>=value`` sets one of its entries."""
+        """Whether it is a free mapping: ``<path>.<anything>=value`` sets one of its entries."""
         arms = typing.get_args(self.type) if type(None) in typing.get_args(self.type) else (self.type,)
         return any((typing.get_origin(arm) or arm) is dict for arm in arms)
 
@@ -151,7 +151,7 @@ class Key:
         )
 
     def problem(self, value: object) -> str:
-        """What is wrong with a value of the right type (an element, for a list); "" if nothing is."""
+        """The problem of a value of the right type (for a list: of an element); "" if there is none."""
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not self.allows(value):
                 return f"must be {self.bounds() or 'a number'}"
@@ -300,7 +300,7 @@ class Keys:
 
 
 def entry_problem(kind: type, name: str, value: object) -> str:
-    """What is wrong with an entry of a free mapping that is read as a ``kind``, after its path; "" if nothing is."""
+    """The problem of a mapping's entry that is read as a field of ``kind``, to follow its path; "" if there is none."""
     keys = Keys.of(kind)
     if name not in keys:
         return f": {unknown('entry', name, keys.by_path)}"

@@ -170,7 +170,7 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
 def _layers(
     line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]
 ) -> tuple[list[TypedSetting], set[tuple[str, str | None]]]:
-    """All settings, a later one of a key after an earlier; the keys that the user has chosen, and for which plan.
+    """All settings in the order in which they apply; and the keys that the user has chosen, with the plan they are for.
 
     A file that names most keys is a configuration that was dumped: its user has not chosen them one by one. A key of a
     file is for the plan that the file names, if it names one.

@@ -66,6 +66,6 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 
 def read_shape(file: Path, what: str) -> dict[str, Any]:
-    """As ``read_json``, of a model's configuration: the language model's part of it lies with the rest."""
+    """As ``read_json``, for a model's configuration, with the settings of its language model at the top level."""
     shape = read_json(file, what)
     return {**shape, **(shape.get("text_config") or {})}

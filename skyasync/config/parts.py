@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 
 
 def engines_with(capability: str, among: str = "") -> str:
-    """The built-in engines that have it (or ``among`` what they have of it), for a message."""
+    """The built-in engines with a capability (or with ``among`` in its values), for a message."""
     from skyasync.inference.interface import ENGINES
 
     has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
@@ -100,7 +100,7 @@ class ChosenFunction(NamedTuple):
         return self.registry.about(self.name)
 
     def problem(self) -> str:
-        """What is wrong with its parameters, "" if nothing is."""
+        """The problem of its parameters; "" if there is none."""
         try:
             wrong = self.registry.problem(self.name)
         except UserError as error:  # there is no such file, module or attribute
@@ -109,7 +109,7 @@ class ChosenFunction(NamedTuple):
 
 
 def functions(algorithm: AlgorithmConfig) -> list[ChosenFunction]:
-    """All functions that the objective is made of."""
+    """The functions of the objective."""
     correction = algorithm.off_policy_correction
     if correction == "auto":
         correction = "none" if _uses_behaviour(algorithm) else "token_tis"
@@ -143,7 +143,7 @@ def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
 
 
 def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:
-    """In its ratio, or to choose tokens by."""
+    """Whether the loss uses it, in its ratio or to choose tokens."""
     return any(_enters(about, algorithm) for about in POLICY_LOSSES.about(algorithm.policy_loss_type))
 
 
@@ -176,6 +176,6 @@ def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
 
 
 def reported_metric(cfg: Config) -> str:
-    """What groups are filtered by, where episodes must report it; "" where a reward model may, after their end."""
+    """The metric that groups are filtered by and episodes must report; "" if reward models may report it later."""
     reward = cfg.trainer.reward
     return "" if reward.model.path or reward.models else cfg.trainer.algorithm.dynamic_sampling.metric

@@ -48,7 +48,7 @@ class Resume:
         return self.step is not None or self.folder is not None
 
     def within(self, checkpoints: Path) -> bool:
-        """It goes on with the run whose checkpoints lie here."""
+        """Whether it continues the run with these checkpoints."""
         return self.requested and (self.folder is None or self.folder.parent == checkpoints.resolve())
 
 
@@ -86,7 +86,7 @@ def written_ns(folder: Path) -> int | None:
 
 
 def settle_resume_mode(trainer: TrainerConfig) -> str:
-    """What ``auto`` is, before this run adds a checkpoint; a line about it if it goes on with another."""
+    """Settle ``auto`` before this run adds a checkpoint. Returns a line if the run continues another one."""
     if trainer.resume_mode != "auto":
         return ""
     trainer.resume_mode = "latest" if Resume.of(trainer).requested else "none"
@@ -99,7 +99,7 @@ def settle_resume_mode(trainer: TrainerConfig) -> str:
 
 
 def checkpoints_of(trainer: TrainerConfig) -> Path:
-    """Where the checkpoints of the run that ``trainer.run_name`` names lie."""
+    """The folder of the checkpoints of the run ``trainer.run_name``."""
     return Path(trainer.ckpt_path or Path(trainer.runs_dir) / trainer.run_name / "checkpoints").expanduser().resolve()
 
 
@@ -111,7 +111,7 @@ def _has_checkpoints(trainer: TrainerConfig) -> bool:
 
 
 def check_resume(trainer: TrainerConfig) -> Iterator[str]:
-    """A run that resumes from a folder which no run has."""
+    """A problem if the run would resume from a folder that cannot exist."""
     resume = Resume.of(trainer)
     if resume.requested and not resume.folder and not trainer.run_name and not trainer.ckpt_path:
         yield (

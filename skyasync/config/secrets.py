@@ -45,7 +45,7 @@ def hidden(value: Any, name: str = "") -> Any:  # noqa: ANN401  (what a configur
 
 
 def without_passwords(text: str) -> str:
-    """A text whose addresses have no passwords, nor tokens in their queries."""
+    """The text without passwords and query tokens in its addresses."""
     if "://" not in text:
         return text
     return _QUERY.sub(rf"\g<1>{HIDDEN}", _PASSWORD.sub(rf"\g<1>{HIDDEN}", text))
@@ -63,7 +63,7 @@ class Secrets:
 
     @classmethod
     def of(cls, cfg: Config | None = None, environment: Mapping[str, str] = os.environ) -> Secrets:
-        """Those of the configuration and of the environment."""
+        """The secrets of the configuration and of the environment."""
         values = []
         for name, text in environment.items():
             # Not a path (of an agent's socket), a number or a word.
@@ -84,7 +84,7 @@ class Secrets:
         return text
 
     def hide_all(self, text: str) -> str:
-        """As ``hide``, and the passwords of addresses."""
+        """As ``hide``; also hides the passwords of addresses."""
         return without_passwords(self.hide(text))
 
 

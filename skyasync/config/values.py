@@ -130,7 +130,7 @@ def free(node: yaml.Node) -> Value:
 
 
 def value_of(text: str) -> Value:
-    """What a text says by itself, for keys of any type.
+    """The value that a text stands for if its key may have any type.
 
     Raises:
         yaml.YAMLError: for brackets or quotes that do not close.

@@ -56,7 +56,7 @@ class _Course:
         return both[1] if both else None
 
     def reward_risen(self) -> bool:
-        """It is above what it was in the first steps by more than chance, and has not fallen since its best."""
+        """Whether it is above the first steps by more than chance, and has not fallen since its best."""
         rewards = self.values("reward/mean")
         window = min(WINDOW, len(rewards) // 2)
         if window < 2:

@@ -29,7 +29,7 @@ def status_line(step: int, metrics: Metrics, total: int | None = None) -> str:
 
 
 def words(metrics: Metrics) -> Iterator[str]:
-    """The line's parts, those of absent metrics left out."""
+    """The parts of the line; absent metrics are left out."""
     for name, text in FORMATS:
         if name in metrics:
             yield text.format(_number(metrics[name]))
@@ -52,7 +52,7 @@ def _number(value: float | None) -> float:
 
 
 def write_plainly(lines: Sequence[str], error: bool) -> None:
-    """To standard output, or to standard error.
+    """Write lines to standard output, or to standard error.
 
     Raises:
         OSError: if the reader is gone.

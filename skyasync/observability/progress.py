@@ -37,7 +37,7 @@ FIGURES = re.compile(
 
 @dataclass
 class LatestSample:
-    """A trajectory in short."""
+    """The beginning of a trajectory."""
 
     step: int
     prompt: str
@@ -160,7 +160,7 @@ class _Warnings(logging.Handler):
 
 @contextmanager
 def warnings_to(recorder: ProgressRecorder) -> Iterator[None]:
-    """The library's messages inside are printed, those of information too; the recorder counts the warnings."""
+    """Inside the block the library's messages are printed, and the recorder counts its warnings."""
     logger, handler = logging.getLogger("skyasync"), _Warnings(recorder)
     former = logger.level
     if former == logging.NOTSET:  # else the user has chosen

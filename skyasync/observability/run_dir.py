@@ -102,7 +102,7 @@ class RunDirectory:
         self._unwritten: list[tuple[int, Mapping[str, Any]]] = []  # rows of the ledger, in step order
 
     def save_error(self, traceback: str) -> None:
-        """A full disk costs a warning: the error itself still reaches the user."""
+        """Write ``error.txt``. A full disk is only a warning, so that the user still sees the error itself."""
         try:
             self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
         except OSError as problem:
@@ -126,7 +126,7 @@ class RunDirectory:
         self._append(self.schedule, step, [row])
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
-        """How the prompts of a step ended; what a full disk refuses is written with a later step."""
+        """Append how the prompts of a step ended. Rows that a full disk rejects are written with a later step."""
         self._unwritten.append((step, ended))
         while self._unwritten:
             first, row = self._unwritten[0]

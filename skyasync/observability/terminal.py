@@ -51,7 +51,7 @@ NEVER_FULL = 1  # a full last column makes some terminals wrap
 
 @dataclass
 class History:
-    """What a panel shows of the steps before the last."""
+    """The earlier steps' values that a panel shows."""
 
     rewards: list[float] = field(default_factory=list)
     best: float | None = None
@@ -165,15 +165,15 @@ def _rows(report: ProgressReport) -> dict[str, str]:
 
 
 def printable(text: str) -> str:
-    """Without what would move a terminal's cursor: a model may say anything."""
+    """Without control characters: a model may generate anything."""
     return "".join(each if each.isprintable() else "·" for each in text)
 
 
 class ScreenConsole(Console):
-    """A console on one terminal, whatever has become of the standard streams."""
+    """A console on one terminal, also if the standard streams lead into a file."""
 
     def show_cursor(self, show: bool = True) -> bool:
-        """It stays: a process that is killed could not bring it back."""
+        """Never hides the cursor: a killed process could not show it again."""
         return False
 
     @property
@@ -275,7 +275,7 @@ class ProgressView:
             self._phase, self._report = report.phase, report
 
     def _draw(self, report: ProgressReport) -> None:
-        """A terminal that is gone, or a panel that cannot be drawn, costs the panel and never the run."""
+        """Draw the panel. If the terminal is gone or drawing fails, only the panel ends."""
         assert self._live is not None
         try:
             self._print(self._captured.lines() if self._captured else [])
@@ -291,7 +291,7 @@ class ProgressView:
             log.warning("the live view ends, the run continues: %s: %s", type(error).__name__, error)
 
     def say(self, lines: Sequence[str], error: bool) -> None:
-        """What another process has written, from any thread."""
+        """Show what another process has written; may be called from any thread."""
         with self._lock:
             # With captured streams: those that lead to the panel's terminal.
             if self._live is not None and (self._captured is None or (2 if error else 1) in self._captured.streams):
@@ -310,7 +310,7 @@ class ProgressView:
             self._lose_terminal()
 
     def _lose_terminal(self) -> None:
-        """It is gone, as with a broken connection: what is written goes on into the file."""
+        """The terminal is gone, as with a broken connection; output continues into the file."""
         live, self._live = self._live, None
         if live is not None:
             with suppress(OSError):
@@ -339,7 +339,7 @@ class _Captured:
         os.close(sink)
 
     def lines(self) -> list[str]:
-        """What has been written since the last call, in whole lines."""
+        """The whole lines that have been written since the last call."""
         self._flush()
         while chunk := os.read(self._source, 1 << 16):
             self._torn += chunk
@@ -348,7 +348,7 @@ class _Captured:
         return [line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in whole]
 
     def rest(self) -> list[str]:
-        """As ``lines``, and the line that was not ended."""
+        """As ``lines``, with the unfinished last line."""
         whole = self.lines()
         if not self._torn.strip():
             return whole

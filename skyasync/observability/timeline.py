@@ -247,7 +247,7 @@ class Timeline:
 
 @contextmanager
 def to_the_end(path: Path) -> Iterator[None]:
-    """The trace lasts as long as what is inside, by ``prolong``; one that cannot be written stays as it is."""
+    """Extend the trace to the end of the block (``prolong``); a trace that cannot be written stays as it is."""
     try:
         yield
     finally:

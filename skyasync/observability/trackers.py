@@ -49,7 +49,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackerContext:
-    """What a tracker is built from: ``TRACKERS[name](context)``."""
+    """The argument of a tracker's constructor: ``TRACKERS[name](context)``."""
 
     run_dir: RunDirectory
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -46,7 +46,7 @@ def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, eva
 
 
 def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Config) -> None:
-    """Raises ``UserError`` if no training prompt is short enough; gives up where that takes long to find out."""
+    """Raises ``UserError`` if no training prompt is short enough; stops looking after ``PATIENCE_S``."""
     from skyasync.rollout.chat import ChatTokenizer
 
     chat, limit, until = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), cfg.trainer.max_prompt_length, None
@@ -73,7 +73,7 @@ def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, 
 
 
 def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> list[Row]:
-    """A few rows of a source, none where only loading it would tell.
+    """A few rows of a source; none if the source would have to be loaded for them.
 
     Args:
         known: takes the rows if the source is a function.
@@ -120,7 +120,7 @@ def _rows(source: str, known: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
 
 
 def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
-    """Those of a function's rows, or of a file, which is read as they are asked for; none of other sources."""
+    """The prompts of a function's rows, or of a file, which is read lazily; none of other sources."""
     for index, row in enumerate(_rows(source, known)):
         yield as_prompt(index, row, cfg)
 

@@ -341,7 +341,7 @@ def check_memory(cfg: Config, machine: Machine) -> None:
 
 
 def parameters(folder: Path) -> int:
-    """Parameters in the files of a local folder; 0 where there are none to look at."""
+    """The number of parameters in a local folder's files; 0 for other models."""
     if not (folder / CONFIG).is_file():
         return 0
     settings = read_json(folder / CONFIG, str(folder))
@@ -350,7 +350,7 @@ def parameters(folder: Path) -> int:
 
 
 def bytes_per_parameter(cfg: Config) -> float:
-    """What a trained parameter takes on the ranks that share it."""
+    """Bytes of a trained parameter on all ranks that share it."""
     policy = cfg.trainer.policy
     if policy.lora.rank or policy.freeze:
         return _FROZEN[policy.lora.base_dtype]

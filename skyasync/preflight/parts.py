@@ -116,7 +116,7 @@ def check_environment(name: str) -> None:
 
 
 def check_installed(registry: Registry, name: str) -> None:
-    """What a part needs besides this library is there."""
+    """Raises ``UserError`` if a package that a part needs is not installed."""
     extra = registry.about(name).can["extra"]
     if extra and find_spec(extra.replace("-", "_")) is None:
         raise MissingExtraError(extra, extra)
@@ -187,7 +187,7 @@ def check_callbacks(classes: Iterable[type]) -> None:
 
 
 def subclasses(base: type) -> Iterator[type]:
-    """All that the program has defined, at any depth, without the library's own."""
+    """All subclasses that the program has defined, at any depth, without the library's own."""
     derived: type
     for derived in base.__subclasses__():
         if derived.__module__.partition(".")[0] != "skyasync":

@@ -70,7 +70,7 @@ _DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "davinci[0-9]*")
 
 
 class Unprepared(Protocol):
-    """What is asked of an experiment, and set in it."""
+    """What ``prepare`` reads of an experiment, and sets in it."""
 
     cfg: Config
     data_rows: dict[str, Any]

@@ -56,7 +56,7 @@ class Components:
         return self.make_trainer()
 
     def make_trainer(self) -> RayPPOTrainer:
-        """A trainer of the parts that there are, which may have had another one before."""
+        """A trainer of the existing parts, which may have had another trainer before."""
         from skyasync.data.datasets import warn_of_overlap
 
         experiment = self._experiment

@@ -297,7 +297,7 @@ def _run(
 
 @contextlib.contextmanager
 def _hearing_sigterm() -> Iterator[threading.Event]:
-    """SIGTERM interrupts what is inside, once, and is noted; Ray, whose handler this replaces, would end at once."""
+    """SIGTERM interrupts the block once and sets the event; it replaces Ray's handler, which would end at once."""
     heard = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # which alone hears signals
         yield heard

@@ -103,7 +103,7 @@ def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool
 def run_without_controller(
     experiment: BasePPOExp, folder: RunDirectory, work: Callable[[], Coroutine[Any, Any, T]]
 ) -> T:
-    """What ``work`` returns, in this process on the run's cluster.
+    """Run ``work`` in this process on the run's cluster, and return its result.
 
     ``folder`` gets the logs of the cluster's processes, and the traceback of an error with their last words.
     """
@@ -129,7 +129,7 @@ def run_without_controller(
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[Callable[[], object]]:
-    """SIGTERM ends what is inside as Ctrl-C does, from the call of what is yielded on; before, it is Ray's own.
+    """After the yielded function is called, SIGTERM ends the block as Ctrl-C does; before, Ray handles it.
 
     Ray's, which its start installs, make status 15 of it, and abort a program that has not ended 3 s later.
     """

@@ -55,7 +55,7 @@ class ProcessLogs:
         self._warned: set[str] = set()  # processes whose last line was a library's warning: its source follows
 
     def __call__(self, data: Mapping[str, Any]) -> None:
-        """Never raises: it is called in Ray's thread."""
+        """Write and show a batch. Never raises: it is called in Ray's thread."""
         lines, error = [self._hide(str(line)) for line in data.get("lines", ())], bool(data.get("is_err"))
         name, key = _names(data)
         if name == AUTOSCALER:  # whose log has pages of its state, every few seconds
@@ -169,7 +169,7 @@ def last_words(logs: ProcessLogs, error: BaseException) -> str:
 
 
 def _names(data: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a process for users, and that of its file, which has the address of another machine."""
+    """The name of a process for users, and the name of its file, with the address if it is on another machine."""
     process = str(data.get("pid"))
     place = "" if data.get("ip") in (None, "", data.get("localhost")) else f"-{data['ip']}"
     if not process.isdigit():  # raylet, autoscaler, gcs_server

@@ -100,7 +100,7 @@ class Placement:
         }
 
     def engine_options(self, index: int) -> dict[str, Any]:
-        """Of an engine by its number: hybrid ones come last."""
+        """Ray's actor options for an engine by its number; hybrid engines come last."""
         before = len(self.slots.of[ENGINES])
         return self.options(ENGINES, index) if index < before else self.options(HYBRID_ENGINES, index - before)
 

@@ -37,7 +37,7 @@ SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models
 
 @contextmanager
 def cluster(cfg: Config, *, roles: Sequence[Role], logs: ProcessLogs | None = None) -> Iterator[bool]:
-    """Ray is up inside; yields whether there are GPUs.
+    """Ray is initialised inside the block; yields whether there are GPUs.
 
     Args:
         logs: takes what the processes print, to the last line; else Ray prints it.
@@ -128,7 +128,7 @@ def await_end() -> None:
 
 
 def ended() -> str:
-    """Which of Ray's processes, without which there is no Ray, has ended, in words; "" if none has.
+    """A message about an essential process of Ray that has ended; "" if none has.
 
     Only those that this process has started are looked at. The log monitor is not among them: a run goes on without.
     """
@@ -159,7 +159,7 @@ def _watched_by(watchdog: Watchdog | None) -> None:
 
 
 def keep_token_private() -> None:
-    """With Ray's token every user can run code here, and Ray lets all users read its file."""
+    """Make the file of Ray's token readable by this user alone: the token lets anyone run code here."""
     if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         return
     path = Path.home() / ".ray" / "auth_token"

@@ -68,7 +68,7 @@ class Restarts:
         return True
 
     def used(self) -> int:
-        """In the last hour."""
+        """The number of restarts in the last hour."""
         since = max(self.began, time.time() - HOUR_S)
         logged = [row["time"] for row in read_rows(self.folder / NAME)]
         return max(sum(when >= since for when in times) for times in (logged, self._taken))

@@ -128,7 +128,7 @@ class ResourceMonitor(RunExtension):
         self._size, self._before = size, rest
 
     def _warn(self, newest: Mapping[str, float]) -> None:
-        """Once, until there is space again."""
+        """Warn once, until there is space again."""
         size = MARGIN * self._size / GIB
         grown = self._grown / GIB if self._checkpoints.is_relative_to(self._run) else 0.0
         checks = {

@@ -58,7 +58,7 @@ class Watchdog:
         self._process.wait()  # it continues as a grandchild, which needs no wait
 
     def close(self) -> None:
-        """End what is left, at once. Blocks; safe to call twice."""
+        """End the remaining processes at once. Blocks; safe to call twice."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if not self._process.stdin.closed:
             try:
@@ -94,7 +94,7 @@ def marked(mark: str) -> list[int]:
 
 
 def _close_requested(parent: int) -> bool:
-    """Waits for it, or for the program's end."""
+    """Wait for ``close`` or the program's end; true for ``close``."""
     watched = [0]
     try:
         watched.append(os.pidfd_open(parent))  # a fork of the program may outlive it, and hold the pipe

@@ -86,7 +86,7 @@ class EvalSet:
 
 
 def eval_sets(data: DataConfig) -> dict[str, EvalSet]:
-    """All that is evaluated, by name; ``data.val_data`` has none ("")."""
+    """The evaluation sets by name; ``data.val_data`` is ""."""
     sets = {"": EvalSet(tuple(data.val_data))} if data.val_data else {}
     for name, entry in data.val_sets.items():
         fields = entry if isinstance(entry, Mapping) else {"data": entry}
@@ -96,7 +96,7 @@ def eval_sets(data: DataConfig) -> dict[str, EvalSet]:
 
 
 def eval_sources(data: DataConfig) -> list[str]:
-    """The sources of all of it."""
+    """The data sources of all evaluation sets."""
     return [source for one in eval_sets(data).values() for source in one.data]
 
 
@@ -107,7 +107,7 @@ def samples_of(cfg: Config, name: str) -> int:
 
 
 def most_samples(cfg: Config) -> int:
-    """Of the set that has most."""
+    """The largest number of responses to a prompt in any set."""
     return max((samples_of(cfg, name) for name in eval_sets(cfg.data)), default=samples_of(cfg, ""))
 
 
@@ -117,7 +117,7 @@ def powers(samples: int) -> list[int]:
 
 
 def check_data(cfg: Config) -> Iterator[str]:
-    """What streamed data cannot have, options of tasks that are no source, and what is wrong with evaluation."""
+    """Problems of streamed data, of options for tasks that are no source, and of evaluation."""
     data = cfg.data
     if data.streaming and not cfg.trainer.max_training_steps:
         yield "data.streaming=true has no known end: set trainer.max_training_steps=N"

@@ -108,7 +108,7 @@ def proportions_of(mapping: Mapping[str, Any]) -> dict[str, float]:
 
 
 def judges(environment: EnvironmentConfig) -> list[str]:
-    """All reward functions that are named, for the run or for a domain."""
+    """The reward functions of the run and of its domains."""
     domains = domains_of(environment.domains).values()
     return [*environment.reward_funcs, *(func for domain in domains for func in domain.reward_funcs)]
 
@@ -125,7 +125,7 @@ def check_environment(environment: EnvironmentConfig) -> Iterator[str]:
 
 
 def check_domains(mapping: Mapping[str, Any]) -> Iterator[str]:
-    """All that is wrong with the mapping, one line each."""
+    """The problems of the mapping, one line each."""
     problems = [problem for name, entry in mapping.items() for problem in _problems(f"{_WHERE}.{name}", entry)]
     yield from problems
     if problems:

@@ -123,7 +123,7 @@ class WeightSyncConfig:
 
 
 def check_weight_sync(cfg: Config) -> Iterator[str]:
-    """Ways that the chosen engine does not have, or that contradict its devices or what is trained."""
+    """Transfers that the chosen engine does not support, or that contradict its devices or the trained weights."""
     from skyasync.inference.interface import ENGINES
 
     generator, engine = cfg.generator, backend(cfg)
@@ -276,7 +276,7 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
 
 
 def check_generator(cfg: Config) -> Iterator[str]:
-    """What the chosen engine cannot do, and what is never read."""
+    """Settings that the chosen engine does not support, and settings that are never read."""
     from skyasync.inference.interface import ENGINES
 
     generator, policy, engine = cfg.generator, cfg.trainer.policy, backend(cfg)

@@ -103,7 +103,7 @@ def is_text(prompt: str) -> bool:
 
 
 def check_judges(environment: EnvironmentConfig) -> Iterator[str]:
-    """All that is wrong with the judges, one line each."""
+    """The problems of the judges, one line each."""
     mapping = environment.judges
     for name, entry in mapping.items():
         yield from _problems(f"{_WHERE}.{name}", str(name), entry)
@@ -177,7 +177,7 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
 
 
 def pattern_problems(pattern: str, what: str) -> Iterator[str]:
-    """What is wrong with a regular expression that finds a ``what`` in a text, behind its key's path."""
+    """The problem of a regular expression that finds a ``what`` in a text, to follow its key's path."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -188,7 +188,7 @@ def pattern_problems(pattern: str, what: str) -> Iterator[str]:
 
 
 def shows_response(prompt: str) -> Iterator[str]:
-    """What is wrong with the text of a prompt, behind its judge's path."""
+    """The problem of a prompt's text, to follow its judge's path."""
     if not set(placeholders(prompt)) & set(RESPONSES):
         yield ".prompt does not show the judge the response: put {response} (or {final_response}) where it belongs"
 

@@ -390,13 +390,13 @@ class RewardModel:
     """Clamp the normalised outputs to plus or minus this; 0 is off."""
 
     def part(self, score: float) -> float:
-        """What a score adds to a reward."""
+        """The contribution of a score to the reward."""
         plain = (score - self.mean) / self.std
         return self.weight * (min(max(plain, -self.clip), self.clip) if self.clip else plain)
 
 
 def reward_models(reward: RewardConfig) -> dict[str, RewardModel]:
-    """All there are, by the names of their metrics."""
+    """All reward models by the names of their metrics."""
     own = reward.model
     one = RewardModel(own.path, own.dtype, reward.weight, reward.mean, reward.std, reward.clip)
     several = {f"{REWARD_METRIC}/{name}": RewardModel(**entry) for name, entry in reward.models.items()}

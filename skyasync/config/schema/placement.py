@@ -127,7 +127,7 @@ def check_placement(cfg: Config) -> Iterator[str]:
 
 
 def _check_pipeline(cfg: Config) -> Iterator[str]:
-    """What stages of layers cannot have; the rest is in ``skyasync.models.parallel.pipeline``."""
+    """Settings that pipeline stages do not support; further checks are in ``skyasync.models.parallel.pipeline``."""
     trainer, policy = cfg.trainer, cfg.trainer.policy
     of_critic = CRITIC(cfg) and (trainer.placement.colocate_policy_critic or trainer.placement.colocate_all)
     refused = {
@@ -153,7 +153,7 @@ def _check_pipeline(cfg: Config) -> Iterator[str]:
 
 
 def _check_expert(cfg: Config, ranks: int) -> Iterator[str]:
-    """What ranks with different rows that divide experts cannot have."""
+    """Settings that expert parallelism does not support."""
     parallel, policy = cfg.trainer.parallel, cfg.trainer.policy
     setting = f"trainer.parallel.expert={parallel.expert}"
     for name in ("pipeline", "context", "tensor"):

@@ -96,7 +96,7 @@ def backend(cfg: Config) -> str:
 
 
 def evaluation(generator: GeneratorConfig) -> SamplingConfig:
-    """How evaluation samples: as training, but for what ``eval_sampling_params`` sets (by default the temperature)."""
+    """The sampling of evaluation: training's, with what ``eval_sampling_params`` sets (by default the temperature)."""
     return dataclasses.replace(generator.sampling_params, **_own(generator))
 
 
@@ -106,12 +106,12 @@ def samples_as_scored(sampling: SamplingConfig) -> bool:
 
 
 def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
-    """Both, by their name, with nothing left open."""
+    """The sampling of training and of evaluation, by the names of their groups, without null."""
     return {"sampling_params": generator.sampling_params, "eval_sampling_params": evaluation(generator)}
 
 
 def check_sampling(cfg: Config) -> Iterator[str]:
-    """What the engine does not have, and distributions that the objective or the plan cannot handle."""
+    """Settings that the engine does not have, and distributions that the objective or the plan cannot handle."""
     from skyasync.inference.interface import ENGINES, LARGEST_BIAS
 
     generator, sampling, engine, engines = (
@@ -181,7 +181,7 @@ def unmirrored(what: str, reader: str) -> str:
 
 
 def sampling_warnings(cfg: Config) -> Iterator[str]:
-    """What biases the ratio to the behaviour policy, if the objective has that ratio."""
+    """Settings that bias the ratio to the behaviour policy, if the objective uses it."""
     sampling = cfg.generator.sampling_params
     if not sampling.temperature or not reads_behaviour(cfg.trainer.algorithm):
         return
@@ -202,7 +202,7 @@ def sampling_warnings(cfg: Config) -> Iterator[str]:
 
 
 def _own(generator: GeneratorConfig) -> dict[str, Any]:
-    """What evaluation sets itself."""
+    """The settings of ``eval_sampling_params`` that are not null."""
     own = vars(generator.eval_sampling_params)
     return {f.name: own[f.name] for f in dataclasses.fields(SamplingConfig) if own[f.name] is not None}
 

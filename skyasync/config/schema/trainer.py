@@ -23,7 +23,7 @@ from skyasync.config.schema.models import (
 from skyasync.config.schema.placement import ParallelConfig, PlacementConfig
 
 if TYPE_CHECKING:
-    from skyasync.config.schema import Config, TrainerConfig
+    from skyasync.config.schema import Config
 
 
 #: Checkpoints are saved.
@@ -237,7 +237,7 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
 
 
 def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
-    """How far generation may be ahead."""
+    """Contradictions in how far generation may be ahead."""
     trainer, generator = cfg.trainer, cfg.generator
     if plan is None or not plan.reads("trainer.max_staleness"):
         return
@@ -272,7 +272,7 @@ def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
 
 
 def check_trainer(cfg: Config) -> Iterator[str]:
-    """Batches that do not divide, and what is named twice."""
+    """Batch sizes that do not divide, and trackers that are named twice."""
     batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
     if mini > batch:
         yield (

@@ -65,7 +65,7 @@ _STYLE: Any = plot_style(_INK, _PALE, _GRID, 11.5) | {
 
 
 def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
-    """The chart of these runs as an ``<svg>``; "" if none of them has logged anything of it."""
+    """The chart of these runs as an ``<svg>``; "" if no run has logged its metrics."""
     if chart.kind == "histogram":
         return _histogram(chart, runs)
     if chart.kind == "stack":
@@ -179,7 +179,7 @@ def _finish(figure: Figure, ax: Axes, chart: Chart, lines: int, below: str) -> N
 
 @contextmanager
 def canvas(title: str, size: tuple[float, float] = SIZE) -> Iterator[tuple[Figure, Axes, io.StringIO]]:
-    """A figure with axes; after the block its SVG is in the third."""
+    """A figure, its axes, and a buffer that holds the SVG after the block."""
     # Without pyplot: no window system is looked for and no figure outlives the call. Imported here: it takes a second.
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG

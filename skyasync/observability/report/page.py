@@ -74,7 +74,7 @@ def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]
 
 
 class Run:
-    """What a page needs of one run."""
+    """The data of one run that a page shows."""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.folder, self.label = folder, label
@@ -124,7 +124,7 @@ class Token:
 
     @property
     def strength(self) -> float:
-        """Of the colour of the gap, from 0 to 1; its root, so that small ones are seen too."""
+        """Strength of the gap's colour, from 0 to 1: a square root, so that small gaps are visible."""
         if self.gap is None or abs(self.gap) < NEGLIGIBLE:
             return 0.0
         return round(min(1.0, math.sqrt(abs(self.gap) / FULL_GAP)), 2)

@@ -78,7 +78,7 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
 
 
 def _origin(path: str, origins: Mapping[str, str]) -> str:
-    """A mapping's entries may each be set by another."""
+    """Who has set a key; the entries of a mapping may have been set in several places."""
     mine = (origin for name, origin in origins.items() if name == path or name.startswith(f"{path}."))
     return ", ".join(dict.fromkeys(mine))
 
