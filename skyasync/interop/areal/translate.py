@@ -75,11 +75,11 @@ def finish(draft: Draft) -> None:
             draft.drop(path, "the estimator rloo")
     if "eval_gconfig.temperature" not in draft.given:
         draft.put("generator.eval_sampling_params.temperature", None)  # as in training
-    if any("gsm8k" in str(source) for source in draft.value("data.train_data")):  # its loader knows the columns
-        draft.put("data.prompt_key", "question")
-        draft.put("data.label_key", "answer")
-        for key, split in (("train_data", "train"), ("val_data", "test")):
-            sources = [f"{s}#main:{split}" if s == "openai/gsm8k" else s for s in draft.value(f"data.{key}")]
-            draft.put(f"data.{key}", sources)
+    for key, split in (("train_data", "train"), ("val_data", "test")):
+        sources = draft.value(f"data.{key}")
+        if isinstance(sources, list) and any("gsm8k" in str(source) for source in sources):  # its loader knows these
+            draft.put("data.prompt_key", "question")
+            draft.put("data.label_key", "answer")
+            draft.put(f"data.{key}", [f"{s}#main:{split}" if s == "openai/gsm8k" else s for s in sources])
     if draft.value("environment.reward_funcs") == [] and "generator.agent_program" not in draft.ours:
         draft.left.setdefault("workflow", "the reward is in the program: write environment.reward_funcs")
