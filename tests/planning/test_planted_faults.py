@@ -1,4 +1,4 @@
-"""Faults of the kind that end a run on a cluster, each planted in a recipe: ``skyasync rehearse`` names them.
+"""Forty faults of the kind that end a run on a cluster, each planted in a recipe: ``skyasync rehearse`` names them.
 
 Each answer is one line with the key or part, what was found, and what is allowed or what to do.
 """
@@ -16,7 +16,10 @@ import skyasync.run.ray_cluster
 from skyasync.__main__ import command
 from tests.user_errors.conftest import ROWS, TEMPLATE, make_model
 
-PARTS = """
+PARTS = '''
+from skyasync import BaseTextEnv
+from skyasync.envs import tool
+from skyasync.models.fsdp.backend import FSDPBackend
 
 def fine(response, answer):
     return float(answer in response)
@@ -27,9 +30,33 @@ def misspelt(response, solutoin):
 def with_length(response):
     return 1.0, {"length": len(response)}
 
+def late(response):
+    with open(__file__ + ".calls", "a+") as calls:
+        calls.write("x")
+        assert calls.tell() < 12, "no answer to compare with"
+    return 1.0
+
+class Tools(BaseTextEnv):
+    @tool
+    def look_up(self, name: str) -> str:
+        """A number in the telephone book.
+
+        Args:
+            name: of a person.
+        """
+        return "555"
+
+    def step(self, action):
+        text, answers = self.call_tools(action)
+        return {"observations": answers, "reward": 0.0, "done": not answers, "metadata": {}}
+
+class Renamed(FSDPBackend):
+    def sharded_weights(self):
+        return {name.replace("model.norm", "model.last_norm"): w for name, w in super().sharded_weights().items()}
+
 def needs_old(current, old_logprobs, advantages):
     return current
-"""
+'''
 #: What is planted, and what its line says. ``{x}`` is the folder of ``planted``.
 NAMED: dict[str, tuple[list[str], list[str]]] = {
     # data
@@ -124,6 +151,19 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
     ),
 }
 
+#: What real steps show.
+STEPS: dict[str, tuple[list[str], list[str]]] = {
+    "a column missing late": (["data.train_data=[{x}/late.jsonl]"], ["data row 16", "'prompt'", "must be a string"]),
+    "a reward that raises late": (
+        ["environment.reward_funcs=[{x}/parts.py:late]", "environment.max_retries=0"],
+        ["parts.py:late", "no answer to compare with"],
+    ),
+    "template without tools": (
+        ["environment.env_class={x}/parts.py:Tools", "environment.reward_funcs=[]"],
+        ["look_up", "data.chat_template"],
+    ),
+    "a name that the engine lacks": (["trainer.strategy={x}/parts.py:Renamed"], ["model.last_norm.weight"]),
+}
 MACHINE = ["--gpus", "16", "--gpu-memory", "1GiB", "--host-memory", "64GiB"]
 
 
@@ -211,3 +251,17 @@ def test_too_little_memory_is_named_by_the_plan_of_the_full_size(
         command(["rehearse", *arguments(long, planted), *MACHINE])
     said = capsys.readouterr().out
     assert re.search(r"does not fit: policy \(in its phase '.*'\) lacks .*: (it fits with|no key tried)", said), said
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("fault", STEPS)
+def test_a_planted_fault_is_named_by_the_steps(
+    fault: str, ray_session: None, planted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides, named = STEPS[fault]
+    line = answer(arguments(overrides, planted), capsys)
+    assert all(text in line for text in named), line
+
+
+def test_there_are_forty() -> None:
+    assert len(NAMED) + len(STEPS) + 1 == 40
