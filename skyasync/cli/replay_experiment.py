@@ -312,5 +312,7 @@ def _settle(experiment: Any, cfg: Config) -> dict[str, Any]:  # noqa: ANN401
         trainer.ckpt_best_metric = ""
     if isinstance(experiment, ReplayExperiment):
         trainer.epochs, trainer.max_training_steps = 1, 0
+        if experiment.independent:
+            cfg.data.replay_groups = 0
     names = ("recorded", "files", "independent", "last")
     return {name: getattr(experiment, name) for name in names if name in vars(type(experiment))}

@@ -49,6 +49,8 @@ class Plan(NamedTuple):
 
     def stale(self, cfg: Config) -> bool:
         """Whether samples may be older than the policy that they train."""
+        if cfg.data.replay_groups:
+            return True
         if self.reads("trainer.max_staleness") and cfg.trainer.max_staleness == 0:
             return False
         return self.asynchronous or cfg.trainer.sync_interval > 1
@@ -165,6 +167,8 @@ def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
     if not plan.stale(cfg):
         return
     why = str(plan) if plan.asynchronous else f"trainer.sync_interval={cfg.trainer.sync_interval}"
+    if cfg.data.replay_groups:
+        why = f"data.replay_groups={cfg.data.replay_groups}"
     if not reads_behaviour(algorithm) and not cfg.trainer.allow_uncorrected:
         losses = sorted(name for name, about in POLICY_LOSSES.builtins().items() if "behaviour" in about.inputs)
         yield (

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
 
 from skyasync.callbacks import RunExtension
 from skyasync.config.schema import Config, TrainerConfig
+from skyasync.data.group_replay import SolvedGroups
 from skyasync.data.prompts import PromptStream
 from skyasync.inference.interface import PauseMode
 from skyasync.observability.run_dir import RunDirectory
@@ -253,6 +254,7 @@ class RunContext:
         self.length = RunLength(cfg.trainer, prompts, self.progress)
         self.schedule = Schedule(cfg.trainer, self.phases.now)
         self.refill, self.reward_model = Refill(cfg.trainer), RewardModelScorer(self)
+        self.solved = SolvedGroups(cfg.data)
         self.run_dir: RunDirectory | None = None
         self.on_policy = False
         self.stop_reason = ""

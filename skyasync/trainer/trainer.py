@@ -325,7 +325,9 @@ class RayPPOTrainer(AlgorithmHooks):
 
     async def _advance(self, rollout: Rollout) -> None:
         async with self.context.phases.limited("update"), self.keeping_bad(lambda: rollout):
-            await self.learn_from(rollout.groups)
+            again = self.context.solved.draw(self.global_step)
+            await self.learn_from([*rollout.groups, *again])
+            self.context.solved.trained(rollout.groups)
         await self.finish_step(rollout)
 
     @asynccontextmanager
@@ -356,7 +358,7 @@ class RayPPOTrainer(AlgorithmHooks):
         """
         from skyasync.rollout.collate import collate_in_turns
 
-        ledger, metrics = self.checkpointer.ledger, self.metrics
+        ledger, metrics, own = self.checkpointer.ledger, self.metrics, self.context.solved.own
         self.learner.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
         self.reporter.schedule_log.prepared(groups)
@@ -366,9 +368,9 @@ class RayPPOTrainer(AlgorithmHooks):
             rejected = len(sampled) - len(groups)
             if rejected > 0 or self.cfg.trainer.algorithm.dynamic_sampling.type != "none":
                 metrics["dynamic_sampling/rejected"] = metrics.get("dynamic_sampling/rejected", 0.0) + rejected
-            ledger.reject(sampled, groups, NO_SIGNAL)
+            ledger.reject(own(sampled), own(groups), NO_SIGNAL)
         whole, groups = groups, self.drop_truncated(groups)
-        ledger.reject(whole, groups, TRUNCATED)
+        ledger.reject(own(whole), own(groups), TRUNCATED)
         if not groups:
             return None
         batch = self.shape_rewards(await self.ask_roles(await collate_in_turns(groups)))
@@ -407,6 +409,8 @@ class RayPPOTrainer(AlgorithmHooks):
             checkpointer.ledger.undo(restored, read_rows(run_dir.ledger) if run_dir is not None else ())
         self.context.progress.trained(rollout.position, rollout.trained_early)
         self.metrics.update(self.context.prompts.observe(rollout.results, rollout.position))
+        if self.cfg.data.replay_groups:
+            self.metrics["sampler/replayed"] = float(len(self.context.solved.drawn))
         checkpointer.between_steps = True
         step = self.global_step
         await self.reporter.scheduled(step, rollout)

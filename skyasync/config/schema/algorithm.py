@@ -370,6 +370,8 @@ def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
     trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
     name = "trainer.algorithm."
     settings = []
+    if cfg.data.replay_groups:
+        settings.append(f"data.replay_groups={cfg.data.replay_groups}")
     if trainer.update_epochs_per_batch > 1:
         settings.append(f"trainer.update_epochs_per_batch={trainer.update_epochs_per_batch}")
     estimator = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)

@@ -161,6 +161,7 @@ class Checkpointer:
         with checkpoints.unfinished(state.step) as unfinished:
             save_states(self._extensions, unfinished.path)
             await self.ledger.save(unfinished.path)
+            self._context.solved.save(unfinished.path)
             files: Sums | None
             if copied is None:
                 files = await dispatch.save(unfinished.path)
@@ -240,6 +241,7 @@ class Checkpointer:
                 log.info("changed since that checkpoint: %s", line)
             await self._load_models(folder, state)
             self.ledger.resume(folder)
+            self._context.solved.resume(folder, self._context.prompts.of_identity)
             load_states(self._extensions, folder)
         self._context.progress.resumed(state.step, state.position, state.trained_early)
         self.saved_step = state.step

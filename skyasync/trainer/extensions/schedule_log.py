@@ -36,8 +36,8 @@ class ScheduleLog(RunExtension):
             self._arrivals += 1
 
     def prepared(self, groups: Sequence[Group]) -> None:
-        """These are trained together."""
-        self._parts.append(tuple(str(group.prompt.id) for group in groups))
+        """These are trained together; replayed groups are chosen again in a replay."""
+        self._parts.append(tuple(str(group.prompt.id) for group in self._context.solved.own(groups)))
 
     def on_start(self, trainer: Watched) -> None:
         self._saved = trainer.global_step

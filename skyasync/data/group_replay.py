@@ -1,0 +1,79 @@
+"""Replay of solved groups: samples that earned a rare reward are trained once more (``data.replay_groups``).
+
+Pure but for ``save`` and ``resume``: no clock, no random numbers. Invariant: which groups are replayed is a function of
+the groups that were trained, in their order, and checkpoints keep those that may still be replayed. So a resumed run,
+and ``skyasync replay``, train again on the same groups. A replayed group keeps its tokens, versions and the
+log-probabilities of the engine: the off-policy correction weighs it like any other stale sample. The prompt ledger does
+not see it: its prompt was trained when its step was.
+
+Sources: replay of groups with right samples is Zhang et al. 2025 (RLEP, arXiv 2507.07451); hard ones first, and none
+that is always solved, is Zhan et al. 2025 (ExGRPO, 2510.02245).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from skyasync.config.schema import DataConfig
+from skyasync.rollout import partial_rollouts as saved
+from skyasync.rollout.types import Group, Prompt, PromptId
+
+FILE = "solved.safetensors"
+
+
+class SolvedGroups:
+    """The groups that may be replayed, and those that are replayed in the current step.
+
+    Attributes:
+        drawn: in the current step.
+    """
+
+    def __init__(self, cfg: DataConfig) -> None:
+        self._count, self._oldest, self._passing = cfg.replay_groups, cfg.replay_max_staleness, cfg.sampler_passing
+        self._kept: list[Group] = []  # in the order in which they were trained
+        self.drawn: list[Group] = []
+
+    def draw(self, step: int) -> list[Group]:
+        """The groups to be trained in addition, each for the last time: the most difficult, among them the oldest.
+
+        Args:
+            step: training steps done.
+        """
+        self._kept = [group for group in self._kept if step - _oldest_version(group) <= self._oldest]
+        self.drawn = sorted(self._kept, key=self._pass_rate)[: self._count]
+        self._kept = self.own(self._kept)
+        return self.drawn
+
+    def own(self, groups: Sequence[Group]) -> list[Group]:
+        """Those of the step itself: not replayed ones."""
+        drawn = set(map(id, self.drawn))
+        return [group for group in groups if id(group) not in drawn]
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """These were trained for the first time; kept are those that were solved by some samples, at most by half."""
+        if self._count:
+            self._kept += [group for group in groups if 0 < self._pass_rate(group) <= 0.5]
+
+    def _pass_rate(self, group: Group) -> float:
+        right = [trajectory.reward >= self._passing for trajectory in group.played]
+        return sum(right) / max(len(right), 1)
+
+    def save(self, folder: Path) -> None:
+        """Write the groups that are left into a checkpoint."""
+        if self._kept:
+            saved.write(folder / FILE, saved.RolloutState({}, self._kept))
+
+    def resume(self, folder: Path, prompt: Callable[[PromptId], Prompt]) -> None:
+        """Take over a checkpoint's groups.
+
+        Args:
+            prompt: by its identity.
+        """
+        saved_groups = self._count and (folder / FILE).exists()
+        self._kept = list(saved.read(folder / FILE, prompt).groups) if saved_groups else []
+
+
+def _oldest_version(group: Group) -> int:
+    versions = [action.versions.min() for t in group.trajectories for action in t.actions if len(action.tokens)]
+    return int(min(versions, default=0))
