@@ -75,7 +75,7 @@ async def busy(speeds: Sequence[float], adaptive: bool, waves: int = 5, wave: in
     draw = random.Random(3)
     lengths = {f"{w}-{i}": min(1 + int(draw.expovariate(1 / 60)), 600) for w in range(waves) for i in range(wave)}
     engines = [Reporting(speed, lengths) for speed in speeds]
-    client = InferenceClient(engines, 1e9, adaptive=adaptive)  # type: ignore[arg-type]
+    client = InferenceClient(engines, 1e9, adaptive=adaptive)
     await client.start()
     waiting: list[int] = []
 
@@ -117,7 +117,7 @@ def test_an_engine_that_becomes_slow_keeps_few_requests_from_the_others() -> Non
         draw = random.Random(3)
         lengths = {str(i): draw.randint(20, 80) for i in range(1000)}
         engines = [Reporting(1.0, lengths), Reporting(1.0, lengths)]
-        client = InferenceClient(engines, 1e9, adaptive=adaptive)  # type: ignore[arg-type]
+        client = InferenceClient(engines, 1e9, adaptive=adaptive)
         await client.start()
         tasks = [asyncio.create_task(client.generate(request(str(i), 10, 80))) for i in range(300)]
 
