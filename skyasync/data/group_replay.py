@@ -31,7 +31,7 @@ class SolvedGroups:
 
     def __init__(self, cfg: DataConfig) -> None:
         self._count, self._oldest, self._passing = cfg.replay_groups, cfg.replay_max_staleness, cfg.sampler_passing
-        self._kept: list[Group] = []  # in the order in which they were trained
+        self._candidates: list[Group] = []  # in the order in which they were trained
         self.drawn: list[Group] = []
 
     def draw(self, step: int) -> list[Group]:
@@ -40,9 +40,9 @@ class SolvedGroups:
         Args:
             step: training steps done.
         """
-        self._kept = [group for group in self._kept if step - _oldest_version(group) <= self._oldest]
-        self.drawn = sorted(self._kept, key=self._pass_rate)[: self._count]
-        self._kept = self.own(self._kept)
+        self._candidates = [group for group in self._candidates if step - _oldest_version(group) <= self._oldest]
+        self.drawn = sorted(self._candidates, key=self._pass_rate)[: self._count]
+        self._candidates = self.own(self._candidates)
         return self.drawn
 
     def own(self, groups: Sequence[Group]) -> list[Group]:
@@ -53,7 +53,7 @@ class SolvedGroups:
     def trained(self, groups: Sequence[Group]) -> None:
         """These were trained for the first time; kept are those that were solved by some samples, at most by half."""
         if self._count:
-            self._kept += [group for group in groups if 0 < self._pass_rate(group) <= 0.5]
+            self._candidates += [group for group in groups if 0 < self._pass_rate(group) <= 0.5]
 
     def _pass_rate(self, group: Group) -> float:
         right = [trajectory.reward >= self._passing for trajectory in group.played]
@@ -61,8 +61,8 @@ class SolvedGroups:
 
     def save(self, folder: Path) -> None:
         """Write the groups that are left into a checkpoint."""
-        if self._kept:
-            saved.write(folder / FILE, saved.RolloutState({}, self._kept))
+        if self._candidates:
+            saved.write(folder / FILE, saved.RolloutState({}, self._candidates))
 
     def resume(self, folder: Path, prompt: Callable[[PromptId], Prompt]) -> None:
         """Take over a checkpoint's groups.
@@ -71,7 +71,7 @@ class SolvedGroups:
             prompt: by its identity.
         """
         saved_groups = self._count and (folder / FILE).exists()
-        self._kept = list(saved.read(folder / FILE, prompt).groups) if saved_groups else []
+        self._candidates = list(saved.read(folder / FILE, prompt).groups) if saved_groups else []
 
 
 def _oldest_version(group: Group) -> int:

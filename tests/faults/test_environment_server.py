@@ -1,4 +1,4 @@
-"""A server of environments that dies again and again in the middle of its episodes, and is started again."""
+"""A server of environments fails repeatedly in the middle of episodes and is restarted."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from tests.end_to_end.runs import Train, read_lines
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 BATCH, STEPS, SAMPLES, TURNS = 8, 6, 4, 2
-LIVES = 90  # steps of a server: a training step takes 64
+STEPS_BEFORE_FAILURE = 90  # steps of a server: a training step takes 64
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Its address, and the file with a line for each death."""
+    """Its address, and the file with a line for each failure."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    log = tmp_path / "deaths"
+    log = tmp_path / "failures"
     log.touch()
-    once = f"{sys.executable} -m tests.faults.env_server {port} {LIVES} {log}"
+    once = f"{sys.executable} -m tests.faults.env_server {port} {STEPS_BEFORE_FAILURE} {log}"
     loop = subprocess.Popen(["bash", "-c", f"while :; do {once}; sleep 0.5; done"], start_new_session=True)
     try:
         until = time.monotonic() + 60
@@ -44,15 +44,15 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("plan", ["sync", "fully_async"])
-def test_no_prompt_is_lost_or_doubled_when_the_server_dies(plan: str, train: Train, server: tuple[str, Path]) -> None:
+def test_no_prompt_is_lost_or_doubled_when_the_server_fails(plan: str, train: Train, server: tuple[str, Path]) -> None:
     url, log = server
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", f"environment.env_class=openenv:{url}",
         "environment.on_error=mask", "environment.max_retries=6", "generator.max_turns=4",
         "generator.max_model_len=128",
     )  # fmt: skip
-    deaths = log.read_text().splitlines()
-    assert len(deaths) >= 3, "the server died several times"
+    failures = log.read_text().splitlines()
+    assert len(failures) >= 3, "the server failed several times"
     ledger, steps = read_lines(run.folder / "ledger.jsonl"), run.series("step")
     assert steps == list(range(1, STEPS + 1))
     assert wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps) == []
