@@ -20,10 +20,10 @@ ADDRESS = "https://forge.example/owner/skyasync"
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``hatch_build.py`` as a build loads it; hatchling itself is installed only in builds."""
+    """``.ci/long_description.py`` as a build loads it; hatchling itself is installed only in builds."""
     interface = SimpleNamespace(MetadataHookInterface=object)
     monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    spec = importlib.util.spec_from_file_location("long_description", ROOT / ".ci/long_description.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -69,5 +69,5 @@ def test_the_address_stands_in_one_place() -> None:
         "repo_url"
     ]  # type: ignore[index]
     if address:
-        files = [ROOT / name for name in ("README.md", "pyproject.toml", "CONTRIBUTING.md", "hatch_build.py")]
+        files = [ROOT / name for name in ("README.md", "pyproject.toml", "CONTRIBUTING.md", ".ci/long_description.py")]
         assert [file.name for file in files if address in file.read_text()] == []
