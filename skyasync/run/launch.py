@@ -40,11 +40,8 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
 
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
-    engine = chosen_engine(experiment.cfg)
-    if engine:
-        print(f"engine: {engine}", flush=True)
     try:
-        with status_file(folder.path, engine), to_the_end(folder.timeline), _live_page(experiment, folder):
+        with status_file(folder.path, chosen_engine(experiment.cfg)), to_the_end(folder.timeline), _live_page(experiment, folder):
             return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
         if not started:
@@ -85,6 +82,8 @@ def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool
         started.append(True)
         folder.error.unlink(missing_ok=True)  # of the command before
         experiment.gpus = gpus
+        if engine := chosen_engine(experiment.cfg):
+            print(f"engine: {engine}", flush=True)
         if line := chosen_backend(experiment.cfg, gpus=gpus):
             print(line)
         since = experiment.began_s or 0.0
@@ -113,11 +112,11 @@ def run_without_controller(
 
     folder.secrets = Secrets.of(experiment.cfg)
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
-    if engine := chosen_engine(experiment.cfg):
-        print(f"engine: {engine}", file=sys.stderr)  # standard output may be JSON
     try:
         with cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
             experiment.gpus = gpus
+            if engine := chosen_engine(experiment.cfg):
+                print(f"engine: {engine}", file=sys.stderr)  # standard output may be JSON
             try:
                 return run_in_own_loop(work())
             finally:
