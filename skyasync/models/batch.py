@@ -46,7 +46,10 @@ class TokenBatch:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Concatenated rows, padded to the longest; groups and trajectories of different batches stay different."""
+        """Concatenated rows, padded to the longest; groups and trajectories of different batches stay different.
+
+        A tensor that a part lacks, and a number in which parts differ, is None.
+        """
         length = max(part.tokens.shape[1] for part in parts)
         whole = copy(parts[0])
         if any(part.images for part in parts):
@@ -56,7 +59,8 @@ class TokenBatch:
                 continue
             values = [value for part in parts if isinstance(value := vars(part).get(name), Tensor)]
             if len(values) < len(parts):
-                setattr(whole, name, None)
+                given = [vars(part).get(name) for part in parts]
+                setattr(whole, name, None if values or any(value != given[0] for value in given) else given[0])
                 continue
             start = 0
             for i, value in enumerate(values):

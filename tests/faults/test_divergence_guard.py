@@ -292,7 +292,7 @@ def test_a_limit_for_a_metric_that_there_is_not_names_the_nearest(tmp_path: Path
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"spike_limits": {"policy/approx_kl": "high"}}, ["spike_limits.policy/approx_kl='high' is no number"]),
+        ({"spike_limits": {"policy/approx_kl": "high"}}, ["spike_limits.policy/approx_kl='high' is not a number"]),
         ({"spike_limits": {"a": 1}, "on_spike": "rollback"}, ["trainer.on_spike=rollback", "trainer.ckpt_interval"]),
         (
             {"spike_limits": {"sync/logprob_gap": 1}, "on_spike": "rollback", "ckpt_interval": 1},

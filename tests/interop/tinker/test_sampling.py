@@ -120,8 +120,8 @@ async def test_stops_lengths_and_the_last_prompt_tokens(model: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
-        (PROMPT, {"topk_prompt_logprobs": 2}, "topk_prompt_logprobs is not supported: the engines give"),
-        (PROMPT, {"topk_sample_logprobs": 2}, "topk_sample_logprobs is not supported: the engines give"),
+        (PROMPT, {"topk_prompt_logprobs": 2}, "topk_prompt_logprobs is not supported: the engines return"),
+        (PROMPT, {"topk_sample_logprobs": 2}, "topk_sample_logprobs is not supported: the engines return"),
         (PROMPT, {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
         ([5, 999], {}, "there is no token 999: the model has 260"),
         ([5] * 64, {}, "the prompt has 64 tokens"),
