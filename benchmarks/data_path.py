@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from skyasync.config.schema import GeneratorConfig
+from skyasync.envs.base import BaseTextEnv
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine
 from skyasync.inference.ray_engine import messages
@@ -95,17 +96,10 @@ class Judge:
     def step(self, episode: str, text: str, seen: None = None) -> Any:
         return self._at_once({"reward": len(episode) % 2, "done": True, "metrics": {"turns": 1.0}})
 
-    def takes_text(self, _: str) -> bool:
-        return False
+    env_config = None
 
-    def sees_tokens(self, *_: Any) -> bool:
-        return False
-
-    def tools(self, _: str) -> None:
-        return None
-
-    def graded_by(self, *_: Any) -> list[tuple[str, float]]:
-        return []
+    def env_class(self, _: str) -> type[BaseTextEnv]:
+        return BaseTextEnv
 
     def abandon(self, _: str) -> None: ...
 
