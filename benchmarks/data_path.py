@@ -111,6 +111,8 @@ class Judge:
 class NoText:
     """In place of a tokenizer."""
 
+    name_or_path = ""
+
     def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
         return list(range(PROMPT_TOKENS))
 

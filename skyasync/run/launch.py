@@ -40,8 +40,9 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
 
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
+    engine = chosen_engine(experiment.cfg)
     try:
-        with status_file(folder.path, chosen_engine(experiment.cfg)), to_the_end(folder.timeline), _live_page(experiment, folder):
+        with status_file(folder.path, engine), to_the_end(folder.timeline), _live_page(experiment, folder):
             return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
         if not started:

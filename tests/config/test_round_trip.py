@@ -104,7 +104,8 @@ def consistent(config: Config) -> Config:
     generator.weight_sync_mode, generator.weight_sync_backend = "full", "auto"
     if generator.backend.endswith("_server") and not generator.engines:
         generator.backend = "auto"
-    trainer.plan = "sync" if trainer.plan == "streamed" else trainer.plan
+    if trainer.plan in ("streamed", "colocated_async", "hybrid_async"):  # need other settings
+        trainer.plan = "sync"
     trainer.resume_mode = "none"
     trainer.max_training_steps = max(trainer.max_training_steps, int(config.data.streaming))
     trainer.partial_rollout = plain.trainer.partial_rollout

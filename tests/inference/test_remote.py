@@ -62,7 +62,7 @@ def test_a_server_that_is_not_there_or_no_address_is_refused(tmp_path: Path) -> 
     for urls, folder, said in (
         ([URL], "", "does not answer .*skyasync serve"),
         (["localhost:8000"], "", "is not the address of a server"),
-        ([URL], str(tmp_path / "none"), "weight_sync_dir=.*is no folder"),
+        ([URL], str(tmp_path / "none"), "weight_sync_dir=.*is not a writable folder"),
     ):
         with pytest.raises(UserError, match=said):
             check_servers(urls, CONFIG, folder)

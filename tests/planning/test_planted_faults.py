@@ -95,7 +95,7 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
     ),
     "more stages than layers": (["trainer.parallel.pipeline=4"], ["trainer.parallel.pipeline=4", "2 layers"]),
     "ranks that do not divide": (["trainer.parallel.tensor=3"], ["trainer.parallel.tensor=3", "8"]),
-    "experts of a dense model": (["trainer.parallel.expert=4"], ["trainer.parallel.expert=4", "no mixture"]),
+    "experts of a dense model": (["trainer.parallel.expert=4"], ["trainer.parallel.expert=4", "not a mixture"]),
     "engine's tensor size": (
         ["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=4"],
         ["generator.inference_engine_tensor_parallel_size=4", "2 attention heads", "1 or 2"],

@@ -15,6 +15,6 @@ def test_openrlhfs_variables_are_answered_with_our_keys(
     with pytest.raises(UserError, match="does not exist"):
         BasePPOExp(load_config(["generator.agent_func_path=/none/agent.py"])).prepare()
     assert capsys.readouterr().err.splitlines() == [
-        "warning: OPENRLHF_ASYNC_NUM_TASKS=64 is read by OpenRLHF alone: set generator.max_concurrent_episodes",
-        "warning: OPENRLHF_ASYNC_QUEUE_SIZE=2 is read by OpenRLHF alone: set trainer.async_queue_size",
+        "warning: OPENRLHF_ASYNC_NUM_TASKS=64 is read only by OpenRLHF: set generator.max_concurrent_episodes",
+        "warning: OPENRLHF_ASYNC_QUEUE_SIZE=2 is read only by OpenRLHF: set trainer.async_queue_size",
     ]

@@ -15,6 +15,7 @@ ROOT = Path(skyasync.__file__).parent
 #: Modules whose pickles are messages between processes of one run.
 AMONG_PROCESSES = {
     "utils/rpc.py",
+    "utils/rpc_server.py",
     "utils/subprocess_worker.py",
     "rewards/llm_judge.py",
     "rewards/reward_functions.py",

@@ -23,6 +23,7 @@ from skyasync.config.schema import Config
 from skyasync.envs.pool import local_pool
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
+from skyasync.inference.inflight import InflightRequest
 from skyasync.inference.interface import EngineFailedError
 from skyasync.inference.pool import LostWork
 from skyasync.observability.run_dir import RunDirectory
@@ -76,9 +77,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class EngineFails(InferenceClient):
-    """Two engines; the first one fails after ``after_s`` while it has requests, which the other continues."""
+    """Two engines; the first one fails after ``after_s`` while it has a request in its middle, which the other continues."""
 
-    after_s = 0.3
+    after_s = 0.1
 
     def __init__(self, engines: Any, timeout_s: float) -> None:
         super().__init__([*engines, TransformersEngine(engines[0].config)], timeout_s)
@@ -94,10 +95,14 @@ class EngineFails(InferenceClient):
 
     async def _fail(self) -> None:
         await asyncio.sleep(self.after_s)
-        while not any(each.charge and each.so_far.token_ids.size for each in self._inflight.at(0).values()):
+        while not any(self._is_in_its_middle(each) for each in self._inflight.at(0).values()):
             await self.poll(0)
             await asyncio.sleep(0.001)
         self.pool.fail(0, EngineFailedError("the engine has failed"))
+
+    @staticmethod
+    def _is_in_its_middle(inflight: InflightRequest) -> bool:
+        return 0 < inflight.so_far.token_ids.size < inflight.request.sampling.max_tokens
 
     async def shutdown(self) -> None:
         self._failing.cancel()
