@@ -77,7 +77,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 class EngineFails(InferenceClient):
-    """Two engines; the first one fails after ``after_s`` while it has a request in its middle, which the other continues."""
+    """Two engines; the first one fails after ``after_s``, in the middle of a response, which the other continues."""
 
     after_s = 0.1
 
