@@ -44,6 +44,13 @@ def val_prompts(count: int = 128) -> list[dict[str, Any]]:
     return rows(FIRST_EVAL_SEED, count)
 
 
+def shuffled_prompts(count: int = 128) -> list[dict[str, Any]]:
+    """Held-out prompts, each with the next one's image: the accuracy of a policy that does not look."""
+    prompts = val_prompts(count)
+    images = [row["images"] for row in prompts]
+    return [row | {"images": other} for row, other in zip(prompts, [*images[1:], images[0]], strict=True)]
+
+
 class CountDiscs(BaseTextEnv):
     """One turn; the number of discs earns reward 1, anything else 0."""
 
