@@ -1,7 +1,8 @@
-"""Links of pages outside of the site lead somewhere (``mkdocs build --strict`` checks the site's)."""
+"""Links of pages outside of the site lead somewhere (``mkdocs build --strict`` checks the site's), and names exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.docs.pages import ROOT, examples
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+REFERENCE = re.compile(r"\b((?:skyasync|examples|benchmarks)(?:\.\w+)+):(\w+)")  # module:object, as settings name it
 FENCED = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -18,6 +20,16 @@ def headings(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", t)).strip().lower().replace(" ", "-")
             for t in titles}  # fmt: skip
+
+
+def defined(module: str) -> set[str]:
+    """Functions, classes and imported names at the top of a module, which is not imported: it may register parts."""
+    path = ROOT.joinpath(*module.split("."))
+    body = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()).body
+    found = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+    found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found | {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
@@ -53,3 +65,10 @@ def test_every_page_is_in_the_sites_menu() -> None:
     menu = (ROOT / "mkdocs.yml").read_text()
     docs = ROOT / "docs"
     assert [str(page) for page in docs.rglob("*.md") if f": {page.relative_to(docs)}" not in menu] == []
+
+
+def test_objects_that_pages_and_recipes_name_exist() -> None:
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *examples(), *(ROOT / "examples").rglob("*.yaml")]
+    named = {reference for file in files for reference in REFERENCE.findall(file.read_text())}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if name[1] not in defined(name[0])] == []
