@@ -102,3 +102,15 @@ def test_what_a_hook_has_added_is_cut_and_joined_with_the_rest():
     pieces = list(scored.split(1))
     assert pieces[1].lengths.tolist() == [3]
     assert ScoredBatch.concatenate(pieces).lengths.tolist() == [2, 3]
+
+
+def test_concatenation_keeps_a_number_that_all_parts_share():
+    rows = batch([2, 3])
+    nothing = {"advantages": torch.zeros(2, 3), "loss_weights": torch.zeros(2, 3)}
+    first, same, other = (rows.to_stage(UpdateBatch, **nothing) for _ in range(3))
+    first.correction_exponent = same.correction_exponent = 0.5
+    first.approximated_version = other.approximated_version = 4
+    assert UpdateBatch.concatenate([first, same]).correction_exponent == 0.5
+    assert UpdateBatch.concatenate([first, other]).correction_exponent is None
+    assert UpdateBatch.concatenate([first, other]).approximated_version == 4
+    assert UpdateBatch.concatenate([first, same]).approximated_version is None
