@@ -90,9 +90,10 @@ class Counted(BasePPOExp):  # perhaps in another process
         return [CountsImages()]
 
 
-def assert_trained(run: Trained) -> None:
+def assert_trained(run: Trained, largest_gap: float = 1e-5) -> None:
     assert len(run.metrics) == 3
-    assert all(gap < 1e-5 for gap in run.series("sync/logprob_gap"))
+    assert max(run.series("sync/logprob_gap")) < largest_gap
+    assert max(run.series("sync/logprob_gap_mean")) < 3e-6
     assert any(norm > 0 for norm in run.series("policy/grad_norm"))
 
 
@@ -138,4 +139,5 @@ def test_a_server_is_sent_images_and_weights(
             "trainer.run_name=server",
         )
         run = train_vision(*SETTINGS, *settings)
-    assert_trained(run)
+    # transformers' float32 and float64 differ by up to 4.6e-6 at a token of log-probability -9.6; vLLM's kernels add theirs
+    assert_trained(run, largest_gap=3e-5)
