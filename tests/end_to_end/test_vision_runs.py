@@ -139,5 +139,5 @@ def test_a_server_is_sent_images_and_weights(
             "trainer.run_name=server",
         )
         run = train_vision(*SETTINGS, *settings)
-    # transformers' float32 and float64 differ by up to 4.6e-6 at a token of log-probability -9.6; vLLM's kernels add theirs
+    # rounding: transformers' float32 and float64 differ by 4.6e-6 at a token of log-probability -9.6; vLLM adds its own
     assert_trained(run, largest_gap=3e-5)
