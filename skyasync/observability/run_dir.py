@@ -70,6 +70,7 @@ class RunDirectory:
 
     Attributes:
         origins: who has set each setting; see ``skyasync.config.load.origins``.
+        eval_samples: of evaluations, in the form of ``samples``.
         ledger: how every prompt ended; see ``skyasync.trainer.checkpoint.ledger.audit``.
         logs: what the run's processes have printed.
         error: what ended the run, if an error did: the whole traceback.
@@ -91,8 +92,8 @@ class RunDirectory:
                 path = first.with_name(f"{first.name}-{next(numbers)}")
         path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         self.path, self.name = path, path.name
-        self.metrics, self.samples, self.ledger, self.schedule = (
-            path / f"{name}.jsonl" for name in ("metrics", "samples", "ledger", "schedule")
+        self.metrics, self.samples, self.eval_samples, self.ledger, self.schedule = (
+            path / f"{name}.jsonl" for name in ("metrics", "samples", "eval_samples", "ledger", "schedule")
         )
         self.config, self.origins, self.timeline = path / "config.yaml", path / "origins.json", path / "timeline.json"
         self.reward_plot, self.error = path / "reward.png", path / "error.txt"
@@ -115,11 +116,11 @@ class RunDirectory:
         if self._new:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, records: Iterable[Mapping[str, Any]], *, evaluation: bool = False) -> None:
         """Append one line per record, ``step`` first."""
         hide = self.secrets.hide
         hidden = ({k: hide(v) if isinstance(v, str) else v for k, v in record.items()} for record in records)
-        self._append(self.samples, step, hidden)
+        self._append(self.eval_samples if evaluation else self.samples, step, hidden)
 
     def write_schedule(self, step: int, row: Mapping[str, Any]) -> None:
         """Append the line of a step."""

@@ -42,7 +42,7 @@ from skyasync.observability.report.page import LIVE_SCRIPT, page
 from skyasync.observability.run_dir import RUNNING, read_status
 
 LOOPBACK = "127.0.0.1"
-READ = ("metrics.jsonl", "samples.jsonl", "status.json", "restarts.jsonl")  # what changes a page
+READ = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "status.json", "restarts.jsonl")  # what changes a page
 WAITING_CONNECTIONS = 64
 END_S = 10.0  # for a page that is being drawn
 LOG = "live_page.log"  # in the run's folder

@@ -492,6 +492,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 scoring = Scoring.of(self.cfg)
                 scores = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
                 metrics |= eval_metrics(groups, scores)
+        await self.reporter.evaluated(self.global_step, groups)
         metrics["eval/version"] = float(self.policy_version)
         await notify(self, "on_evaluate", metrics)
         return metrics

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from skyasync.models.images import thumbnail_url
+from skyasync.observability.jsonl import read_rows
+from skyasync.observability.report.page import page
 from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout.trajectory_files import files_of, read
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
+from tests.models.tiny_vision import noise
 from tests.trainer.plans.local_run import LocalRun, Memory, config
 
 
@@ -67,6 +72,22 @@ async def test_samples_have_their_tokens(model: str, tmp_path: Path) -> None:
         assert set(tokens["versions"]) == {row["step"] - 1}
         gaps = np.subtract(tokens["logprobs"], tokens["trainer_logprobs"])
         assert abs(gaps).max() < 1e-3  # on policy they differ by rounding
+
+
+async def test_an_evaluation_has_samples_too_and_the_page_shows_their_images(model: str, tmp_path: Path) -> None:
+    run, folder = await trained(Sync, model, tmp_path)
+    assert {row["step"] for row in read_rows(folder / "eval_samples.jsonl")} == {2}
+    assert len(read_rows(folder / "eval_samples.jsonl")) == 3
+    group = run.trainer.trained[0][0]
+    group = replace(group, prompt=replace(group.prompt, eval_set="discs"))
+    group.trajectories[0].segments[0].images = (noise(1),)
+    await run.trainer.reporter.evaluated(3, [group])
+    row = read_rows(folder / "eval_samples.jsonl")[-1]
+    assert row["step"] == 3 and row["eval_set"] == "discs"
+    assert row["images"] == [thumbnail_url(noise(1))]
+    made = page([folder])
+    assert "Samples of evaluations</h2>" in made and f"<span>discs {row['prompt_id']}</span>" in made
+    assert f'<img class="shown" src="{row["images"][0]}"' in made
 
 
 async def test_a_plan_that_trains_in_parts_has_them_all(model: str, tmp_path: Path) -> None:

@@ -193,7 +193,8 @@ class TrainerConfig(FaultToleranceConfig):
     step_timeout_s: float = key(1800.0, above=0.0)
     """Maximum duration of a phase of a step in seconds; exceeding it is an error."""
     save_samples: int = key(4, low=0)
-    """Number of trajectories per step that are written to samples.jsonl."""
+    """Number of trajectories per step that are written to samples.jsonl, and per evaluation and set to
+    eval_samples.jsonl."""
     dump_trajectories: bool = key(False)
     """Write every trained trajectory to trajectories/step_<n>.parquet, for skyasync replay."""
     report: bool = key(True)

@@ -167,7 +167,7 @@ def chosen(rows: Sequence[Row], columns: int = COLUMNS, *, newest: bool = False)
 
 
 def sample_of(row: Row) -> PageSample:
-    """The sample of a row of ``samples.jsonl``."""
+    """The sample of a row of ``samples.jsonl`` or ``eval_samples.jsonl``."""
     columns = row.get("tokens") or {}
     texts, versions = columns.get("text") or [], columns.get("versions") or []
     engine = columns.get("logprobs") or [None] * len(texts)
@@ -182,7 +182,7 @@ def sample_of(row: Row) -> PageSample:
         title = "from the environment" if version < 0 else " · ".join(words)
         tokens.append(Token(text, version, gap, title, theirs, ours))
     return PageSample(
-        name=str(row.get("prompt_id", "")),
+        name=" ".join(str(row[key]) for key in ("eval_set", "prompt_id") if key in row),
         prompt=str(row.get("prompt", "")),
         response=str(row.get("response", "")),
         label="" if row.get("label") is None else str(row["label"]),
@@ -236,7 +236,10 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False)
         spans = figures.last_steps(figures.read_spans(folder / "timeline.json"))
         context |= {
             "timeline": figures.draw_timeline(spans),
-            "samples": chosen(jsonl.read_rows(folder / "samples.jsonl"), newest=live),
+            "samples": {
+                kind: chosen(jsonl.read_rows(folder / name), newest=live)
+                for kind, name in (("training", "samples.jsonl"), ("evaluation", "eval_samples.jsonl"))
+            },
             "changed": settings.changed(runs[0].settings, settings.read_origins(folder / "origins.json")),
             "all_settings": runs[0].settings,
         }

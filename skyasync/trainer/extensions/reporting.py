@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,21 @@ class Reporter(RunExtension):
             await self._write("samples", step, run_dir.write_samples, step, records)
         if self._trajectories:
             await self._write_trajectories("trajectories", step, rollout, rows)
+
+    async def evaluated(self, step: int, groups: Sequence[Group]) -> None:
+        """Write a few samples of each set of an evaluation."""
+        if self._context.run_dir is None or self._decode is None or not self._samples:
+            return
+        sets: dict[str, list[Group]] = {}
+        for group in groups:
+            sets.setdefault(group.prompt.eval_set, []).append(group)
+        records = [
+            record | ({"eval_set": name} if name else {})
+            for name, own in sets.items()
+            for record in sample_records(own, self._samples, self._decode)
+        ]
+        write = partial(self._context.run_dir.write_samples, evaluation=True)
+        await self._write("samples of the evaluation", step, write, step, records)
 
     async def keep_bad(self, rollout: Rollout, parts: Sequence[UpdateBatch]) -> None:
         """Write a batch that could not be learned from, for ``skyasync replay RUN --nonfinite``."""
