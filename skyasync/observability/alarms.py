@@ -183,7 +183,10 @@ def _trainer_idle(course: _Course) -> Iterator[str]:
 
 def _no_gradient(course: _Course) -> Iterator[str]:
     if (norm := course.last("policy/grad_norm")) == 0:
-        yield f"The gradient is {norm:g}: nothing is learned. All groups have equal rewards, or all tokens are masked."
+        yield (
+            f"The gradient is {norm:g}: nothing is learned. All groups have equal rewards, or all tokens are masked "
+            f"(trainer.algorithm.off_policy_correction, trainer.algorithm.truncated_responses)."
+        )
 
 
 def _score_fell(course: _Course) -> Iterator[str]:

@@ -15,8 +15,11 @@ import sys
 import tempfile
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from skyasync.examples.tiny.tasks import train_prompts
 from skyasync.observability.jsonl import Row, read_rows, write_rows
 from tests.chaos.process_tree import family, target_of
 
@@ -37,6 +40,7 @@ _SHORT = ["trainer.train_batch_size=16", "generator.n_samples_per_prompt=8", "tr
           "trainer.eval_interval=0", "trainer.eval_before_train=false", "data.val_data=[]"]  # fmt: skip
 _FAST = "trainer.policy.optimizer_config.lr="
 _REWARD = ["environment.env_class=reward", "environment.env_class_from_rows=false", "data.label_key=answer"]
+_ENTROPY = ["trainer.algorithm.use_entropy_loss=true", "trainer.algorithm.entropy_loss_coef=1e-9"]  # its metric
 #: By the alarm that each must raise.
 ILL = {
     "reward_flat": [*_SHORT, "trainer.plan=sync", f"{_FAST}0", "trainer.max_training_steps=32"],
@@ -54,6 +58,14 @@ ILL = {
     # The engine computes in another precision than the trainer, and the tolerance lets the run continue.
     "logprob_difference": [*_SHORT, "trainer.plan=sync", "generator.dtype=bfloat16", "generator.verify_interval=1",
                            "generator.weight_sync_tolerance=0.03"],
+    # A limit with a typo (1.09 for 0.99): the mask drops every sequence. Without the entropy term nothing is left.
+    "gradient": [*_SHORT, "trainer.plan=sync", "trainer.algorithm.off_policy_correction=geometric_mask",
+                 "trainer.algorithm.geo_mask_low=1.09", "trainer.algorithm.geo_mask_high=1.1"],
+    # Training pays for digits that descend, and the evaluation for sorted ones.
+    "score": [*_SHORT, "trainer.plan=sync", f"{_FAST}1e-3", f"data.train_data=[{_HERE}:paid_for_descending]",
+              f"environment.reward_funcs=[{_HERE}:descending]", "trainer.eval_interval=6",
+              "trainer.eval_before_train=true", "data.val_data=[skyasync.examples.tiny.tasks:val_prompts]",
+              "generator.sampling_params.max_generate_length=9", "trainer.max_training_steps=18"],
 }  # fmt: skip
 KILLED_AFTER = 8  # steps of "restarts", whose engine then gets SIGKILL
 
@@ -68,6 +80,16 @@ def nines(response: str) -> float:
     return response.count("9") / max(1, len(response))
 
 
+def descending(response: str) -> float:
+    """The share of characters that are followed by a smaller one."""
+    return sum(after < before for before, after in pairwise(response)) / max(1, len(response) - 1)
+
+
+def paid_for_descending() -> list[dict[str, Any]]:
+    """The training prompts of the tiny task, rewarded by ``environment.reward_funcs``."""
+    return [row | {"env_class": "reward"} for row in train_prompts()]
+
+
 def slow(response: str, label: str) -> float:
     """A correct reward that takes long."""
     time.sleep(0.15)
@@ -76,9 +98,9 @@ def slow(response: str, label: str) -> float:
 
 def train(name: str, settings: list[str], runs: Path) -> None:
     command = [
-        sys.executable, "-m", "skyasync", *settings, f"trainer.runs_dir={runs}", f"trainer.run_name={name}",
-        "generator.backend=transformers", "trainer.algorithm.use_entropy_loss=true", "trainer.terminal=lines",
-        "trainer.algorithm.entropy_loss_coef=1e-9", "trainer.report=false", "trainer.save_samples=0",
+        sys.executable, "-m", "skyasync", f"trainer.runs_dir={runs}", f"trainer.run_name={name}",
+        "generator.backend=transformers", "trainer.terminal=lines", "trainer.report=false", "trainer.save_samples=0",
+        *([] if name == "gradient" else _ENTROPY), *settings,
     ]  # fmt: skip
     with subprocess.Popen(command) as run:
         if name == "restarts":
