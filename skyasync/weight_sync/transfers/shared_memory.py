@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch import Tensor
 
 from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, bytes_of, from_message
@@ -230,11 +231,18 @@ def _tensors(memory: mmap.mmap, specs: TensorSpecs) -> dict[str, Tensor]:
 def _copy(into: Tensor, sent: Tensor) -> str:
     """Copy a tensor, converted if need be; the digest of what was to arrive, as ``digests.digest`` computes it."""
     source, target = sent.detach().cpu().reshape(-1), into.view(-1)
-    hashed, size = xxhash.xxh3_64(), CONVERTED
-    if source.dtype == into.dtype:
-        source, target, size = source.view(torch.uint8), target.view(torch.uint8), PIECE
-    for first in range(0, len(target), size):
-        piece = source[first : first + size].to(target.dtype).view(torch.uint8).numpy()
-        np.copyto(target[first : first + size].view(torch.uint8).numpy(), piece)
+    if source.dtype == target.dtype:  # sliced by NumPy, which takes a tenth of the time of slices of a tensor
+        whole, place = _as_bytes(source), _as_bytes(target)
+        pieces = ((whole[i : i + PIECE], place[i : i + PIECE]) for i in range(0, len(place), PIECE))
+    else:
+        parts = zip(source.split(CONVERTED), target.split(CONVERTED), strict=True)
+        pieces = ((_as_bytes(part.to(target.dtype)), _as_bytes(place)) for part, place in parts)
+    hashed = xxhash.xxh3_64()
+    for piece, into_piece in pieces:
+        np.copyto(into_piece, piece)
         hashed.update(piece.data)
     return hashed.hexdigest()
+
+
+def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    return tensor.view(torch.uint8).numpy()
