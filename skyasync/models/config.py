@@ -43,6 +43,15 @@ _REJECTED = {
 }
 
 
+def config_value(config: object, name: str, default: Any = None) -> Any:  # noqa: ANN401  (a field's value)
+    """A field of a transformers configuration, or of a part of one; ``default`` if its class lacks it or it is None.
+
+    Families describe the same thing by different fields, so that a missing field is an answer.
+    """
+    value = getattr(config, name, None)
+    return default if value is None else value
+
+
 def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
     """The configuration of a folder or hub name with ``kwargs``."""
     from transformers import AutoConfig
@@ -66,7 +75,7 @@ def overrides(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> dict[str, 
     values = {names.get(name, name): value for name, value in kwargs.items() if name not in (ROPE, _THETA, _SCALING)}
     if not kwargs.keys() & {ROPE, _THETA, _SCALING}:
         return values
-    current = dict(getattr(config, ROPE, None) or {})
+    current = dict(config_value(config, ROPE, {}))
     changes = {**(kwargs.get(_SCALING) or {}), **(kwargs.get(ROPE) or {})}
     if "type" in changes:
         changes["rope_type"] = changes.pop("type")
@@ -89,7 +98,9 @@ def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[s
 
     config, key = load_config(path, {}), f"{section}.config_kwargs"
     family, valid = type(config).__name__, True
-    known = set(config.to_dict()) | set(config.attribute_map) | ({_THETA, _SCALING} if hasattr(config, ROPE) else set())
+    known = set(config.to_dict()) | set(config.attribute_map)
+    if ROPE in known:
+        known |= {_THETA, _SCALING}
     for name, value in kwargs.items():
         if reason := _REJECTED.get(name):
             yield f"{key}.{name} is not taken: {reason.format(section=section)}"

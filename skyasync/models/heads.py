@@ -141,9 +141,10 @@ class ValueHead(Head):
             log.setLevel(level)
 
     def complete(self, path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
-        if isinstance(getattr(model, SCORE_LAYER, None), PipelineIdentityLayer):
+        head = dict(model.named_children()).get(SCORE_LAYER)
+        if isinstance(head, PipelineIdentityLayer):
             return  # the last stage has it
-        if not isinstance(getattr(model, SCORE_LAYER, None), nn.Linear):
+        if not isinstance(head, nn.Linear):
             raise UserError(
                 f"{path}: {type(model).__name__} has no linear head named {SCORE_LAYER}: it can hold no values"
             )

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from skyasync.errors import UserError
+from skyasync.models.config import config_value
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _INDEX = re.compile(r"layers\.(\d+)\.")
@@ -44,7 +45,7 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         # By the class whose router logits transformers records.
-        known = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+        known = (m._can_record_outputs or {} for m in model.modules() if isinstance(m, PreTrainedModel))
         recorder: Any = next((each["router_logits"] for each in known if "router_logits" in each), ())
         router_class = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
         routers = {name: module for name, module in model.named_modules() if isinstance(module, router_class)}
@@ -58,9 +59,9 @@ class Routers:
         self._hidden_layers = int(config.num_hidden_layers)
         self._indices = [int(number[1]) for name in routers if (number := _INDEX.search(name))]
         self.top_k = int(config.num_experts_per_tok)
-        self.experts = max(int(getattr(config, name, 0) or 0) for name in _EXPERTS)
+        self.experts = max(int(config_value(config, name, 0)) for name in _EXPERTS)
         self.dtype = torch.uint8 if self.experts <= unknown_expert(torch.uint8) else torch.int16
-        if getattr(config, "topk_method", "") == "group_limited_greedy":  # weighs experts outside its groups by 0
+        if config_value(config, "topk_method") == "group_limited_greedy":  # weighs experts outside its groups by 0
             raise UserError(not_replayed(self._family))
         self._given: Tensor | None = None
         self._chosen: dict[int, Tensor] | None = None

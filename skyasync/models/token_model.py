@@ -25,7 +25,7 @@ from skyasync.models import MAX_LOGITS
 from skyasync.models.attention import NAME as BLOCKS
 from skyasync.models.attention import attention_inputs, pack_rows
 from skyasync.models.backend import ENTROPY, LOGPROBS, TOKEN_LOGPROBS, TOP_K, VALUES, OutputRequest
-from skyasync.models.config import load_config
+from skyasync.models.config import config_value, load_config
 from skyasync.models.packing import Layout
 from skyasync.models.parallel.vocabulary import sum_over_group
 from skyasync.models.vision import Vision, is_vision
@@ -58,10 +58,10 @@ def training_config(path: str, kwargs: Mapping[str, Any] | None = None) -> PreTr
 def can_share_prefixes(config: PreTrainedConfig) -> bool:
     """Whether every layer attends to all tokens before, so that a mask can separate packed responses."""
     text: Any = config.get_text_config()
-    layer_types = getattr(text, "layer_types", None)
+    layer_types = config_value(text, "layer_types")
     if layer_types is not None:
         return all(kind == "full_attention" for kind in layer_types)
-    return getattr(text, "sliding_window", None) is None
+    return config_value(text, "sliding_window") is None
 
 
 class TokenModel(nn.Module):
@@ -287,7 +287,7 @@ NOT_LINEAR = (
 
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """States ``[n, hidden]`` to logits ``[n, vocabulary]``, as the model's own forward pass computes them."""
-    if all(getattr(model.config, name, None) in (None, 1.0) for name in NOT_LINEAR):
+    if all(config_value(model.config, name, 1.0) == 1.0 for name in NOT_LINEAR):
         linear: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         return linear
 

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from skyasync.arrays import Ints, ints
 from skyasync.errors import UserError
 from skyasync.models.batch import B
+from skyasync.models.config import config_value
 from skyasync.models.images import FAMILIES, Image, Images, ImageTokens, decoded, read_image
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ _NO_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_
 
 def is_vision(config: PreTrainedConfig) -> bool:
     """Whether a model of transformers reads images in addition to text."""
-    return getattr(config, "vision_config", None) is not None
+    return config_value(config, "vision_config") is not None
 
 
 def placeholders(config: PreTrainedConfig) -> list[int]:
     """Ids that stand for images or videos."""
-    return sorted({config.image_token_id, getattr(config, "video_token_id", None) or config.image_token_id})
+    return sorted({config.image_token_id, config_value(config, "video_token_id", config.image_token_id)})
 
 
 class _Processed(NamedTuple):
@@ -238,7 +239,7 @@ class Vision:
         if not ids:
             base: Any = model.base_model
             features = base.get_image_features(**self.stand_in(layout), return_dict=True)
-            parts = [features.pooler_output, *(getattr(features, "deepstack_features", None) or ())]
+            parts = [features.pooler_output, *(features.get("deepstack_features") or ())]
             embeddings = model.get_input_embeddings()(tokens)
             whole = (part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts)  # of all images
             nothing = torch.stack([part.sum() for part in whole]).sum() * 0.0

@@ -45,6 +45,7 @@ from skyasync.errors import UserError
 from skyasync.models import MICRO_BATCH_TOKENS, VOCABULARY
 from skyasync.models.backend import LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import B, UpdateBatch
+from skyasync.models.config import config_value
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.models.fsdp.layers import decoder_layers
 from skyasync.models.fsdp.loading import WrapAndShard
@@ -253,13 +254,13 @@ class _MeasuredVision(Vision):
 
     def stand_in(self, layout: Layout) -> dict[str, Tensor]:
         vision, tokens = self._config.vision_config, max(1, layout.tokens.numel() - len(layout.targets))
-        if merge := getattr(vision, "spatial_merge_size", 0):  # patches of images of any size
+        if merge := config_value(vision, "spatial_merge_size"):  # patches of images of any size
             side = max(1, math.isqrt(min(tokens, IMAGE_TOKENS)))
             grid = torch.tensor([[1, merge * side, merge * side]]).repeat(-(-tokens // side**2), 1)
             values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
             return {"pixel_values": torch.ones(1, 1).expand(int(grid.prod(1).sum()), values), GRID: grid}
         size = vision.image_size
-        each = (size // vision.patch_size // getattr(self._config, "scale_factor", 1)) ** 2
+        each = (size // vision.patch_size // config_value(self._config, "scale_factor", 1)) ** 2
         lead = [1] * FAMILIES[self._config.model_type].joined + [-(-tokens // each)]
         return {"pixel_values": torch.ones(1).expand(*lead, vision.num_channels, size, size)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from skyasync.config.schema import Config
@@ -140,13 +140,22 @@ class RankUse:
 
 def fullest_of(uses: Sequence[RankUse]) -> RankUse:
     """What none of them exceeds in any phase."""
-    phases = ("resident", "scoring", "updating", "stepping", "publishing")
-    lines = {
-        phase: max((getattr(use, phase) for use in uses), key=lambda lines: sum(lines.values())) for phase in phases
-    }
-    sizes = {name: max(getattr(use, name) for use in uses) for name in ("gradients", "learnt", "flops")}
-    sent = max((use.sent for use in uses), key=lambda sent: sum(sent.values()))
-    return replace(uses[0], **lines, **sizes, sent=sent)
+
+    def fullest(lines: Iterable[Lines]) -> Lines:
+        return max(lines, key=lambda each: sum(each.values()))
+
+    return replace(
+        uses[0],
+        resident=fullest(use.resident for use in uses),
+        scoring=fullest(use.scoring for use in uses),
+        updating=fullest(use.updating for use in uses),
+        stepping=fullest(use.stepping for use in uses),
+        publishing=fullest(use.publishing for use in uses),
+        sent=fullest(use.sent for use in uses),
+        gradients=max(use.gradients for use in uses),
+        learnt=max(use.learnt for use in uses),
+        flops=max(use.flops for use in uses),
+    )
 
 
 def with_fragmentation(lines: Lines) -> Lines:

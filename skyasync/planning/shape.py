@@ -91,6 +91,7 @@ def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str) -> ModelShape:
     import torch
 
+    from skyasync.models.config import config_value
     from skyasync.models.heads import HEADS
 
     with torch.device("meta"):
@@ -98,11 +99,11 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
     text: Any = model.config.get_text_config()
 
     def number(*names: str, default: int = 0) -> int:
-        return int(next((value for name in names if (value := getattr(text, name, None)) is not None), default))
+        return int(next((value for name in names if (value := config_value(text, name)) is not None), default))
 
     decoder = model.get_decoder() or model  # without the tower of a vision-language model
     layers = [m for m in decoder.modules() if type(m).__name__ in set(model._no_split_modules or ())]
-    types = getattr(text, "layer_types", None) or [""] * len(layers)
+    types = config_value(text, "layer_types") or [""] * len(layers)
     signatures = [(kind, *(p.shape for p in layer.parameters())) for kind, layer in zip(types, layers, strict=False)]
     heads, hidden = number("num_attention_heads", default=1), number("hidden_size")
     experts = number("num_experts", "num_local_experts", "n_routed_experts")

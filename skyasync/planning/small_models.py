@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.model_files import config_file
 from skyasync.errors import UserError
+from skyasync.models.config import config_value
 from skyasync.preflight.model import hub_folder
 
 if TYPE_CHECKING:
@@ -22,8 +23,15 @@ HEAD_DIM = 16
 HEADS, GROUPED_HEADS = 4, 2  # per rank of the tensor axis
 MOST_EXPERTS = 8
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_AT_MOST = {"num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+_AT_MOST = {
+    "num_experts": MOST_EXPERTS,
+    "num_local_experts": MOST_EXPERTS,
+    "n_routed_experts": MOST_EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
 
 
 def make_small_model(
@@ -99,12 +107,12 @@ def shrink(config: PreTrainedConfig, tensor: int = 1) -> None:
 def _set(config: Any, **values: object) -> None:  # noqa: ANN401
     """Set what the family has."""
     for name, value in values.items():
-        if getattr(config, name, None) is not None:
+        if config_value(config, name) is not None:
             setattr(config, name, value)
 
 
 def _shrink_language_model(text: Any, tensor: int) -> None:  # noqa: ANN401
-    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None)
+    heads, kv_heads = text.num_attention_heads, config_value(text, "num_key_value_heads")
     hidden = HEADS * tensor * HEAD_DIM
     text.num_attention_heads, text.hidden_size = HEADS * tensor, hidden
     if kv_heads is not None:
@@ -132,13 +140,10 @@ def _shrink_language_model(text: Any, tensor: int) -> None:  # noqa: ANN401
         linear_key_head_dim=HEAD_DIM,
         linear_value_head_dim=HEAD_DIM,
     )
-    for name in _EXPERTS:
-        if isinstance(count := getattr(text, name, None), int):
-            setattr(text, name, min(count, MOST_EXPERTS))
     for name, most in _AT_MOST.items():
-        if isinstance(count := getattr(text, name, None), int):
+        if isinstance(count := config_value(text, name), int):
             setattr(text, name, min(count, most))
-    _shrink_rotary_embeddings(getattr(text, "rope_parameters", None) or {})
+    _shrink_rotary_embeddings(config_value(text, "rope_parameters", {}))
     _remove_layers(text)
 
 
@@ -154,7 +159,7 @@ def _shrink_rotary_embeddings(rope: dict[str, Any]) -> None:
 
 def _remove_layers(text: Any) -> None:  # noqa: ANN401
     """Keep the first layers, so many that every kind of them is there."""
-    types, before = list(getattr(text, "layer_types", None) or [""]), text.num_hidden_layers
+    types, before = list(config_value(text, "layer_types") or [""]), text.num_hidden_layers
     count = min(before, max(2, *(types.index(kind) + 1 for kind in set(types)), 0))
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == before:

@@ -37,6 +37,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from skyasync.errors import UserError
 from skyasync.models.attention import NO_END, AttentionPlan, window_mask
+from skyasync.models.config import config_value
 from skyasync.models.fsdp.sharding import Mesh
 from skyasync.models.packing import Layout
 from skyasync.models.token_model import can_share_prefixes
@@ -131,7 +132,7 @@ def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = ULYS
         raise UserError(
             f"{key} does not divide the {heads} attention heads of {text.model_type}: choose {' or '.join(fits)}"
         )
-    others = set(getattr(text, "layer_types", None) or ()) - ATTENDING
+    others = set(config_value(text, "layer_types", ())) - ATTENDING
     if others:
         raise UserError(
             f"{KEY}={size} splits sequences, and {text.model_type} has layers ({min(others)}) that do not "
@@ -226,7 +227,7 @@ def check_ring_device(config: PreTrainedConfig, dtype: torch.dtype, device_type:
     if device_type == "cpu":
         return
     text = config.get_text_config()
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    size = config_value(text, "head_dim") or text.hidden_size // text.num_attention_heads
     problem = ""
     if device_type != "cuda":
         problem = f"a {device_type} device has no such kernel"

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from skyasync.errors import UserError
+from skyasync.models.config import config_value
 from skyasync.models.fsdp.sharding import PipelineGroups, local
 from skyasync.weight_sync.full_tensors import StageTensor
 
@@ -214,7 +215,7 @@ def check(model: PreTrainedModel, stages: int) -> None:
     if set(config.base_model_pp_plan or ()) != PARTS:
         raise UserError(f"{KEY}={stages}: transformers has no plan by which {family} can be cut: set {KEY}=1")
     strange = sorted({name for name, _ in base.named_parameters() if name.partition(".")[0] not in PARTS})
-    if strange or getattr(config, "num_kv_shared_layers", None):
+    if strange or config_value(config, "num_kv_shared_layers"):
         what = f"{strange[0]} outside its layers" if strange else "layers that share keys and values"
         raise UserError(f"{KEY}={stages}: {family} has {what}, which stages cannot have: set {KEY}=1")
     if len(base.layers) < stages:  # type: ignore[arg-type]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from skyasync.errors import UserError
+from skyasync.models.config import config_value
 from skyasync.models.fsdp.sharding import local
 from skyasync.models.parallel.context import ATTENDING
 from skyasync.models.parallel.vocabulary import Vocabulary, sum_gradients_over_group, sum_over_group
@@ -63,7 +65,7 @@ _SUPPORTED = {
 _OURS = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": NORM}
 """Replacements of transformers' styles."""
 
-_ADAPTED = {COLUMNS: "lora_B", ROWS: "lora_A"}
+_ADAPTED = {COLUMNS: attrgetter("lora_B"), ROWS: attrgetter("lora_A")}
 """The half of an adapter that is split like the adapted layer."""
 
 
@@ -77,13 +79,13 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     config, family = model.config.get_text_config(), type(model).__name__
     if len(model.tp_plan) < 2:  # a head alone is no plan
         raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1")
-    others = set(getattr(config, "layer_types", None) or ()) - ATTENDING
+    others = set(config_value(config, "layer_types", ())) - ATTENDING
     if others:
         raise UserError(
             f"{KEY}={size} splits attention heads, and {family} has other layers ({min(others)}): set {KEY}=1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
-        count = getattr(config, name, None)
+        count = config_value(config, name)
         if isinstance(count, int) and count % size:
             fits = [str(n) for n in range(1, count + 1) if count % n == 0]
             raise UserError(f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}")
@@ -136,7 +138,7 @@ def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedMod
                 f"{KEY}={mesh.size()} splits {name} of {type(model).__name__} by {style}, which adapters do not follow "
                 f"here: add it to trainer.policy.lora.exclude_modules, or set {KEY}=1"
             )
-        (half,) = getattr(layer, _ADAPTED[style]).values()
+        (half,) = _ADAPTED[style](layer).values()
         theirs = next(library for library, ours in _OURS.items() if ours == style)
         add_lora_tp_hooks_dtensor(half, theirs, mesh, base_layer=layer.get_base_layer(), module_name=name)
         ALL_PARALLEL_STYLES[style].install_forward(half, mesh)

@@ -33,7 +33,7 @@ from skyasync.arrays import Experts
 from skyasync.errors import UserError, unknown
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.interface import EngineConfig
-from skyasync.models.config import ONE_AT_A_TIME, load_config
+from skyasync.models.config import ONE_AT_A_TIME, config_value, load_config
 from skyasync.models.images import Images, ImageTokens
 from skyasync.models.router_replay import Routers
 from skyasync.models.vision import Vision, is_vision
@@ -131,8 +131,8 @@ class EmbeddedModel:
             self._routers.record()
         self._adopted = False  # weights are in memory that is not the model's own
         text: Any = self._model.config.get_text_config()
-        layers = set(getattr(text, "layer_types", None) or ["full_attention"])
-        window = getattr(text, "sliding_window", None) or config.max_model_len
+        layers = set(config_value(text, "layer_types") or ["full_attention"])
+        window = config_value(text, "sliding_window") or config.max_model_len
         if layers - {"full_attention", "sliding_attention"} or window < config.max_model_len:
             raise UserError(
                 f"the transformers engine computes full attention only; this model has {sorted(layers)} with a window "
@@ -142,10 +142,13 @@ class EmbeddedModel:
         with contextlib.suppress(OSError, ValueError):
             self.tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.dtype: torch.dtype = self._model.dtype
-        self._positions: float = getattr(text, "max_position_embeddings", 0) or inf
+        self._positions: float = config_value(text, "max_position_embeddings") or inf
         self.eos_ids: set[int] = set()  # all that a file of the model names: chat models disagree
-        for owner in (self._model.config, self._model.generation_config, self.tokenizer):
-            ids = getattr(owner, "eos_token_id", None)
+        for ids in (
+            config_value(self._model.config, "eos_token_id"),
+            self._model.generation_config.eos_token_id,
+            self.tokenizer.eos_token_id if self.tokenizer else None,
+        ):
             self.eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
