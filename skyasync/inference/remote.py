@@ -23,7 +23,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -86,9 +86,16 @@ class ServerConnection:
         except RuntimeError:
             return ""
 
-    async def chunks(self, route: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The pieces of a streamed answer. Leaving the iteration early has the server end the request."""
+    async def chunks(
+        self, route: str, body: Mapping[str, Any], accepted: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """The pieces of a streamed answer. Leaving the iteration early has the server end the request.
+
+        Args:
+            accepted: called when the server has read the request, before the first piece.
+        """
         async with self._request("POST", route, json=body) as response:
+            accepted()
             async for line in response.content:
                 if not line.startswith(b"data: "):
                     continue

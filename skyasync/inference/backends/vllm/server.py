@@ -1,20 +1,26 @@
 """A vLLM server that the run does not start; what is the same for all servers is in ``inference.remote``.
 
 Invariant: the server is sent one placeholder per image, and expands it by its own processor. A prompt whose tokens it
-makes differently is rejected.
+makes differently is rejected. An image is sent once, with a name, and later requests have only the name: the server has
+the image in its processor's cache (``--mm-processor-cache-gb``). A server that lacks a named image rejects the request,
+which is then sent again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 from skyasync.inference.backends.vllm.setup import check_expanded, sampling_fields
-from skyasync.inference.interface import EngineConfig, FinishReason, GenerationOutput, PauseMode
+from skyasync.inference.interface import EngineConfig, EngineFailedError, FinishReason, GenerationOutput, PauseMode
 from skyasync.inference.remote import RemoteEngine, RemoteRequest
-from skyasync.models.images import Images, ImageTokens, reads_images, rgb_url
+from skyasync.models.images import Image, Images, ImageTokens, reads_images, rgb_url
 from skyasync.weight_sync.update import WeightUpdate
 
 if TYPE_CHECKING:
@@ -37,6 +43,75 @@ ARGUMENTS = {
 }
 #: On a CPU; a request with a seed whose prompt is computed in chunks ends vLLM's CPU engine.
 ON_CPU = {"--enforce-eager": "", "--no-enable-chunked-prefill": "", "--dtype": "float32"}
+T = TypeVar("T")
+
+
+class SentImages:
+    """The images that a server has in its cache, as far as this run knows.
+
+    Attributes:
+        caches: whether the server has a cache of images.
+    """
+
+    def __init__(self) -> None:
+        self.caches = True
+        self._names = uuid4().hex  # so that no other client's images have these names
+        self._there: WeakKeyDictionary[Image, object] = WeakKeyDictionary()  # image -> the upload that brought it
+        self._coming: dict[Image, asyncio.Future[None]] = {}
+
+    async def send(
+        self,
+        images: Images,
+        request: Callable[[list[dict[str, Any]], Callable[[], None]], Awaitable[T]],
+        answer: Sequence[int] = (),
+    ) -> T:
+        """Send a request with its images. It waits for images that another request is bringing.
+
+        Args:
+            request: sends the content parts, and calls the function when the server has read them.
+            answer: the tokens so far; a request that has some is not sent again.
+        """
+        if not images:
+            return await request([], lambda: None)
+        for whole in (False, False, True) if self.caches else (True,):
+            while coming := {self._coming[image] for image in images if image in self._coming}:
+                await asyncio.wait(coming)
+            named = {} if whole else {image: self._there[image] for image in images if image in self._there}
+            new = [image for image in dict.fromkeys(images) if image not in named]
+            upload: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if self.caches:
+                self._coming |= dict.fromkeys(new, upload)
+            parts = [
+                {
+                    "type": "image_url",
+                    "url": None if image in named else rgb_url(image),
+                    "uuid": f"{self._names}-{image.digest}",
+                }
+                for image in images
+            ]
+            try:
+                return await request(parts, partial(self._arrived, new, upload))
+            except EngineFailedError:
+                raise
+            except RuntimeError:
+                if not named or answer:
+                    raise
+                for image, earlier in named.items():
+                    if self._there.get(image) is earlier:  # else it has been sent again
+                        del self._there[image]
+            finally:
+                self._arrived(new, upload, there=False)
+        raise AssertionError("the last attempt has no names")
+
+    def _arrived(self, new: Sequence[Image], upload: asyncio.Future[None], *, there: bool = True) -> None:
+        """The server has read an upload, or it has failed; the first call counts."""
+        if upload.done():
+            return
+        upload.set_result(None)
+        for image in new:
+            self._coming.pop(image, None)
+            if there:
+                self._there[image] = upload
 
 
 class VLLMServerEngine(RemoteEngine):
@@ -46,6 +121,10 @@ class VLLMServerEngine(RemoteEngine):
     core_failures = ("EngineDead", "EngineCore encountered")
     info_query = {"config_format": "json"}  # noqa: RUF012  (a class variable of the base)
     _images: ImageProcessor | None = None  # of a model that reads images
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._sent = SentImages()
 
     @classmethod
     def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
@@ -86,6 +165,8 @@ class VLLMServerEngine(RemoteEngine):
             from skyasync.models.vision import NEVER, processor_of
 
             self._images = processor_of(self.config.model_path)
+            multimodal = (info["vllm_config"].get("model_config") or {}).get("multimodal_config") or {}
+            self._sent.caches = bool(multimodal.get("mm_processor_cache_gb", True))
             await self._server.post("/collective_rpc", {"method": "ban", "args": [self._images.banned, NEVER]})
         cache = info["vllm_config"].get("cache_config") or {}
         return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
@@ -99,7 +180,17 @@ class VLLMServerEngine(RemoteEngine):
             "cache_salt": self._salt(pending.version),
             "stream": True,
         }
-        async for chunk in self._server.chunks(GENERATE, body):
+
+        async def answer(parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]) -> GenerationOutput:
+            return await self._answer_to(pending, body | {"content_parts": parts}, accepted)
+
+        return await self._sent.send(request.images, answer, pending.tokens)
+
+    async def _answer_to(
+        self, pending: RemoteRequest, body: Mapping[str, Any], accepted: Callable[[], None]
+    ) -> GenerationOutput:
+        request, tokens = pending.request, pending.request.prompt_token_ids.tolist()
+        async for chunk in self._server.chunks(GENERATE, body, accepted):
             if expanded := chunk.get("prompt_token_ids"):  # only the first piece of a prompt with images has them
                 check_expanded(expanded, tokens)
             for choice in chunk["choices"]:
@@ -115,8 +206,7 @@ class VLLMServerEngine(RemoteEngine):
         """Fields of a request. Raises ``UserError`` if the prompt's placeholders are not those of the images."""
         if self._images is None:
             return {"token_ids": tokens}
-        shown = [{"type": "image_url", "url": rgb_url(image)} for image in images]
-        return {"token_ids": self._images.collapse(tokens, images), "content_parts": shown, "return_token_ids": True}
+        return {"token_ids": self._images.collapse(tokens, images), "return_token_ids": True}
 
     async def _abort(self, pending: Collection[RemoteRequest]) -> None:
         names = [PREFIX + each.request.request_id for each in pending]
@@ -129,7 +219,13 @@ class VLLMServerEngine(RemoteEngine):
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
             "cache_salt": self._salt(self.version),
         }
-        answer = await self._server.post(GENERATE, body)
+
+        async def scored(parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]) -> Mapping[str, Any]:
+            answer: Mapping[str, Any] = await self._server.post(GENERATE, body | {"content_parts": parts})
+            accepted()
+            return answer
+
+        answer = await self._sent.send(ImageTokens.images_of(sequence), scored)
         check_expanded(answer.get("prompt_token_ids") or tokens, tokens)
         scores = answer.get("prompt_logprobs")
         if not scores or len(scores) != len(tokens):
