@@ -246,4 +246,9 @@ def meaning(key: Key) -> str:
         allowed = f"One of: {', '.join(map(written, options))}{other}."
     elif bounds := key.bounds():
         allowed = f"{bounds[0].upper()}{bounds[1:]}."
-    return " ".join(filter(None, (key.doc, allowed, f"Read with {key.when}." if key.when else "")))
+    when = str(key.when or "")
+    if when.startswith("not ") and " or " not in when:
+        when = f"Not used with {when.removeprefix('not ')}."
+    elif when:
+        when = f"Used only with {when}."
+    return " ".join(filter(None, (key.doc, allowed, when)))

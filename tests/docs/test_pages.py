@@ -68,7 +68,7 @@ def test_what_people_search_for_is_one_link_from_the_first_page(page: str) -> No
         ("staleness.md#importance-weight", r"w_t = \frac{\pi_\mathrm{prox}"),
         ("callbacks.md", "def on_step_end(self, trainer, metrics)"),
         ("weight_sync.md", "| `nccl` | by NCCL broadcast"),
-        ("troubleshooting.md#out-of-memory", "trainer.policy.gradient_checkpointing=true"),
+        ("troubleshooting.md#out-of-memory", "trainer.micro_batch_tokens"),
     ],
 )
 def test_a_question_is_answered_one_link_from_the_readme(page: str, answer: str) -> None:

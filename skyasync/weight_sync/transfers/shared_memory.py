@@ -233,14 +233,14 @@ def _copy(into: Tensor, sent: Tensor) -> str:
     source, target = sent.detach().cpu().reshape(-1), into.view(-1)
     if source.dtype == target.dtype:  # sliced by NumPy, which takes a tenth of the time of slices of a tensor
         whole, place = _as_bytes(source), _as_bytes(target)
-        pieces = ((whole[i : i + PIECE], place[i : i + PIECE]) for i in range(0, len(place), PIECE))
+        chunks = ((whole[i : i + PIECE], place[i : i + PIECE]) for i in range(0, len(place), PIECE))
     else:
         parts = zip(source.split(CONVERTED), target.split(CONVERTED), strict=True)
-        pieces = ((_as_bytes(part.to(target.dtype)), _as_bytes(place)) for part, place in parts)
+        chunks = ((_as_bytes(part.to(target.dtype)), _as_bytes(place)) for part, place in parts)
     hashed = xxhash.xxh3_64()
-    for piece, into_piece in pieces:
-        np.copyto(into_piece, piece)
-        hashed.update(piece.data)
+    for chunk, into_chunk in chunks:
+        np.copyto(into_chunk, chunk)
+        hashed.update(chunk.data)
     return hashed.hexdigest()
 
 
