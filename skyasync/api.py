@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -279,7 +280,7 @@ def _named(stack: ExitStack, registry: Registry, part: object) -> str:
         return part
     if not callable(part) and not (registry is TRACKERS and hasattr(part, "log")):
         raise UserError(f"{part!r} is no {registry.kind}: pass a name, a class or a function")
-    usual = getattr(part, "__name__", type(part).__name__)
+    usual = part.__name__ if isinstance(part, type | FunctionType) else type(part).__name__
     usual = usual if usual.isidentifier() else registry.kind.replace(" ", "_")  # a lambda
     name, number = usual, 1
     while name in registry or name in registry.names():

@@ -148,17 +148,17 @@ class Registry(dict[str, Any]):
 
     def describe(self, part: object) -> About:
         """The description of a part, registered or not."""
-        can = {name: getattr(part, name, default) for name, default in self._capabilities.items()}
+        can = {name: declared(part, name, default) for name, default in self._capabilities.items()}
         if inspect.isclass(part) or not callable(part):
             return About(can=can)
         parameters = inspect.signature(part).parameters.values()
         settings = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-        select = getattr(part, "select", None)
+        select = declared(part, "select")
         return About(
             inputs=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
             settings=tuple(p.name for p in settings),
             required=tuple(p.name for p in settings if p.default is p.empty),
-            keys=dict(getattr(part, "configuration_keys", {})),
+            keys=dict(declared(part, "configuration_keys", {})),
             can=can,
             selector=self.describe(select) if select else None,
             odd=tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)),
@@ -211,6 +211,11 @@ class Registry(dict[str, Any]):
             if name in self:
                 return self[name]
         raise UserError(unknown(self.kind, name, self.names()))
+
+
+def declared(part: object, name: str, default: Any = None) -> Any:
+    """What a decorator or a class says of a part by an attribute. The user's functions and classes may not have it."""
+    return getattr(part, name, default)
 
 
 def resolve_reference(reference: str, *, kind: str) -> Any:
@@ -290,7 +295,7 @@ def _file_module(path: Path) -> ModuleType:
 
 
 def _module(part: object) -> str:
-    return getattr(part, "__module__", "")
+    return str(declared(part, "__module__", ""))
 
 
 def _is_ours(part: object) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from skyasync.errors import UserError, unknown
+from skyasync.registry import declared
 
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -68,7 +69,7 @@ def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str,
 def bind(function: Callable[..., R], cfg: object) -> Bound[R]:
     """Fill in the settings of ``function`` from ``cfg``: its own keys first, then ``cfg.extra`` by parameter name."""
     inputs, settings = parameters(function)
-    keys = getattr(function, "configuration_keys", {})
+    keys = declared(function, "configuration_keys", {})
     settings = {
         name: setting(cfg, keys[name], default) if name in keys else default for name, default in settings.items()
     }

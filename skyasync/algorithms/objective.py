@@ -24,6 +24,7 @@ from skyasync.algorithms.kl import kl_estimate
 from skyasync.algorithms.masked import log_ratio
 from skyasync.algorithms.reductions import loss_weights
 from skyasync.errors import UserError
+from skyasync.registry import declared
 
 __all__ = ["Objective", "loss_weights"]
 
@@ -65,7 +66,7 @@ class Objective:
         self.anchor = setting(cfg, "ratio_anchor", "proximal")
         name = setting(cfg, "policy_loss_type", "ppo")
         loss = POLICY_LOSSES[name]
-        select = getattr(loss, "select", None)
+        select = declared(loss, "select")
         self._loss = bind(loss, cfg)
         self._select = bind(select, cfg) if select else None
         self._corrections = self._bind_corrections(cfg, name)

@@ -17,6 +17,7 @@ from skyasync.algorithms.binding import bind, configured, setting
 from skyasync.algorithms.masked import JoinedRows
 from skyasync.errors import UserError
 from skyasync.lazy_torch import torch
+from skyasync.registry import declared
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,7 @@ def loss_numerators(
         return samples.split(weights), total
     name = setting(cfg, "loss_reduction", "token_mean")
     reduction = LOSS_REDUCTIONS[name]
-    denominator = getattr(reduction, "denominator", None)
+    denominator = declared(reduction, "denominator")
     if denominator is None:
         raise UserError(
             f"trainer.algorithm.loss_reduction={name} does not say what it divides by (divided_by), so "

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
@@ -315,4 +316,4 @@ def _settle(experiment: Any, cfg: Config) -> dict[str, Any]:  # noqa: ANN401
         if experiment.independent:
             cfg.data.replay_groups = 0
     names = ("recorded", "files", "independent", "last")
-    return {name: getattr(experiment, name) for name in names if name in vars(type(experiment))}
+    return {name: attrgetter(name)(experiment) for name in names if name in vars(type(experiment))}

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
+from operator import methodcaller
 from typing import Any, ClassVar
 
 import ray
@@ -58,7 +59,7 @@ class _EngineActor:
         return ProcessIdentity.mine()
 
     async def call(self, method: str, *args: object) -> object:
-        return await getattr(self._engine, method)(*args)
+        return await methodcaller(method, *args)(self._engine)
 
     async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
         async for outputs in self._engine.generate(requests):
@@ -196,7 +197,7 @@ def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def call(self: RayEngine, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
         return await self._remote(name, *args)
 
-    call.__name__, call.__doc__ = name, getattr(InferenceEngine, name).__doc__
+    call.__name__, call.__doc__ = name, vars(InferenceEngine)[name].__doc__
     return call
 
 

@@ -120,7 +120,7 @@ class Router:
         """One more engine, which is not healthy before ``renew``; its number is returned."""
         for name, first in vars(Router(1)).items():
             if isinstance(first, np.ndarray):
-                setattr(self, name, np.append(getattr(self, name), first))
+                vars(self)[name] = np.append(vars(self)[name], first)
         self._throughput.append(Throughput())
         self._limits.append(ConcurrencyLimit())
         self.healthy[-1] = False

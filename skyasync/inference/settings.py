@@ -6,7 +6,6 @@ an engine starts.
 
 from __future__ import annotations
 
-import os
 import sys
 from math import ceil
 
@@ -140,7 +139,7 @@ def maps_weights(cfg: Config) -> bool:
     engine = ENGINES.builtins().get(backend(cfg))  # one of the user's may be known to their program alone
     able = engine is not None and (engine.can["computes_on_mapped_weights"] or engine.can["reads_mapped_weights"])
     whole = cfg.generator.weight_sync_mode == "full" and not adapter_rank(cfg)
-    return bool(able) and whole and not cfg.generator.weight_sync_dir and hasattr(os, "memfd_create")
+    return bool(able) and whole and not cfg.generator.weight_sync_dir and sys.platform == "linux"
 
 
 def computes_on_mapped_weights(cfg: Config) -> bool:

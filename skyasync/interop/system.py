@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cache, cached_property
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -154,7 +155,7 @@ class System:
     def adapter(self, name: str) -> Any:  # noqa: ANN401  (one of many kinds)
         module, colon, attribute = self.adapters[name].partition(":")
         path = f"{__package__}.{self.name}.{module}"
-        return getattr(import_module(path), attribute) if colon else path
+        return attrgetter(attribute)(import_module(path)) if colon else path
 
     @cached_property
     def translation(self) -> ModuleType:

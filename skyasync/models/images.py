@@ -99,13 +99,15 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
     Raises:
         UserError: if it is none of these, or cannot be decoded.
     """
+    from PIL import Image as PIL
+
     if isinstance(value, Image):
         return value
     if isinstance(value, Mapping) and (value.keys() & {"bytes", "path"}):
         value = value.get("bytes") or value.get("path")
-    if callable(save := getattr(value, "save", None)):  # a PIL image
+    if isinstance(value, PIL.Image):
         buffer = io.BytesIO()
-        save(buffer, format="PNG")
+        value.save(buffer, format="PNG")
         value = buffer.getvalue()
     if isinstance(value, str) and value.startswith("data:"):
         kind, _, text = value.partition(",")

@@ -368,6 +368,6 @@ class _Captured:
     @staticmethod
     def _flush() -> None:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not getattr(stream, "closed", False):  # the user may have replaced it
-                with suppress(OSError):  # a full disk: what is left goes to the terminal later
+            if stream is not None:
+                with suppress(OSError, ValueError):  # the disk is full, and what is left comes later; or it is closed
                     stream.flush()

@@ -40,7 +40,7 @@ from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from skyasync.algorithms.objective import Objective
 from skyasync.config.schema import Config
-from skyasync.config.schema.models import reward_models
+from skyasync.config.schema.models import PolicyConfig, RefConfig, TrainedModelConfig, reward_models
 from skyasync.errors import UserError
 from skyasync.models import MICRO_BATCH_TOKENS, VOCABULARY
 from skyasync.models.backend import LOGPROBS, TOP_K, VALUES, OutputRequest
@@ -522,7 +522,8 @@ def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
     if key not in _MEASURED:
         stages = sorted({0, mesh.pipeline - 1})
         uses = [_measure_stage(cfg, role, ranks, stage, shape, gpus=gpus) for stage in stages]
-        offload = getattr(role.settings(cfg), "cpu_offload", "none") if gpus else "none"
+        settings = role.settings(cfg)
+        offload = settings.cpu_offload if gpus and isinstance(settings, TrainedModelConfig | RefConfig) else "none"
         _MEASURED[key] = fullest_of(uses).offloaded(offload)
     return _MEASURED[key]
 
@@ -569,11 +570,12 @@ def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:
     model.path = folder
     if model.dtype == "auto":
         model.dtype = "bfloat16" if gpus else "float32"
-    if getattr(section, "gradient_checkpointing", "") == "auto":
+    if isinstance(section, TrainedModelConfig) and section.gradient_checkpointing == "auto":
         section.gradient_checkpointing = gpus
-    for name, value in (("cpu_offload", "none"), ("torch_compile", False)):  # moved away by arithmetic; not counted
-        if hasattr(section, name):
-            setattr(section, name, value)
+    if isinstance(section, TrainedModelConfig | RefConfig):
+        section.cpu_offload = "none"  # what is moved away is subtracted later
+    if isinstance(section, PolicyConfig):
+        section.torch_compile = False  # not counted
     return cfg
 
 

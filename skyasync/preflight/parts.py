@@ -136,7 +136,7 @@ def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:
 def check_plan_class(plan: object) -> None:
     """Raises ``UserError`` unless it can be made, and its public methods take what the originals take."""
     if not hasattr(plan, "get_trainer"):
-        raise UserError(f"plan {getattr(plan, '__name__', plan)} must be a subclass of RayPPOTrainer; found {plan!r}")
+        raise UserError(f"a plan must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):
         return
     attributes = {step.argval for step in dis.get_instructions(RayPPOTrainer.__init__) if step.opname == "STORE_ATTR"}

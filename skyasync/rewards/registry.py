@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyasync.other_frameworks import other_frameworks
-from skyasync.registry import Registry
+from skyasync.registry import Registry, declared
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -58,7 +58,7 @@ class Capabilities:
 
 def capabilities_of(function: Callable[..., Any]) -> Capabilities:
     """The capabilities of a function, which may be any callable of the user's."""
-    capabilities: Capabilities = getattr(function, "capabilities", Capabilities())
+    capabilities: Capabilities = declared(function, "capabilities", Capabilities())
     return capabilities
 
 

@@ -212,11 +212,14 @@ class PlainText(ChatTokenizer):
 
 def _decoded(tokenizer: Tokenizer, tokens: Ints, *, skip_special_tokens: bool) -> str:
     """The text. Long ones go through the backend's call for several texts, the only one that lets other threads run."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if len(tokens) < LONG or backend is None or tokenizer.clean_up_tokenization_spaces:
-        return tokenizer.decode(ints(tokens).tolist(), skip_special_tokens=skip_special_tokens)
-    (text,) = backend.decode_batch([ints(tokens).tolist()], skip_special_tokens=skip_special_tokens)
-    return str(text)
+    if len(tokens) >= LONG and not tokenizer.clean_up_tokenization_spaces:
+        from transformers import PreTrainedTokenizerFast
+
+        if isinstance(tokenizer, PreTrainedTokenizerFast):
+            batch = [ints(tokens).tolist()]
+            (text,) = tokenizer.backend_tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+            return str(text)
+    return tokenizer.decode(ints(tokens).tolist(), skip_special_tokens=skip_special_tokens)
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import groupby, pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,13 @@ class Generator(Protocol):
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
         """One row per trajectory of the input, in that order, or several rows with their ``trajectory_ids``."""
         ...
+
+
+@runtime_checkable
+class ClosableGenerator(Protocol):
+    """A generator that holds connections, processes or requests: it is closed before the engines."""
+
+    async def close(self) -> None: ...
 
 
 class TrajectoryGenerator:

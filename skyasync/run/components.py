@@ -144,11 +144,13 @@ class Components:
 
     async def close(self) -> None:
         """Shut every part down; parts that were never made are skipped."""
+        from skyasync.rollout.generator_api import ClosableGenerator
+
         if self._tracker is not None:
             self._tracker.close()
         if self._monitor is not None:
             self._monitor.close()
-        if hasattr(self.generator, "close"):  # first: it still has requests with the engines
+        if isinstance(self.generator, ClosableGenerator):  # first: it still has requests with the engines
             await self.generator.close()
         if self._elastic is not None:
             await self._elastic.close()
@@ -174,5 +176,4 @@ class Components:
 
         policy, engine = share_threads(self._experiment.cfg, os.cpu_count() or 1, overlap=overlap)
         for part, threads in [(self.dispatch, policy), *((part, engine) for part in self.engines)]:
-            if hasattr(part, "set_threads"):  # a dispatch of the user's may have none
-                part.set_threads(threads)
+            part.set_threads(threads)

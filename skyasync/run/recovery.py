@@ -97,15 +97,16 @@ class Recovery:
     def lost_workers(self, step: int) -> bool:
         """Whether the run failed because a worker's process did, and the workers may be started again."""
         from skyasync.utils.machine import born
+        from skyasync.weight_sync.sync import WeightSync
 
         run, (program, began) = self._experiment, self._program
-        lost = getattr(run.parts.dispatch, "lost", None)  # a dispatch of the user's may have none
+        lost = run.parts.dispatch.lost if run.parts.dispatch else None
         if lost is None or not self.possible:
             return False
         if born(program) != began:  # with the program all its processes end, in any order
             return False
-        if not hasattr(run.parts.weight_sync, "restart"):
-            lost[1].add_note("workers are not started again: the weight sync of this run has no restart(source)")
+        if not isinstance(run.parts.weight_sync, WeightSync):
+            lost[1].add_note("workers are not started again: the weight sync of this run is not a WeightSync")
             return False
         return self._budget.take(f"a process of the {lost[0]}", step, lost[1])
 

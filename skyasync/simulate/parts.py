@@ -105,6 +105,8 @@ class VirtualSync:
     async def verify(self, version: int) -> dict[str, float]:
         return {}
 
+    def sampled(self, version: int, gap: float) -> None: ...
+
 
 class VirtualColocation:
     """The changes of the devices on which these engines and the policy compute; each takes ``simulate.switch_s``."""

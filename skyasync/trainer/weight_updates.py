@@ -35,6 +35,7 @@ class WeightSyncing(Protocol):
 
     async def sync(self, version: int, paused: Paused = nullcontext) -> object: ...
     async def verify(self, version: int) -> dict[str, float]: ...
+    def sampled(self, version: int, gap: float) -> None: ...
 
 
 class WeightUpdates:
@@ -98,10 +99,9 @@ class WeightUpdates:
         Raises:
             WeightSyncError: if the engines computed with something else.
         """
-        compare = getattr(self.weight_sync, "sampled", None)  # a weight sync of the user's may have none
         enough = metrics.get("staleness/tokens_0", 0) >= ENOUGH_TOKENS
-        if compare and enough and self._comparable and "gap/mean" in metrics:
-            compare(self._progress.step, metrics["gap/mean"])
+        if enough and self._comparable and "gap/mean" in metrics:
+            self.weight_sync.sampled(self._progress.step, metrics["gap/mean"])
 
     async def offload_engines(self) -> None:
         """Put engines that share devices with the policy to sleep. Their requests continue at others, or wait."""

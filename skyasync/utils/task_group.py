@@ -25,9 +25,8 @@ class StrictTaskGroup(asyncio.TaskGroup):
             except asyncio.CancelledError as error:
                 if task is None or task.cancelling():
                     raise
-                name = getattr(coroutine, "__qualname__", coroutine)
                 raise RuntimeError(
-                    f"{name} ended with CancelledError although the run was not stopped: something "
+                    f"{coroutine.__qualname__} ended with CancelledError although the run was not stopped: something "
                     f"that it awaited was cancelled (a task, a timeout, a closed client)"
                 ) from error
 

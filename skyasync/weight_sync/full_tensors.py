@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -22,11 +22,25 @@ from transformers.core_model_loading import revert_weight_conversion
 from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, meta_tensors, specs_of
 
 
+@runtime_checkable
+class Sharded(Protocol):
+    """A weight of which this rank has a part, or what it is computed from; ``full_tensor`` is collective."""
+
+    def full_tensor(self) -> Tensor: ...
+
+
+@runtime_checkable
+class Quantized(Protocol):
+    """A weight that is stored as codes."""
+
+    def numbers(self) -> Tensor: ...
+
+
 class FullTensors:
     """Full tensors by name, in the order of ``specs``; their dtypes may still be the model's own.
 
     Args:
-        weights: shards, or objects with a ``full_tensor`` method, by the names of the model's parameters.
+        weights: tensors or ``Sharded`` ones, by the names of the model's parameters.
         dtype: of floating-point tensors in ``specs``.
         layout: the names and shapes of files; None sends the model's own.
     """
@@ -131,6 +145,5 @@ def gathered(tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> It
         sharded = isinstance(value, DTensor | StageTensor)
         if dtype and sharded and value.dtype.is_floating_point and value.dtype.itemsize > dtype.itemsize:
             value = (value.detach() if isinstance(value, DTensor) else value).to(dtype)
-        gather = getattr(value, "full_tensor", None)
-        whole = gather() if gather else value
-        yield name, (whole.numbers() if hasattr(whole, "numbers") else whole).detach()  # quantized codes, as numbers
+        whole = value.full_tensor() if isinstance(value, Sharded) else value
+        yield name, (whole.numbers() if isinstance(whole, Quantized) else whole).detach()

@@ -159,8 +159,7 @@ class WeightSync:
                 async with paused():
                     update = await self._loaded(update)
                 self._metrics = update.metrics
-            of_engines = getattr(self.destination, "proves_weights", True)  # a client of the user's may lack it
-            self._proven = transfer.proves_content and of_engines and not self._unproven
+            self._proven = transfer.proves_content and self.destination.proves_weights and not self._unproven
             self._syncs += 1
             self._version = version
 

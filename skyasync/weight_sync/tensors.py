@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def to_message(specs: TensorSpecs) -> dict[str, Any]:
 
 def from_message(message: Mapping[str, Any]) -> TensorSpecs:
     return {
-        name: (getattr(torch, dtype) if isinstance(dtype, str) else dtype, tuple(shape))
+        name: (attrgetter(dtype)(torch) if isinstance(dtype, str) else dtype, tuple(shape))
         for name, (dtype, shape) in message.items()
     }
 

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import methodcaller
 from typing import Any
 
 from skyasync.config.schema import Config
@@ -37,7 +38,7 @@ class LocalGroup:
         def timed() -> object:
             start = time.monotonic()
             try:
-                return getattr(self.worker, method)(*args)
+                return methodcaller(method, *args)(self.worker)
             finally:
                 self.busy_s += time.monotonic() - start
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import methodcaller
 from typing import Any
 
 import ray
@@ -66,7 +67,7 @@ class _WorkerActor:
         self._worker = ROLES[role].worker_class()(*args, role=role, **options)
 
     def call(self, method: str, *args: object) -> object:
-        return getattr(self._worker, method)(*args)
+        return methodcaller(method, *args)(self._worker)
 
     @ray.method(concurrency_group=HEARTBEAT)
     def heartbeat(self) -> ProcessIdentity:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ class CallbackHandler(RunExtension):
         step = trainer.context.progress.step + (event in ("on_step_start", "on_epoch_start"))
         event_input = CallbackInput(step, max(step - 1, 0) // per_epoch, trainer.total_steps, per_epoch, **more)
         for callback in self.callbacks:
-            answer = getattr(callback, event)(trainer, event_input, self.control)
+            answer = methodcaller(event, trainer, event_input, self.control)(callback)
             if inspect.isawaitable(answer):
                 self._unawaited.append((answer, event_input))
         return event_input

@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 from tinker import types
@@ -214,7 +215,7 @@ class SamplingQueue:
 
     async def _answer(self, name: str, request: types.SampleRequest, snapshot: str) -> bytes:
         for field, why in NOT_SUPPORTED.items():
-            if getattr(request, field):
+            if attrgetter(field)(request):
                 raise UserError(f"{field} is not supported: {why}")
         prompt = self._prompt(request)
         samplings = self._samplings(request, len(prompt))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,7 @@ class FSDPBackend(ModelBackend):
             use_expandable_segments()
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         if spec.dtype != "auto":
-            self.dtype = getattr(torch, spec.dtype)
+            self.dtype = attrgetter(spec.dtype)(torch)
         self.trained: dict[str, TrainedPart] = {}
         self._offloaded = OffloadBuffers()
         self._passes = 0  # of forward_backward since the last optimizer step

@@ -20,6 +20,7 @@ from skyasync.arrays import TURN_TOKENS, Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
 from skyasync.observability.progress import LatestSample
+from skyasync.observability.trackers import MultiTracker
 from skyasync.observability.usage import UsageMeter
 from skyasync.rollout import partial_rollouts, schedule
 from skyasync.rollout import trajectory_files as recorded
@@ -152,7 +153,7 @@ class Reporter(RunExtension):
 
     def write_now(self, metrics: Metrics, step: int) -> None:
         """Before a checkpoint of this step: a run that resumes from it does not make the step again."""
-        if hasattr(self._context.tracker, "keep"):  # a tracker of the user's may have none
+        if isinstance(self._context.tracker, MultiTracker):
             self._context.tracker.keep(metrics, step)
 
     def log(self, metrics: Metrics, step: int) -> None:

@@ -7,6 +7,7 @@ exceptions are the copy that a delta is computed against, and shared memory that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class WeightSender:
     def call(self, sender: str, method: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
         if sender not in vars(self):
             vars(self)[sender] = self._new_sender(sender)
-        return getattr(vars(self)[sender], method)(*args)
+        return methodcaller(method, *args)(vars(self)[sender])
 
 
 class WeightReader:

@@ -42,6 +42,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 from skyasync.weight_sync.verify.digests import digest, holds, refuse
 
@@ -59,8 +60,7 @@ class LayerCheck:
         self._modules = dict(model.named_modules())
         self._parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._heads = heads
-        multimodal = getattr(model, "supports_multimodal", False)
-        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None) if multimodal else None  # of other names
+        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None) if supports_multimodal(model) else None
         self._checked: set[str] = set()  # tensors for which a check has held
         self._columns: dict[nn.Module, Columns | None] = {}  # of this update
         self._updates = 0
@@ -89,8 +89,9 @@ class LayerCheck:
             if isinstance(module, LinearBase | ParallelLMHead) and name.endswith(".weight"):
                 yield name, self._columns_are(module, first, sent)
             else:
-                current = getattr(module, name.rpartition(".")[2], None)
-                if isinstance(current, Tensor):
+                leaf = name.rpartition(".")[2]
+                current = module._parameters.get(leaf, module._buffers.get(leaf))
+                if current is not None:
                     own = current[first : first + len(sent)]
                     yield name, holds(own, sent, digests[name] if sent is whole else digest(sent))
         for head, name in self._heads:
@@ -134,7 +135,7 @@ class LayerCheck:
         if isinstance(module, ParallelLMHead):
             own_inputs = layer.embedding_dim
         else:
-            own_inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+            own_inputs = layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else layer.input_size
         known = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
         if not known or inputs != own_inputs:
             return None

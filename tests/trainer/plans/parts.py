@@ -213,6 +213,8 @@ class Sync:
         assert self.engines.version == version
         return {"sync/logprob_gap": 0.0}
 
+    def sampled(self, version: int, gap: float) -> None: ...
+
 
 @dataclass
 class RecordingTracker:
