@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from types import CoroutineType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,8 +26,9 @@ class StrictTaskGroup(asyncio.TaskGroup):
             except asyncio.CancelledError as error:
                 if task is None or task.cancelling():
                     raise
+                name = coroutine.__qualname__ if isinstance(coroutine, CoroutineType) else coroutine
                 raise RuntimeError(
-                    f"{coroutine.__qualname__} ended with CancelledError although the run was not stopped: something "
+                    f"{name} ended with CancelledError although the run was not stopped: something "
                     f"that it awaited was cancelled (a task, a timeout, a closed client)"
                 ) from error
 

@@ -137,8 +137,9 @@ def _make(gym_id: str, args: dict[str, Any], seed: int) -> gymnasium.Env[Any, An
     try:
         entry = gymnasium.spec(gym_id).entry_point
         game_class = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
-        is_class = isinstance(game_class, type) and issubclass(game_class, gymnasium.Env)
-        as_text = is_class and "ansi" in game_class.metadata.get("render_modes", ())
+        as_text = False
+        if isinstance(game_class, type) and issubclass(game_class, gymnasium.Env):
+            as_text = "ansi" in game_class.metadata.get("render_modes", ())
         return gymnasium.make(gym_id, render_mode="ansi" if as_text else None, **args)
     except gymnasium.error.Error as error:
         raise UserError(f"gym_id {gym_id!r}: {error}") from error
