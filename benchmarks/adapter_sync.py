@@ -28,7 +28,7 @@ from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.utils.task_group import run_together
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch
 
 COLUMNS = ("MB", "publish", "update", "floor", "gap")
 

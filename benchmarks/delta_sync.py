@@ -34,7 +34,7 @@ from skyasync.rollout.generator import EpisodeGenerator
 from skyasync.trainer.plans import PLANS
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch
 
 COLUMNS = ("changed", "MB", "publish", "update", "MB, all", "publish, all", "update, all")
 

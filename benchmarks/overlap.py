@@ -124,7 +124,7 @@ class Bench:
         from skyasync.rollout.generator import EpisodeGenerator
         from skyasync.trainer.plans import PLANS
         from skyasync.weight_sync.sync import WeightSync
-        from skyasync.workers.local import LocalDispatch
+        from skyasync.workers.dispatch import LocalDispatch
 
         cfg, folder = self.configuration(plan, length, steps), self.options.folder / name
         folder.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from skyasync import BasePPOExp, TrainerCallback, load_config
 from skyasync.config.schema import Config
 from skyasync.observability.jsonl import append_rows, read_rows
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 
 if TYPE_CHECKING:
     from skyasync.workers.dispatch import RayWorkerDispatch

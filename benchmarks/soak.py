@@ -22,7 +22,7 @@ from typing import Any
 
 from skyasync.cli.train import TINY_CONFIG
 from skyasync.observability.jsonl import read_rows
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 
 HELD = ("controller", "workers", "engines", "environments", "object_store", "shared")
 SETTLED = 0.2  # of the run

@@ -98,7 +98,7 @@ async def train(
     from skyasync.rollout.generator import EpisodeGenerator
     from skyasync.trainer.plans import PLANS
     from skyasync.weight_sync.sync import WeightSync
-    from skyasync.workers.local import LocalDispatch
+    from skyasync.workers.dispatch import LocalDispatch
 
     path = cfg.trainer.policy.model.path
     tokenizer = AutoTokenizer.from_pretrained(path)

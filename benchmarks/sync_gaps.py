@@ -47,8 +47,7 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
-from skyasync.workers.dispatch import memory_transfer
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch, memory_transfer
 
 UPDATES = 20
 VOCABULARY = 96

@@ -50,7 +50,7 @@ from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers.file import directories, remove_weights, write_weights
 from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch
 
 PROBE = [list(range(1 + i, 52 + i)) for i in range(5)]
 COLUMNS = (

@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer
     from skyasync.trainer.extensions.early_stopping import EarlyStopping
     from skyasync.trainer.plans import PLANS
-    from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
-    from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
-    from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
+    from skyasync.trainer.plans.fully_async import (
+        ColocatedAsyncRayPPOTrainer,
+        FullyAsyncRayPPOTrainer,
+        HybridAsyncRayPPOTrainer,
+    )
     from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 
@@ -45,11 +47,11 @@ _HOMES = {
     "BasePPOExp": "skyasync.run.experiment",
     "BaseTextEnv": "skyasync.envs",
     "BaseTextEnvStepOutput": "skyasync.envs",
-    "ColocatedAsyncRayPPOTrainer": "skyasync.trainer.plans.colocated_async",
+    "ColocatedAsyncRayPPOTrainer": "skyasync.trainer.plans.fully_async",
     "Config": "skyasync.config",
     "EarlyStopping": "skyasync.trainer.extensions.early_stopping",
     "FullyAsyncRayPPOTrainer": "skyasync.trainer.plans.fully_async",
-    "HybridAsyncRayPPOTrainer": "skyasync.trainer.plans.hybrid_async",
+    "HybridAsyncRayPPOTrainer": "skyasync.trainer.plans.fully_async",
     "PLANS": "skyasync.trainer.plans",
     "RayPPOTrainer": "skyasync.trainer",
     "StreamedRayPPOTrainer": "skyasync.trainer.plans.streamed",

@@ -11,8 +11,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import os
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,8 +27,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
-
-from skyasync.examples.cache import cache_folder, made_once
 
 CHATML = (
     "{% for message in messages %}"
@@ -189,3 +190,32 @@ def supervised_batch(rows: Sequence[Row], padding: int) -> dict[str, Tensor]:
         "attention_mask": padded(([1] * len(tokens) for tokens, _ in rows), 0),
         "labels": padded((labels for _, labels in rows), IGNORED),
     }
+
+
+def cache_folder() -> Path:
+    """``$SKYASYNC_CACHE``, else ``$XDG_CACHE_HOME/skyasync``, else ``~/.cache/skyasync``."""
+    if explicit := os.environ.get("SKYASYNC_CACHE"):
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyasync"
+
+
+def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """``folder``, filled by ``make(temporary folder)`` if it does not exist yet. Raises what ``make`` raises.
+
+    A folder under its final name is complete: it is made under a temporary name, and renamed at the end. If several
+    processes make it at once, all use the result of the first to finish.
+    """
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        make(temporary)
+        temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can enter
+        temporary.rename(folder)
+    except OSError:  # a folder with files in it is never replaced: another process was faster
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder

@@ -71,7 +71,7 @@ class RunDirectory:
     Attributes:
         origins: who has set each setting; see ``skyasync.config.load.origins``.
         eval_samples: of evaluations, in the form of ``samples``.
-        ledger: how every prompt ended; see ``skyasync.trainer.checkpoint.ledger.audit``.
+        ledger: how every prompt ended; see ``skyasync.trainer.extensions.prompt_ledger.audit``.
         logs: what the run's processes have printed.
         error: what ended the run, if an error did: the whole traceback.
         secrets: replaced in every file of the run.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,11 @@ from rich.table import Table
 from skyasync.config.schema import Config
 from skyasync.config.values import written
 from skyasync.errors import UserError
+from skyasync.inference.settings import engine_config
 from skyasync.planning import estimate
-from skyasync.planning.memory import GIB
+from skyasync.planning.memory import GIB, Lengths
 from skyasync.planning.plan import MemoryPlan, MemoryUse, parse_size
-from skyasync.planning.speed import CARDS, Speed, card_of, roofline
+from skyasync.run.placement import ENGINES
 from skyasync.utils.machine import Machine, this_machine
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
@@ -204,3 +206,76 @@ def _table(place: MemoryUse, *, plain: bool) -> Table:
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+
+
+# ---------------------------------------------------------------- how fast a run can be at most
+
+# A roofline by a card's published peak and bandwidths. No prediction: real runs reach a part of it.
+
+
+@dataclass(frozen=True)
+class Card:
+    """By the maker's data sheet.
+
+    Args:
+        memory: GiB, as NVIDIA's tool says it.
+        flops: floating-point operations per second, of dense bfloat16.
+        bandwidth: bytes per second of its memory.
+        links: bytes per second that it sends to others of its host.
+    """
+
+    memory: float
+    flops: float
+    bandwidth: float
+    links: float
+
+
+CARDS = {
+    "A100": Card(80.0, 312e12, 2.04e12, 300e9),
+    "H100": Card(79.6, 989e12, 3.35e12, 450e9),
+    "H200": Card(140.4, 989e12, 4.8e12, 450e9),
+    "B200": Card(179.1, 2250e12, 8.0e12, 900e9),
+    "L40S": Card(45.0, 362e12, 0.864e12, 32e9),
+    "L4": Card(22.5, 121e12, 0.3e12, 32e9),
+}
+
+
+def card_of(name: str) -> Card | None:
+    """Of what NVIDIA's tool calls it, ``NVIDIA H100 80GB HBM3``; None if it is not known."""
+    return next((card for key, card in CARDS.items() if re.search(rf"\b{key}\b", name)), None)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds at least, and tokens per second at most.
+
+    Args:
+        update: of an optimizer step's arithmetic, with the time in which stages of a pipeline have none.
+        collectives: of what it sends, if all of it goes over the links within a host.
+        tokens: per second and engine, with as many sequences as its cache holds.
+        generation: of a training batch whose responses are as long as they may be.
+    """
+
+    update: float
+    collectives: float
+    tokens: float
+    generation: float
+
+
+def roofline(cfg: Config, plan: MemoryPlan, card: Card) -> Speed:
+    engine, shape, lengths = plan.engine, plan.model, Lengths.of(cfg)
+    devices, count = cfg.generator.devices_per_engine, plan.processes[ENGINES]
+    settings = engine_config(cfg, gpus=True)
+    sequences = max(1, min(settings.max_num_seqs, engine.tokens // lengths.total))
+    cached = sequences * (lengths.prompt + lengths.response / 2) * engine.least_cache / settings.max_model_len
+    idle = max(0, shape.experts - shape.experts_per_token) * 3 * shape.hidden * shape.intermediate * shape.layers
+    operations = 2 * (shape.parameters - idle) * sequences / devices
+    tokens = sequences / max((engine.weights + cached) / card.bandwidth, operations / card.flops)
+    batch = cfg.trainer.train_batch_size * lengths.samples * lengths.response
+    empty = (cfg.trainer.parallel.pipeline - 1) / max(1, plan.rank.micro_batches)  # of 1F1B, in micro-batches
+    return Speed(
+        update=plan.rank.flops / card.flops * (1 + empty),
+        collectives=sum(plan.rank.sent.values()) / card.links,
+        tokens=tokens,
+        generation=batch / (tokens * count) if count else 0.0,
+    )

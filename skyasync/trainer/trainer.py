@@ -48,8 +48,7 @@ from skyasync.trainer.context import Client, Metrics, Parts, RunContext
 from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import UNDONE, DivergenceGuard
 from skyasync.trainer.extensions.prompt_ledger import LEFT_OUT, NO_SIGNAL, TRUNCATED, PromptLedger
-from skyasync.trainer.extensions.reporting import Profiler, Reporter
-from skyasync.trainer.extensions.schedule_log import ScheduleLog
+from skyasync.trainer.extensions.reporting import Profiler, Reporter, ScheduleLog
 from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner

@@ -29,7 +29,7 @@ from skyasync.observability.jsonl import read_rows
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from skyasync.trainer.plans import PLANS
 from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.chaos.events import KINDS, schedule

@@ -17,7 +17,7 @@ from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config
 from tests.trainer.plans.replayed import both, recorded, same, weights

@@ -19,7 +19,7 @@ from skyasync.data.samplers import PassRateSampler, SampledStream
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
 from skyasync.rollout.types import Prompt, PromptId
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from skyasync.trainer.plans import PLANS
 from tests.data.test_stream import Rows
 from tests.inference.tiny_llama import save_tiny_llama

@@ -7,8 +7,16 @@ from hypothesis import strategies as st
 
 from skyasync.envs import env_factory
 from skyasync.errors import UserError
-from skyasync.examples.tiny.env import TinyEnv
-from skyasync.examples.tiny.tasks import SORT_LENGTHS, TASKS, Question, prompts, questions, train_prompts, val_prompts
+from skyasync.examples.tiny.tasks import (
+    SORT_LENGTHS,
+    TASKS,
+    Question,
+    TinyEnv,
+    prompts,
+    questions,
+    train_prompts,
+    val_prompts,
+)
 
 seeds = st.integers(min_value=0, max_value=2**32)
 

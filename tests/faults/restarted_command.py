@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from skyasync.observability.jsonl import read_rows
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from skyasync.trainer.plans import PLANS
 from tests import fork_server
 from tests.chaos.audit import unlike, wrong_prompts, wrong_steps

@@ -23,7 +23,7 @@ from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout import trajectory_files as recorded
 from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, OddBytes, config
 from tests.trainer.plans.parts import PLANS, Run, make_run, stream

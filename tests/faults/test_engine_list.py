@@ -8,7 +8,7 @@ import pytest
 
 from skyasync.inference.elastic import FILE
 from skyasync.observability.jsonl import read_rows
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, read_lines
 from tests.faults.engine_list_changes import SEEN, ChangingEngines

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, read_lines
 from tests.faults.engine_failures import FOUND, FailingEngines, PlannedFailures

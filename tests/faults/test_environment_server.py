@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.end_to_end.runs import Train, read_lines
 

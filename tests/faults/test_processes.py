@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.observability.jsonl import read_rows
-from skyasync.trainer.checkpoint.ledger import audit
+from skyasync.trainer.extensions.prompt_ledger import audit
 from skyasync.trainer.plans import PLANS
 from tests import fork_server
 from tests.end_to_end import leftovers

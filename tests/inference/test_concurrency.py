@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.concurrency import FULL, SETTLED, ConcurrencyLimit
 from skyasync.inference.interface import EngineConfig, EngineStats
+from skyasync.inference.router import FULL, SETTLED, ConcurrencyLimit
 from skyasync.simulate.clock import run_virtual
 from tests.inference.test_router import Engine, request
 from tests.inference.tiny_llama import save_tiny_llama

@@ -12,9 +12,11 @@ from skyasync.simulate.clock import Deadlock, run_virtual
 from skyasync.simulate.run import Outcome, make_trainer, simulate, train_s_per_token, work
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
-from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
+from skyasync.trainer.plans.fully_async import (
+    ColocatedAsyncRayPPOTrainer,
+    FullyAsyncRayPPOTrainer,
+    HybridAsyncRayPPOTrainer,
+)
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from skyasync.examples.tiny.model import build
 from skyasync.examples.tiny.tasks import questions
 from skyasync.run.experiment import NoEngines, NoGenerator, NoSync
 from skyasync.trainer.supervised import OBJECTIVE, SupervisedTrainer
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch
 from tests.trainer.plans.local_run import Rows
 
 BATCH, STEPS = 6, 4

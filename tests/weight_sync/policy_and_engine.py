@@ -16,7 +16,7 @@ from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers import shared_memory
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32, gap
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch
 
 STEP = 5e-6  # the change of every weight by one optimizer step with SmolLM2's learning rate
 LAYER = ".layers.1."

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.inference.backends.vllm.adapter import lora_arguments
+from skyasync.inference.backends.vllm.setup import lora_arguments
 from skyasync.models.fsdp import checkpoint
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapters import read_adapter, with_added

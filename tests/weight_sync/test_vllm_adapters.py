@@ -39,6 +39,6 @@ async def test_the_newest_adapter_is_computed_with_and_another_one_is_found(tmp_
         wrong = other._replace(weights={**other.weights, name: other.weights[name] + 1})
         path = write_encoded(wrong.encode())
         make_folder = pair.engine._load_adapter.__globals__["adapter"].make_folder
-        monkeypatch.setattr("skyasync.inference.backends.vllm.adapter.make_folder", lambda _: make_folder(path))
+        monkeypatch.setattr("skyasync.inference.backends.vllm.setup.make_folder", lambda _: make_folder(path))
         with pytest.raises(WeightSyncError, match="holds another adapter than was sent in"):
             await pair.client.update_weights(WeightUpdate(3, "shared_memory", sent.info))

@@ -17,8 +17,7 @@ from skyasync.errors import UserError
 from skyasync.models.batch import TokenBatch
 from skyasync.registry import user_parts
 from skyasync.run.placement import plan_slots
-from skyasync.workers.dispatch import RayWorkerDispatch
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch, RayWorkerDispatch
 from skyasync.workers.ranks import WorkerPlacement
 from skyasync.workers.roles import ROLES, Role, register_role, roles_with_ranks
 from skyasync.workers.worker import Worker

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.errors import UserError, unknown
 
 Split = Literal["train", "held_out"]
 
 EVAL_ONE_IN = 5
 SORT_LENGTHS = (4, 8)  # digits, both ends included
-ENV_CLASS = "skyasync.examples.tiny.env:TinyEnv"
+ENV_CLASS = "skyasync.examples.tiny.tasks:TinyEnv"
 
 
 @dataclass(frozen=True)
@@ -109,3 +110,11 @@ def train_prompts() -> list[dict[str, Any]]:
 def val_prompts() -> list[dict[str, Any]]:
     """Sorting prompts that neither the warm start nor reinforcement learning has trained on."""
     return prompts("held_out", count=256, seed=2)
+
+
+class TinyEnv(BaseTextEnv):
+    """One turn; only ``extras["answer"]`` earns the reward (spaces and newlines around it do not matter)."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        reward = float(action.strip() == self.extras["answer"])
+        return {"observations": [], "reward": reward, "done": True, "metadata": {}}

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from skyasync.examples import warm_start
-from skyasync.examples.cache import cache_folder, made_once
 from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
+from skyasync.examples.warm_start import cache_folder, made_once
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from skyasync.interop.tinker.losses import LossBatch, SummedLoss
-from skyasync.models.backend import LOGPROBS, MODEL, OutputRequest, SaveResult
+from skyasync.models.backend import LOGPROBS, MODEL, OutputRequest, SaveResult, Totals
 from skyasync.models.batch import UpdateBatch
-from skyasync.models.fsdp.adapter_states import AdapterState, exchange, without_optimizer_state
 from skyasync.models.fsdp.backend import FSDPBackend
+from skyasync.models.fsdp.sharding import local
 from skyasync.workers.policy import PolicyWorker
+
+if TYPE_CHECKING:
+    from skyasync.models.fsdp.backend import FSDPBackend
 
 BASE = ""
 """In place of a model's id: adapters that add nothing, or what is loaded next; they are not retained."""
@@ -93,3 +98,56 @@ class MultiAdapterWorker(PolicyWorker):
     def _fsdp(self) -> FSDPBackend:
         assert isinstance(self.backend, FSDPBackend)
         return self.backend
+
+
+@dataclass
+class AdapterState:
+    """This rank's part of a model's adapters, in the order of the parameters that are trained.
+
+    Adapters that come back are bitwise what they were, with their gradient, optimizer state and count of steps. So what
+    is computed with them is what would be computed if the others were not there.
+    """
+
+    weights: list[Tensor]
+    gradients: list[Tensor | None]
+    optimizer: list[dict[str, Any]]
+    totals: Totals
+    step: int
+
+
+def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
+    """Take a set out of the model, and put ``state`` there.
+
+    Args:
+        state: None leaves the weights, without gradient and optimizer state.
+    """
+    part, steps = backend.trained[MODEL], backend.optimizer.state
+    parameters = [p for p in backend.model.parameters() if p.requires_grad]
+    taken = AdapterState(
+        [local(p.detach()).clone() for p in parameters],
+        [p.grad for p in parameters],
+        [steps.pop(p, {}) for p in parameters],
+        part.totals,
+        backend.step,
+    )
+    backend.drop_gradient()
+    backend.step = 0
+    if state is not None:
+        rows = zip(parameters, state.weights, state.gradients, state.optimizer, strict=True)
+        for parameter, weight, gradient, own in rows:
+            local(parameter.detach()).copy_(weight)
+            parameter.grad = gradient
+            if own:
+                steps[parameter] = own
+        part.totals, backend.step = state.totals, state.step
+    return taken
+
+
+@contextmanager
+def without_optimizer_state(backend: FSDPBackend) -> Iterator[None]:
+    """Meanwhile a checkpoint holds the weights alone."""
+    state, backend.optimizer.state = backend.optimizer.state, defaultdict(dict)
+    try:
+        yield
+    finally:
+        backend.optimizer.state = state

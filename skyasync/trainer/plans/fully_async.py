@@ -1,8 +1,9 @@
-"""The plan ``fully_async``: groups stream in as they finish, and staleness is bounded."""
+"""The plan ``fully_async``, and its variants on shared devices: groups stream in as they finish; staleness is bounded."""
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from skyasync.config.schema import Config
@@ -136,3 +137,74 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         control = self.learner.control
         if control is not None and control.staleness_bound is not None:
             self.admission.max_staleness = control.staleness_bound
+
+
+@PLANS.register("colocated_async")
+class ColocatedAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
+    """Colocated and asynchronous: training begins when a batch is complete, not when all rollouts have ended.
+
+    ```
+    devices   generate (more prompts than a batch) ─▶ train ─▶ sync ─▶ generate ─▶ train ─▶ ...
+    requests  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━┄┄┄ wait ┄┄┄┄┄┄┄┄━━━━━━━━━━
+    ```
+
+    | who waits       | for what                                   | woken by                                          |
+    |-----------------|--------------------------------------------|---------------------------------------------------|
+    | generation loop | a free slot                                | as in ``fully_async``                             |
+    | a rollout       | the engines                                | they answer or fail; the weight sync, which wakes |
+    |                 |                                            | them, if they sleep                               |
+    | training loop   | a batch that ``admission`` lets it take    | a rollout that finishes: the engines are awake    |
+    | the policy      | the devices: the engines end all requests  | the engines' answers; a failure                   |
+    | the engines     | the devices, and the new weights           | the weight sync that follows every training step  |
+
+    Requests in flight when the policy takes the devices keep their tokens. They wait in the client, and continue as
+    partial rollouts under the new weights. So no device waits for the longest response of a batch: while fewer
+    sequences of old prompts are left than the engines can compute, those of newer prompts fill them. ``admission``
+    limits how many, and bounds the staleness as in ``fully_async``; the proof there does not depend on time.
+    """
+
+    shares_devices = "all"
+    reads = tuple(  # the cache is freed: requests continue from their tokens
+        key for key in FullyAsyncRayPPOTrainer.reads if key != "trainer.partial_rollout"
+    )
+
+    async def async_sync_policy_weights_to_inference_engines(self) -> None:
+        """The engines sleep: no request must be paused."""
+        await self.sync_policy_weights_to_inference_engines()
+
+
+@PLANS.register("hybrid_async")
+class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
+    """Fully asynchronous, with hybrid engines: the policy's devices generate until its next batch is complete.
+
+    ```
+    own devices       generate ──────────────────────────────────────────────────────────▶
+    policy's devices  train ─▶ sync ─▶ (wait) wake, generate ─▶ sleep ─▶ train ─▶ sync ─▶ ...
+                                                    requests ──▶ own devices
+    ```
+
+    | who waits       | for what                                   | woken by                                          |
+    |-----------------|--------------------------------------------|---------------------------------------------------|
+    | generation loop | a free slot                                | as in ``fully_async``                             |
+    | a rollout       | an engine that is awake                    | it answers, fails or falls asleep: its requests   |
+    |                 |                                            | continue at the others                            |
+    | training loop   | a batch that ``admission`` lets it take    | a rollout that finishes                           |
+    | training loop   | hybrid engines: to have the newest weights | the engines; a failure                            |
+    | the policy      | its devices                                | the hybrid engines, when their requests are gone  |
+
+    The hybrid engines wake if too few prompts are finished, requests wait for an engine, and the policy has waited as
+    long as the last change of the devices took: so short waits are not made longer. They get the weights of the last
+    sync, proven as for a replacement engine. A weight sync finds them asleep.
+    """
+
+    shares_devices = "hybrid"
+    reads = (*FullyAsyncRayPPOTrainer.reads, "generator.hybrid_engines")
+
+    async def _next_rollout(self) -> Rollout:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.weight_updates.switch_s):
+                return await super()._next_rollout()
+        too_few = self.admission.finished < self.cfg.trainer.train_batch_size  # else it waits for one slow prompt
+        if too_few and await self.context.client.waiting():
+            await self.weight_updates.wake_engines()
+        return await super()._next_rollout()

@@ -23,7 +23,7 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.interop.tinker.experiment import Address, served
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch
 from skyasync.workers.roles import POLICY, ROLES
 
 T = TypeVar("T")

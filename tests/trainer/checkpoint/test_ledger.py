@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from skyasync.trainer.checkpoint.ledger import Ledger, audit, trained_after
+from skyasync.trainer.extensions.prompt_ledger import Ledger, audit, trained_after
 
 
 class AnyRun(RuleBasedStateMachine):

@@ -20,7 +20,7 @@ from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
-from skyasync.workers.local import LocalDispatch
+from skyasync.workers.dispatch import LocalDispatch
 from skyasync.workers.roles import POLICY, roles_with_ranks
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

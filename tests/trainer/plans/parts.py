@@ -23,9 +23,11 @@ from skyasync.inference.interface import EngineStats
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
-from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
-from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
+from skyasync.trainer.plans.fully_async import (
+    ColocatedAsyncRayPPOTrainer,
+    FullyAsyncRayPPOTrainer,
+    HybridAsyncRayPPOTrainer,
+)
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from skyasync.utils import manifest

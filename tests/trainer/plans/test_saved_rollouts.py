@@ -17,8 +17,7 @@ from skyasync.observability.run_dir import RunDirectory
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Group, PromptId, Trajectory
 from skyasync.trainer import RayPPOTrainer
-from skyasync.trainer.checkpoint.ledger import audit
-from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED
+from skyasync.trainer.extensions.prompt_ledger import NO_SIGNAL, TRUNCATED, audit
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama

@@ -12,8 +12,7 @@ from skyasync.config.schema import Config
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import EngineFailedError, GenerationOutput, GenerationRequest
 from skyasync.inference.supervisor import EngineSupervisor
-from skyasync.trainer.plans.colocated_async import ColocatedAsyncRayPPOTrainer
-from skyasync.trainer.plans.hybrid_async import HybridAsyncRayPPOTrainer
+from skyasync.trainer.plans.fully_async import ColocatedAsyncRayPPOTrainer, HybridAsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config
 

@@ -35,9 +35,8 @@ import torch
 from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
 from skyasync.inference.backends.transformers.decoder import Decoder, DecodingRow
-from skyasync.inference.backends.transformers.model import EmbeddedModel
+from skyasync.inference.backends.transformers.model import EmbeddedModel, WeightUpdater
 from skyasync.inference.backends.transformers.sampling import Words, stream_key, tokenised
-from skyasync.inference.backends.transformers.weight_updates import WeightUpdater
 from skyasync.inference.interface import (
     EngineConfig,
     EngineStats,

@@ -26,14 +26,16 @@ import numpy as np
 
 from skyasync.arrays import Experts, Ints, floats, ints
 from skyasync.errors import MissingVLLMError, UserError
-from skyasync.inference.backends.vllm import adapter
 from skyasync.inference.backends.vllm.options import check_options
 from skyasync.inference.backends.vllm.process_guard import ProcessGuard
 from skyasync.inference.backends.vllm.setup import (
+    ADAPTER_NAME,
     alike,
     check_adapters,
     check_expanded,
     engine_arguments,
+    load_adapter,
+    make_adapter_folder,
     prepare_environment,
     sampling_parameters,
     scoring_parameters,
@@ -480,9 +482,9 @@ class VLLMEngine(InferenceEngine):
         """From now on requests are computed with a file's adapter; the scheduler is paused. See ``adapter``."""
         from vllm.lora.request import LoRARequest
 
-        folder = await asyncio.to_thread(adapter.make_folder, path)
-        await self.call(adapter.load(self.llm, folder, path))
-        self._adapter = LoRARequest(adapter.NAME, ADAPTER_ID, lora_path="loaded already")
+        folder = await asyncio.to_thread(make_adapter_folder, path)
+        await self.call(load_adapter(self.llm, folder, path))
+        self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path="loaded already")
         await self.call(self.llm.update_weight_version(str(version)))
 
     async def sleep(self) -> None:

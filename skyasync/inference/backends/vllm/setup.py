@@ -6,21 +6,26 @@ it. Importing this module does not import vLLM: its environment must be set befo
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
-from skyasync.inference.backends.vllm.adapter import lora_arguments
 from skyasync.inference.backends.vllm.options import devices, no_adapters, without_adapters
 from skyasync.inference.interface import EngineConfig, GenerationRequest, RequestFailedError, SamplingParams
-from skyasync.models.config import overrides_of
+from skyasync.models.config import linear_layers, overrides_of
+from skyasync.weight_sync.update import ADAPTER_ID, WeightSyncError
 
 if TYPE_CHECKING:
     import vllm
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 BACKENDS = {"nccl": "broadcast"}
 """vLLM's name of a way, if it is not the setting's: vLLM has a transfer engine ``nccl`` of its own."""
@@ -166,3 +171,54 @@ def alike(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]
             candidates.append(bundle)
         bundle.append(request)
     return bundles
+
+
+# ---------------------------------------------------------------- adapters, by vLLM's own LoRA
+
+# One adapter, under one name, replaced in place: requests in flight continue with the newest, as they do with weights.
+# Requests name it, and vLLM does not load it again.
+LORA_KEY = "trainer.policy.lora"
+ADAPTER_NAME = "policy"
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates memory for
+
+
+def lora_arguments(rank: int, path: str) -> dict[str, Any]:
+    """Engine arguments: the next larger rank that vLLM knows, in all linear layers but the head.
+
+    With an adapter on the head vLLM's CPU engine ends at the first prompt that is scored.
+    """
+    size = next((size for size in LORA_RANKS if size >= rank), 0)
+    if not size:
+        most = LORA_RANKS[-1]
+        raise UserError(
+            f"{LORA_KEY}.rank={rank} is more than vLLM takes as an adapter ({most}): set {LORA_KEY}.sync=merged"
+        )
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": size, "lora_target_modules": linear_layers(path)}
+
+
+def make_adapter_folder(path: str) -> str:
+    """A file of adapters as the folder that vLLM reads. Raises WeightSyncError for a file that is not what was sent."""
+    from skyasync.weight_sync.adapters import read_adapter  # with torch, which a plan of memory does without
+
+    adapter = read_adapter(path)
+    folder = Path(tempfile.mkdtemp(prefix="skyasync-adapter-"))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
+    (folder / "adapter_model.safetensors").symlink_to(path)
+    return str(folder)
+
+
+async def load_adapter(llm: AsyncLLM, folder: str, path: str) -> None:
+    """Replace the adapter by a folder's, and check it in the workers.
+
+    Raises:
+        WeightSyncError: naming layers that have another adapter.
+    """
+    from vllm.lora.request import LoRARequest
+
+    try:
+        await llm.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path=folder, load_inplace=True))
+        for wrong in await llm.collective_rpc("adapter_differences", args=(path,)):
+            if wrong:
+                raise WeightSyncError(f"the vLLM engine holds another adapter than was sent in {', '.join(wrong[:3])}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
