@@ -47,8 +47,8 @@ from skyasync.config.schema import Config
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import ENGINES, EngineConfig
 from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.tensors import digests_of
 from skyasync.weight_sync.transfers.file import directories, remove_weights, write_weights
-from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from skyasync.workers.dispatch import LocalDispatch
 

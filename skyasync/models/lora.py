@@ -27,7 +27,7 @@ from skyasync.models.heads import HEADS, VOCABULARY, copy_own_part, load_causal_
 from skyasync.models.images import FAMILIES
 from skyasync.weight_sync.adapters import Adapter, frozen_weights_id, with_added
 from skyasync.weight_sync.full_tensors import gathered, specs_in
-from skyasync.weight_sync.verify.digests import digest
+from skyasync.weight_sync.tensors import digest
 
 if TYPE_CHECKING:
     from pathlib import Path

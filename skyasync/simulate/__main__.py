@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
-from skyasync.simulate.advice import advise, read_costs
+from skyasync.simulate.forecast import advise, read_costs
 from skyasync.simulate.run import simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s

@@ -41,7 +41,7 @@ from skyasync.rollout.generator_api import (
 from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
-from skyasync.trainer import default_loops
+from skyasync.trainer import plan_tasks
 from skyasync.trainer.checkpoint.checkpointer import Checkpointer
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints
 from skyasync.trainer.context import Client, Metrics, Parts, RunContext
@@ -126,7 +126,7 @@ class RayPPOTrainer(AlgorithmHooks):
     #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
     reads: ClassVar[tuple[str, ...]] = ()
 
-    #: Of a plan that consists of the ``default_loops``.
+    #: Of a plan that consists of the default loops (``plan_tasks``).
     generation_ack: asyncio.Event
     sync_finished: asyncio.Event
     train_dataloader: Any
@@ -222,8 +222,8 @@ class RayPPOTrainer(AlgorithmHooks):
                 await self.sync_policy_weights_to_inference_engines()
                 await self.end_step(status)
 
-    _run_generate_loop = default_loops.run_generate_loop
-    _run_training = default_loops.run_training
+    _run_generate_loop = plan_tasks.run_generate_loop
+    _run_training = plan_tasks.run_training
 
     def stop(self, reason: str) -> None:
         """End the run well after the current step, with its checkpoint and report; the run's status has the reason."""

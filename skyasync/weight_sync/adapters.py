@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from skyasync.weight_sync.delta import Encoded, ReceivedWeights, WeightsHeader, content_of
+from skyasync.weight_sync.tensors import digest, digests_of, refuse
 from skyasync.weight_sync.transfers.file import read_file
-from skyasync.weight_sync.verify.digests import digest, digests_of, refuse
 
 PREFIX = "base_model.model."  # of the names in peft's folders
 _FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"

@@ -32,9 +32,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from skyasync.weight_sync.tensors import TensorSpecs, specs_of
+from skyasync.weight_sync.tensors import TensorSpecs, digest, digests_of, specs_of
 from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError
-from skyasync.weight_sync.verify.digests import digest, digests_of
 
 MOST = 0.5  # of the bytes of all weights: a delta that takes more is not sent
 PIECE = 1 << 16  # elements; their positions fit into two bytes

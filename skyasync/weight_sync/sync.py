@@ -4,7 +4,7 @@ Invariant: after ``sync(version)`` every engine computes with the trainer's weig
 That is verified twice; a failure is an error, never a log line.
 
 - *Digests*, in every sync of a way that ``proves_content``: the trainer sends them along, and an engine rejects an
-  update after which it does not have exactly these bytes. See ``verify.digests``, ``verify.vllm_layers`` for layouts
+  update after which it does not have exactly these bytes. See ``tensors``, ``verify.vllm_layers`` for layouts
   that cannot be read, and ``transfers.shared_memory`` for engines that compute on shared memory (compared once).
 - *Verification prompts*, by ``verify``: the log-probabilities of trainer and engine differ by numerical noise only,
   which is measured at start-up (``verify.log_probabilities``). They are scored after the first two syncs and every

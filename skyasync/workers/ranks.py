@@ -25,7 +25,7 @@ from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
 from skyasync.models import MeshShape
 from skyasync.models.batch import TokenBatch
-from skyasync.models.prefix_tree import SortedRows, sorted_rows
+from skyasync.models.packing import SortedRows, sorted_rows
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.machine import ProcessIdentity
 from skyasync.workers.roles import ROLES, Role

@@ -9,7 +9,7 @@ import torch
 
 from skyasync.algorithms.corrections import kl_mask
 from skyasync.algorithms.kl import kl_estimate
-from skyasync.algorithms.losses import clipped, gradient, selective, sequence
+from skyasync.algorithms.losses import clipped, gradient, selective
 from skyasync.algorithms.masked import log_ratio, masked_mean
 from skyasync.algorithms.off_policy import approximate_proximal
 from skyasync.algorithms.shaping import high_entropy_mask
@@ -76,7 +76,7 @@ def _filtered_ppo(case: Case) -> Results:
 @adapter("gspo", "luspo", "rloo_sequence_loss")
 def _gspo(case: Case) -> Results:
     anchor = case["rollout_log_probs"] if "rollout_anchored" in case.name else case["old_log_probs"]
-    loss = sequence.gspo(
+    loss = clipped.gspo(
         case["log_probs"], anchor, case["advantages"], case.mask, **clip(case),
         token_gradient=case.peer in ("skyrl", "verl") or "gspotoken" in case.id,
         mean_advantage=case.peer == "areal", product=case.name == "rloo_sequence_loss",
@@ -89,14 +89,14 @@ def _gspo(case: Case) -> Results:
 @adapter("gmpo")
 def _gmpo(case: Case) -> Results:
     args = case["log_probs"], case["old_log_probs"], case["advantages"], case.mask
-    return reduced(case, sequence.gmpo(*args, **clip(case)), name="sequence_mean")
+    return reduced(case, clipped.gmpo(*args, **clip(case)), name="sequence_mean")
 
 
 @adapter("vespo")
 def _vespo(case: Case) -> Results:
     settings = {k: case.params[k] for k in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")}
     args = case["log_probs"], case["old_log_probs"], case["advantages"], case.mask
-    return reduced(case, sequence.vespo(*args, **settings))
+    return reduced(case, clipped.vespo(*args, **settings))
 
 
 @adapter("cispo")
@@ -190,7 +190,7 @@ def _decoupled(case: Case) -> Results:
     if case.name.startswith("decoupled_gspo"):
         kept = case.mask & (weight > 0)
         args = current, case["old_log_probs"], case["advantages"], kept
-        return reduced(case, sequence.gspo(*args, mean_advantage=True, **clip(case)), factor=weight)
+        return reduced(case, clipped.gspo(*args, mean_advantage=True, **clip(case)), factor=weight)
     return reduced(case, base_ppo(case), factor=weight) | {"weights": weight}
 
 

@@ -129,7 +129,7 @@ def test_one_bit_of_a_tensor_is_flipped_and_found_by_its_digest(tmp_path: Path) 
     import torch
     from safetensors.torch import load_file, save_file
 
-    from skyasync.weight_sync.verify.digests import digests_of
+    from skyasync.weight_sync.tensors import digests_of
 
     weights = {"a": torch.arange(8.0), "b": torch.zeros(3)}
     save_file(weights, tmp_path / "w", metadata=digests_of(weights))

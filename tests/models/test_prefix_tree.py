@@ -18,8 +18,7 @@ from skyasync.models import packing
 from skyasync.models.backend import LOGPROBS, TOKEN_LOGPROBS, OutputRequest
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
-from skyasync.models.packing import MicroBatches, plain_layout
-from skyasync.models.prefix_tree import cheapest_bundles, sorted_rows
+from skyasync.models.packing import MicroBatches, cheapest_bundles, plain_layout, sorted_rows
 from skyasync.models.token_model import TokenModel
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks

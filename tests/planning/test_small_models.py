@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from skyasync.errors import UserError
 from skyasync.examples.tiny.model import build
 from skyasync.models import VOCABULARY
-from skyasync.planning.small_models import make_small_model, shrink
+from skyasync.planning.rehearsal import make_small_model, shrink
 
 FAMILIES = (
     "Llama Mistral Qwen2 Qwen3 Qwen3Moe Qwen2Moe Mixtral Gemma2 Gemma3Text Phi3 DeepseekV3 Glm4 Glm4Moe GptOss Olmo2 "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.simulate.__main__ import main
-from skyasync.simulate.advice import advise, best_split, read_costs
+from skyasync.simulate.forecast import advise, best_split, read_costs
 from skyasync.simulate.run import simulate, work
 from tests.simulate.test_plans import config
 

@@ -11,9 +11,9 @@ from skyasync.inference.backends.vllm.setup import lora_arguments
 from skyasync.models.fsdp import checkpoint
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from skyasync.weight_sync.adapters import read_adapter, with_added
+from skyasync.weight_sync.tensors import digests_of
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.weight_sync.verify.digests import digests_of
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.planning.models import configuration
 from tests.trainer.plans.local_run import LocalRun, config, without_times

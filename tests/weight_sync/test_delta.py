@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.weight_sync.delta import PIECE, Changes, DeltaDecoder, DeltaEncoder, changes, put
-from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.tensors import digest, specs_of
 from skyasync.weight_sync.transfers.file import (
     read_file,
     read_metadata,
@@ -15,7 +15,6 @@ from skyasync.weight_sync.transfers.file import (
     write_encoded,
 )
 from skyasync.weight_sync.update import CurrentContent, WeightMismatchError, WeightSyncError, WeightUpdate
-from skyasync.weight_sync.verify.digests import digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool]
 SHARES = [0.0, 0.001, 0.06, 0.07, 0.5, 0.95, 1.0]

@@ -10,9 +10,9 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.models.fsdp import checkpoint
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync import delta
+from skyasync.weight_sync.tensors import digests_of
 from skyasync.weight_sync.transfers.file import PREFIX, directories
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.workers.dispatch import memory_transfer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from skyasync.weight_sync.tensors import digest, holds, refuse
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.weight_sync.verify.digests import digest, holds, refuse
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 

@@ -9,10 +9,10 @@ import torch
 from skyasync.errors import UserError
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import GenerationRequest, SamplingParams
+from skyasync.weight_sync import tensors
 from skyasync.weight_sync.transfers import shared_memory
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightSyncError, WeightUpdate
-from skyasync.weight_sync.verify import digests
 from skyasync.weight_sync.verify.log_probabilities import gap
 from skyasync.workers.dispatch import memory_transfer
 from tests.inference.tiny_llama import save_tiny_llama
@@ -183,8 +183,8 @@ async def test_an_engine_that_comes_late_computes_on_what_was_written_last(pair)
 
 async def test_mapped_weights_are_looked_through_once_for_all_engines_and_by_one_that_comes_late(pair, monkeypatch):
     """So a sync takes the same time for four engines as for one."""
-    pair.sync.expects_late_engines, digest, looked = True, digests.digest, []
-    monkeypatch.setattr(digests, "digest", lambda tensor: looked.append(tensor) or digest(tensor))
+    pair.sync.expects_late_engines, digest, looked = True, tensors.digest, []
+    monkeypatch.setattr(tensors, "digest", lambda tensor: looked.append(tensor) or digest(tensor))
     pair.step()
     await pair.hand_over()
     assert not looked, "the engine has read the bytes that the trainer verifies"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from skyasync.errors import UserError
-from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.tensors import digests_of, specs_of
 from skyasync.weight_sync.transfers import file as shared_memory
 from skyasync.weight_sync.transfers.file import (
     FileSender,
@@ -22,7 +22,6 @@ from skyasync.weight_sync.transfers.file import (
     write_one_by_one,
     write_weights,
 )
-from skyasync.weight_sync.verify.digests import digests_of
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(1, dtype=torch.bfloat16)}
 

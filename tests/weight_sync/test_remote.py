@@ -12,14 +12,13 @@ import torch
 
 from skyasync.config.schema import Config
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
-from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.tensors import digests_of, specs_of
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.transfers.endpoints import WeightReader, WeightSender
 from skyasync.weight_sync.transfers.file import FileTransfer
 from skyasync.weight_sync.transfers.remote import RemoteEngines
 from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
 from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
-from skyasync.weight_sync.verify.digests import digests_of
 from skyasync.workers.dispatch import memory_transfer
 
 CPU = torch.device("cpu")

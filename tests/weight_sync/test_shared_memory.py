@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
+from skyasync.weight_sync.tensors import digests_of
 from skyasync.weight_sync.transfers.shared_memory import BufferReader, BufferWriter
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.weight_sync.verify.digests import digests_of
 
 
 def many(seed):

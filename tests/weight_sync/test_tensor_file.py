@@ -5,9 +5,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from skyasync.weight_sync.tensors import specs_of
+from skyasync.weight_sync.tensors import digests_of, specs_of
 from skyasync.weight_sync.transfers.file import _NAMES, writing
-from skyasync.weight_sync.verify.digests import digests_of
 
 MIXED = {
     "odd": torch.arange(5).bfloat16(),

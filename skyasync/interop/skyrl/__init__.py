@@ -19,10 +19,6 @@ _NAMES = {
         "sync_registries"
     ),
     "batch": "TrainingInputBatch",
-    "experiment": (
-        "AlgorithmConfig BasePPOExp Config GeneratorConfig SkyRLTrainConfig TrainerConfig initialize_ray make_config "
-        "validate_cfg"
-    ),
     "generators": (
         "BatchMetadata GeneratorInput GeneratorInterface GeneratorOutput InferenceEngineClient InferenceEngineInput "
         "InferenceEngineOutput TrajectoryID get_sampling_params_for_backend prepare_generator_input"
@@ -30,7 +26,10 @@ _NAMES = {
     "gym": "BaseTextEnv BaseTextEnvStepOutput ConversationType Env ToolGroup make register tool",
     "hooks": "CallbackInput SkyRLNames TrainingCallback TrainingControl",
     "shims": "ResumeMode Timer",
-    "trainer": "RayPPOTrainer",
+    "trainer": (
+        "AlgorithmConfig BasePPOExp Config GeneratorConfig RayPPOTrainer SkyRLTrainConfig TrainerConfig initialize_ray "
+        "make_config validate_cfg"
+    ),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

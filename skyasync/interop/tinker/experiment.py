@@ -38,8 +38,8 @@ try:
     from skyasync.interop.tinker.server import TinkerServer
     from skyasync.interop.tinker.store import Store
     from skyasync.interop.tinker.training import TrainingQueue
-    from skyasync.interop.tinker.turns import PolicyTurns, Replace
     from skyasync.interop.tinker.wire import PROTOBUF  # noqa: F401  (needs the SDK's messages)
+    from skyasync.interop.tinker.worker import PolicyTurns, Replace
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("tinker", "google", "pydantic"):
         raise

@@ -31,9 +31,8 @@ from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.interop.tinker.store import Store
-from skyasync.interop.tinker.turns import PolicyTurns
 from skyasync.interop.tinker.wire import sample_result
-from skyasync.interop.tinker.worker import BASE
+from skyasync.interop.tinker.worker import BASE, PolicyTurns
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY

@@ -27,8 +27,8 @@ from tinker import types
 
 from skyasync.errors import UserError, headline
 from skyasync.interop.tinker.store import Checkpoint, Store, StoredRequest
-from skyasync.interop.tinker.turns import PolicyTurns
 from skyasync.interop.tinker.wire import loss_batch, loss_result
+from skyasync.interop.tinker.worker import PolicyTurns
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.roles import POLICY
 

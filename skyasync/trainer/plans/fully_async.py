@@ -1,4 +1,4 @@
-"""The plan ``fully_async``, and its variants on shared devices: groups stream in as they finish; staleness is bounded."""
+"""The plan ``fully_async`` and its variants on shared devices: groups stream in, and staleness is bounded."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ from skyasync.weight_sync.tensors import (
     chunks_of,
     from_message,
     pack,
+    refuse,
     sum_of,
     to_message,
     unpack,
@@ -49,7 +50,6 @@ from skyasync.weight_sync.tensors import (
 from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.update import PART_BYTES, TransferInterruptedError, WeightsMovedError, WeightUpdate
-from skyasync.weight_sync.verify.digests import refuse
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config

@@ -33,12 +33,11 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, bytes_of, from_message
+from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, bytes_of, digest, from_message, refuse
 from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.transfers.file import missing_file_error
 from skyasync.weight_sync.update import WeightUpdate
-from skyasync.weight_sync.verify.digests import digest, refuse
 
 if TYPE_CHECKING:
     from skyasync.weight_sync.full_tensors import FullTensors

@@ -35,10 +35,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from skyasync.weight_sync.adapters import read_adapter
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
-from skyasync.weight_sync.tensors import sum_of
+from skyasync.weight_sync.tensors import digest, refuse, sum_of
 from skyasync.weight_sync.transfers.endpoints import WeightReader
 from skyasync.weight_sync.update import ADAPTER_ID, CUDA_IPC, TransferInterruptedError, WeightSyncError
-from skyasync.weight_sync.verify.digests import digest, refuse
 from skyasync.weight_sync.verify.vllm_layers import LayerCheck
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.models.interfaces import supports_multimodal
 
-from skyasync.weight_sync.verify.digests import digest, holds, refuse
+from skyasync.weight_sync.tensors import digest, holds, refuse
 
 COLUMNS = 8  # of each linear layer, per update
 

@@ -17,7 +17,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output
 from skyasync.errors import UserError
 from skyasync.interop.tinker.losses import LOSSES, NOT_SUPPORTED, token_losses
 from skyasync.interop.tinker.wire import loss_batch, loss_result
-from skyasync.models.prefix_tree import sorted_rows
+from skyasync.models.packing import sorted_rows
 
 LIMITS = {"vocabulary": 50, "most_tokens": 16}
 numbers = st.floats(-3, 3, width=32)

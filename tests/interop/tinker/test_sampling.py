@@ -15,7 +15,7 @@ pytest.importorskip("tinker", reason="the extra tinker is not installed")
 import tinker
 from tinker import types
 
-from skyasync.interop.tinker import training, turns
+from skyasync.interop.tinker import training, worker
 from tests.inference.tiny_llama import EOS, save_tiny_llama
 from tests.interop.tinker.local_server import tinker_server, with_sdk
 from tests.interop.tinker.test_training import ADAM, FIRST, losses_of
@@ -200,7 +200,7 @@ async def test_ranks_that_are_lost_while_no_request_needs_them_are_replaced(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A starting engine would wait for the ranks, and its requests for the engine."""
-    monkeypatch.setattr(turns, "WATCH_S", 0.01)
+    monkeypatch.setattr(worker, "WATCH_S", 0.01)
     async with tinker_server(model, tmp_path) as up:
         replaced, load_again = asyncio.Event(), up.snapshots.load_again
 

@@ -39,8 +39,8 @@ from skyasync.models.router_replay import Routers
 from skyasync.models.vision import Vision, is_vision
 from skyasync.weight_sync.adapters import Adapter, frozen_weights_id, with_added
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights, put_changes
+from skyasync.weight_sync.tensors import digest, digests_of, holds, refuse
 from skyasync.weight_sync.update import WeightSyncError
-from skyasync.weight_sync.verify.digests import digest, digests_of, holds, refuse
 
 FORWARD_TOKENS = 2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
