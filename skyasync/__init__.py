@@ -103,17 +103,22 @@ def __getattr__(name: str) -> object:
 _MOVED = {
     "algorithms.filters": "algorithms.shaping",
     "algorithms.normalization": "algorithms.advantages",
+    "algorithms.losses.sequence": "algorithms.losses.clipped",
     "algorithms.registries": "algorithms",
     "compat": "interop",
     "engines.protocol": "inference.interface",
     "engines": "inference",
     "envs.gsm8k": "envs.reward",
+    "envs.registry": "envs",
     "experiment": "run.experiment",
     "observe": "observability",
     "plans": "trainer.plans",
+    "rewards.registry": "rewards",
     "rewards.score": "rewards.signature",
     "rollout.contract": "rollout.generator_api",
     "together": "utils.task_group",
+    "trainer.plans.colocated_async": "trainer.plans.fully_async",
+    "trainer.plans.hybrid_async": "trainer.plans.fully_async",
     "workers.batch": "models.batch",
 }
 

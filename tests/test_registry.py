@@ -30,7 +30,7 @@ def test_a_part_is_registered_and_found_by_name():
 
 def test_a_built_in_part_is_imported_when_it_is_asked_for_and_not_before():
     code = (
-        "import sys; from skyasync.envs.registry import ENVS\n"
+        "import sys; from skyasync.envs import ENVS\n"
         "assert 'skyasync.envs.reward' not in sys.modules\n"
         "assert 'gsm8k' in ENVS.names()\n"
         "assert 'skyasync.envs.reward' not in sys.modules\n"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 
+from skyasync.envs import env_factory
 from skyasync.envs.base import BaseTextEnv, Conversation, TurnTokens
 from skyasync.envs.episodes import EnvLimits, EnvSettings, Episodes, StepResult
-from skyasync.envs.registry import env_factory
 from skyasync.errors import TransientError
 from skyasync.models.images import images_of
 from skyasync.utils.rpc import (

@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from skyasync.config.schema.judges import is_judge
+from skyasync.envs import ENVS
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
-from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
 from skyasync.rewards.answer_match import gsm8k
 from skyasync.rewards.reward_functions import RewardFunction, load_functions, reward_function, score_response

@@ -47,8 +47,7 @@ from skyasync.models.backend import LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import B, UpdateBatch
 from skyasync.models.config import config_value
 from skyasync.models.fsdp.backend import FSDPBackend
-from skyasync.models.fsdp.layers import decoder_layers
-from skyasync.models.fsdp.loading import WrapAndShard
+from skyasync.models.fsdp.loading import WrapAndShard, decoder_layers
 from skyasync.models.fsdp.sharding import Mesh, PipelineGroups, local
 from skyasync.models.heads import Head
 from skyasync.models.images import FAMILIES

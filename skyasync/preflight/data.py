@@ -82,8 +82,7 @@ def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> lis
         UserError: if there is no such source, or it has no rows.
     """
     if source.startswith(TASK_SOURCE):
-        from skyasync.rewards import reasoning
-        from skyasync.rewards.registry import REWARDS
+        from skyasync.rewards import REWARDS, reasoning
 
         check_installed(REWARDS, "reasoning_gym")
         from reasoning_gym.factory import DATASETS

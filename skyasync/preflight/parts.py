@@ -22,13 +22,13 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.environment import judges
 from skyasync.config.schema.generator import ONLINE
 from skyasync.config.schema.sampling import backend
+from skyasync.envs import ENVS, SERVED
 from skyasync.envs.base import STEP_FORM, BaseTextEnv
-from skyasync.envs.registry import ENVS, SERVED
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
 from skyasync.observability import TRACKERS
 from skyasync.registry import Registry, python_file
-from skyasync.rewards.registry import REWARDS
+from skyasync.rewards import REWARDS
 from skyasync.rollout.evaluation import answer_reader
 from skyasync.rollout.trajectory_files import need_pyarrow
 from skyasync.trainer import RayPPOTrainer

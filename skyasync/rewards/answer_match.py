@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from skyasync.errors import MissingExtraError, UserError
-from skyasync.rewards.registry import REWARDS, Capabilities, quick
+from skyasync.rewards import REWARDS, Capabilities, quick
 
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 _CHOICES = re.compile(r"\\boxed\{\s*\(?([A-Za-z])\)?\s*\}|[Aa]nswer(?:\s+is|\s*:)\s*\**\(?([A-Za-z])\b")

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyasync.errors import UserError
-from skyasync.rewards import sandbox
+from skyasync.rewards import REWARDS, Capabilities, sandbox
 from skyasync.rewards.asserts import Split, split
-from skyasync.rewards.registry import REWARDS, Capabilities
 from skyasync.rewards.sandbox_program import plain
 
 SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it

@@ -25,8 +25,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from skyasync.errors import UserError, unknown
+from skyasync.rewards import REWARDS, Capabilities
 from skyasync.rewards.judge_prompts import without_thinking
-from skyasync.rewards.registry import REWARDS, Capabilities
 
 Instructions = list[tuple[str, dict[str, object]]]
 RELATIONS: dict[str, Callable[[int, int], bool]] = {

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from skyasync.errors import MissingExtraError, UserError, unknown
-from skyasync.rewards.registry import REWARDS, Capabilities
+from skyasync.rewards import REWARDS, Capabilities
 
 SIZE, EVAL_SIZE = 500, 100
 OURS = ("size", "seed", "val_size", "val_seed")

@@ -19,7 +19,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from skyasync.errors import RAISED_BY, UserError, nearest
-from skyasync.rewards.registry import capabilities_of, find
+from skyasync.rewards import capabilities_of, find
 from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of, wrong_return
 from skyasync.utils.rpc import GRACE_S
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool

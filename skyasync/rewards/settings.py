@@ -25,9 +25,8 @@ from skyasync.config.schema.judges import (
 )
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
-from skyasync.rewards import sandbox
+from skyasync.rewards import REWARDS, capabilities_of, is_remote, sandbox
 from skyasync.rewards.judge_prompts import check_placeholders, known_to_judge, parser_function, prompt_text
-from skyasync.rewards.registry import REWARDS, capabilities_of, is_remote
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
 from skyasync.rewards.signature import CODE_SANDBOX, seen
 

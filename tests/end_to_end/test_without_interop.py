@@ -36,7 +36,7 @@ from skyasync import BasePPOExp, load_config
 from skyasync.agents.programs import load_program
 from skyasync.envs import make
 from skyasync.errors import UserError
-from skyasync.rewards.registry import find
+from skyasync.rewards import find
 from skyasync.__main__ import command
 
 class Agent:

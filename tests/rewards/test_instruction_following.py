@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.errors import UserError
+from skyasync.rewards import capabilities_of
 from skyasync.rewards.instruction_following import (
     CONSTRAINTS,
     count_sentences,
@@ -21,7 +22,6 @@ from skyasync.rewards.instruction_following import (
     parameters,
     variants,
 )
-from skyasync.rewards.registry import capabilities_of
 
 AT_LEAST, LESS = "at least", "less than"
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [

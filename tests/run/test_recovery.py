@@ -14,6 +14,7 @@ from skyasync.config.schema import Config
 from skyasync.observability.jsonl import read_rows
 from skyasync.run.recovery import NAME, Recovery
 from skyasync.utils.machine import born
+from skyasync.weight_sync.sync import WeightSync
 
 FAILURE = RuntimeError("gone")
 
@@ -21,8 +22,9 @@ FAILURE = RuntimeError("gone")
 def restarting(folder: Path, **settings: Any) -> Recovery:
     cfg = Config()
     vars(cfg.trainer).update(settings)
+    unused: Any = None
     parts = SimpleNamespace(
-        dispatch=SimpleNamespace(lost=("policy", FAILURE)), weight_sync=SimpleNamespace(restart=None)
+        dispatch=SimpleNamespace(lost=("policy", FAILURE)), weight_sync=WeightSync(unused, unused, probe=())
     )
     run: Any = SimpleNamespace(cfg=cfg, parts=parts)
     return Recovery(run, folder)

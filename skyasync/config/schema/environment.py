@@ -152,7 +152,7 @@ def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) ->
 
 
 def _problems(where: str, entry: object) -> Iterator[str]:
-    from skyasync.rewards.registry import REWARDS
+    from skyasync.rewards import REWARDS
 
     known = [field.name for field in dataclasses.fields(Domain)]
     if not isinstance(entry, Mapping):

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from skyasync.envs import ENVS, Foreign
 from skyasync.envs.adapters import GameEnv
 from skyasync.envs.base import InvalidEnvOutputError
-from skyasync.envs.registry import ENVS, Foreign
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 from skyasync.rewards.signature import single_value

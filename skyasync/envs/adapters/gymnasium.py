@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from skyasync.envs import ENVS
 from skyasync.envs.adapters import GameEnv
-from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError, unknown
 
 if TYPE_CHECKING:

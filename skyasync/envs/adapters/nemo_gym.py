@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from skyasync.envs import ENVS
 from skyasync.envs.adapters.served import Answer, ServedEnv, about_tools, numbers
 from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
-from skyasync.envs.registry import ENVS
 from skyasync.envs.tools import read_tool_calls
 from skyasync.errors import unknown
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import aiohttp
 
+from skyasync.envs import ENVS
 from skyasync.envs.adapters.served import MAX_BYTES, Answer, ServedEnv, about_tools, numbers
 from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
-from skyasync.envs.registry import ENVS
 from skyasync.envs.tools import read_tool_calls
 from skyasync.errors import UserError, unknown
 

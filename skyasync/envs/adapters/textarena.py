@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from skyasync.envs import ENVS
 from skyasync.envs.adapters import GameEnv
-from skyasync.envs.registry import ENVS
 from skyasync.errors import MissingExtraError, UserError
 
 if TYPE_CHECKING:

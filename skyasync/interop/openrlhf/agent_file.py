@@ -31,9 +31,9 @@ from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+from skyasync.envs import ENVS
 from skyasync.envs.base import SAMPLING, BaseTextEnv, InvalidEnvOutputError
 from skyasync.envs.images import NO_IMAGES, image_column
-from skyasync.envs.registry import ENVS
 from skyasync.errors import UserError
 from skyasync.inference.interface import SamplingParams
 from skyasync.interop.openrlhf import SYSTEM

@@ -196,7 +196,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         if not self.reward_endpoints:
             return result
         from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
-        from skyasync.rewards.registry import find
+        from skyasync.rewards import find
         from skyasync.rewards.signature import as_score
 
         name = ",".join(self.reward_endpoints)

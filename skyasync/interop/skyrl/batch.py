@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from skyasync.envs.registry import Foreign
+from skyasync.envs import Foreign
 from skyasync.errors import UserError
 from skyasync.models.batch import TokenBatch, TrainingBatch
 from skyasync.rollout.generator_api import generator_output, groups_from_output

@@ -22,8 +22,8 @@ from aiohttp import web
 from skyasync.agents.calls import Session
 from skyasync.agents.server import LOOPBACK, Endpoint
 from skyasync.arrays import ints
+from skyasync.envs import Foreign
 from skyasync.envs.base import SAMPLING, Conversation
-from skyasync.envs.registry import Foreign
 from skyasync.errors import UserError, unknown
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.interop.skyrl.gym import numbers

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from skyasync import envs
+from skyasync.envs import Foreign, env_factory, register
 from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
-from skyasync.envs.registry import Foreign, env_factory, register
 from skyasync.rewards.signature import single_value
 
 __all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "ConversationType", "Env", "ToolGroup", "make", "register", "tool"]
@@ -104,7 +104,7 @@ class SkyRLEnv(envs.BaseTextEnv):
 
     @classmethod
     def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[envs.BaseTextEnv]:
-        """The class that plays its episodes, for ``skyasync.envs.registry``."""
+        """The class that plays its episodes, for ``skyasync.envs``."""
         if cls.aggregate_metrics is not SkyRLEnv.aggregate_metrics:
             log.warning("%s.aggregate_metrics is not called: an environment's metrics are averaged", cls.__name__)
         return type(cls.__name__, (_GymEpisode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)})

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyasync.callbacks import RunExtension, Watched
-from skyasync.envs.registry import Foreign
+from skyasync.envs import Foreign
 from skyasync.errors import UserError, unknown
 from skyasync.interop.skyrl.batch import TrainingInputBatch, as_groups, as_output
 from skyasync.interop.skyrl.gym import numbers

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from skyasync.config.schema import Config
 from skyasync.config.schema.environment import proportions_of
 from skyasync.data.prompts import PromptBatch, PromptCursor, PromptStream
-from skyasync.envs.registry import Foreign
+from skyasync.envs import Foreign
 from skyasync.errors import UserError
 from skyasync.interop.skyrl.gym import numbers
 from skyasync.rollout.types import Prompt

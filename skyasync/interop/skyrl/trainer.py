@@ -39,7 +39,7 @@ from skyasync.config.resume import Resume
 from skyasync.config.schema import GeneratorConfig, TrainerConfig
 from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.data.prompts import PromptBatch
-from skyasync.envs.registry import Foreign
+from skyasync.envs import Foreign
 from skyasync.errors import UserError
 from skyasync.interop.skyrl.batch import TrainingInputBatch, as_groups
 from skyasync.interop.skyrl.generators import InferenceEngineClient, as_sampling

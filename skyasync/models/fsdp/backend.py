@@ -48,8 +48,13 @@ from skyasync.models.backend import (
 from skyasync.models.batch import B, TokenBatch, UpdateBatch
 from skyasync.models.freezing import freeze
 from skyasync.models.fsdp import checkpoint
-from skyasync.models.fsdp.layers import checkpointing_options, compile_layers, decoder_layers
-from skyasync.models.fsdp.loading import WrapAndShard, load_sharded
+from skyasync.models.fsdp.loading import (
+    WrapAndShard,
+    checkpointing_options,
+    compile_layers,
+    decoder_layers,
+    load_sharded,
+)
 from skyasync.models.fsdp.optimizers import (
     TrainedPart,
     check_replicated_gradients,

@@ -8,15 +8,21 @@ buffers). While the model loads, all ranks together hold it about once. The mode
 
 Some models' files must be joined in ways that slices cannot: there rank 0 reads one parameter after the other, whole,
 and sends the shards of each before it reads the next.
+
+Decoder layers are compiled, and recomputed in the backward pass. Neither changes what is computed: recomputing is
+bitwise, compiling up to rounding. Equal layers share compiled code, lengths may change without compiling again, and
+FSDP's hooks and checkpointing stay outside.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
@@ -317,3 +324,66 @@ def _check_ties(path: str, parameters: int, loaded: PreTrainedModel) -> None:
             f"{path}: config.json ties the embeddings to the head, but the files hold two different tensors for them: "
             f"set tie_word_embeddings to false in config.json"
         )
+
+
+def decoder_layers(wrapper: TokenModel) -> list[nn.Module]:
+    """By the names of classes that transformers would not split; FSDP gives each sharded one a class of its own."""
+    names = set(wrapper.model._no_split_modules or ())
+    return [m for m in wrapper.modules() if any(base.__name__ in names for base in type(m).__mro__)]
+
+
+COMPILE_KEY = "trainer.policy.torch_compile"
+
+
+def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """Compile each layer at its first call.
+
+    Raises:
+        UserError: without a compiler.
+    """
+    check_compiler(device)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises ``UserError`` without a C++ compiler for a CPU, or Triton for a GPU."""
+    if device.type == "cpu":
+        compiler = os.environ.get("CXX")
+        if not any(shutil.which(name) for name in ([compiler] if compiler else ["g++", "clang++"])):
+            raise UserError(
+                f"{COMPILE_KEY}=true compiles with a C++ compiler on a CPU, and there is no "
+                f"{compiler or 'g++ or clang++'} here: install one, name it in the environment's CXX, or leave the key "
+                f"out"
+            )
+        return
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"{COMPILE_KEY}=true needs Triton on a GPU, which is not installed here: {error}") from error
+
+
+_ATEN = torch.ops.aten
+SAVED = (
+    _ATEN.mm.default,
+    _ATEN.mm.dtype,
+    _ATEN.addmm.default,
+    _ATEN._grouped_mm.default,
+    _ATEN._scaled_dot_product_flash_attention.default,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    _ATEN._scaled_dot_product_efficient_attention.default,
+    _ATEN._scaled_dot_product_cudnn_attention.default,
+)
+"""Operations whose results are not recomputed: they take nearly all of a layer's time."""
+
+
+def checkpointing_options(*, selective: bool) -> dict[str, Any]:
+    """For ``gradient_checkpointing_enable`` of transformers' models.
+
+    Args:
+        selective: save the results of ``SAVED`` operations; else only a layer's input.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(SAVED))
+    return options

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyasync.config.schema import OptimizerConfig
 from skyasync.errors import UserError
 from skyasync.models.backend import Totals
-from skyasync.models.fsdp.layers import decoder_layers
+from skyasync.models.fsdp.loading import decoder_layers
 from skyasync.models.fsdp.low_precision_adamw import LowPrecisionAdamW
 from skyasync.models.fsdp.sharding import Mesh, local
 from skyasync.models.token_model import TokenModel

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.models.fsdp.layers import check_compiler
+from skyasync.models.fsdp.loading import check_compiler
 from skyasync.workers.policy import PolicyWorker
 from tests.models.test_shapes import distance, gradient, ragged
 from tests.workers.conftest import config_for, make_batch
