@@ -99,6 +99,8 @@ def row(system: str, index: int, cfg: Config) -> dict[str, Any]:
         "trl": {"prompt": messages, "problem": question, "solution": f"${answer}$", "answer": answer},
     }
     columns = usual[system]
+    if domains := list(cfg.environment.domains):  # ROLL derives them from its tags
+        columns[cfg.data.domain_key] = domains[index % len(domains)]
     if system == "openrlhf":  # its recipes name their columns
         columns[cfg.data.prompt_key] = messages if "messages" in cfg.data.prompt_key else question
         columns[cfg.data.label_key] = answer

@@ -115,18 +115,19 @@ class InflightTable(dict[str, InflightRequest]):
 
 
 def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
-    """The request for what ``answer`` lacks. A new id (and seed) gives it a random stream of its own."""
+    """The request for what ``answer`` lacks. With a seed its tokens are those that it would have had without a cut;
+    without one a new id gives it a random stream of its own."""
     done, sampling = len(answer.token_ids), request.sampling
     return replace(
         request,
         continues=True,
+        drawn=done,
         request_id=f"{request.request_id}+{done}",
         prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
         sampling=replace(
             sampling,
             max_tokens=sampling.max_tokens - done,
             min_tokens=max(sampling.min_tokens - done, 0),
-            seed=None if sampling.seed is None else hash((sampling.seed, done)) % 2**62,
         ),
     )
 

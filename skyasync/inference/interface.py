@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, nextafter
 from numbers import Integral, Real
@@ -128,6 +128,9 @@ class GenerationRequest:
 
     ``version_at`` re-enacts a request that was running while weights changed: (n, version) says that the response's
     token n and those after it are computed by weights of that version or newer. Only the embedded engine waits for it.
+
+    ``drawn``: so many tokens at the prompt's end are of the response. The stream of random numbers of a seed goes on
+    after them. An engine that begins a stream with each request takes ``fresh_sampling``.
     """
 
     request_id: str
@@ -136,10 +139,18 @@ class GenerationRequest:
     session_id: str | None = None
     images: Images = ()
     continues: bool = False  # the rest of a response: an engine that can takes it before other requests that wait
+    drawn: int = 0
     version_at: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))
+
+    @property
+    def fresh_sampling(self) -> SamplingParams:
+        """With a seed of its own if it continues, so that no random number is used twice."""
+        if not self.continues or self.sampling.seed is None:
+            return self.sampling
+        return replace(self.sampling, seed=hash((self.sampling.seed, self.drawn)) % 2**62)
 
 
 @dataclass(eq=False)

@@ -218,7 +218,7 @@ def _few_prompts(experiment_class: type[BasePPOExp]) -> type[BasePPOExp]:
     return Rehearsed
 
 
-HEAD_DIM = 16
+HEAD_DIM = 32  # the smallest that vLLM computes on CPUs
 HEADS, GROUPED_HEADS = 4, 2  # per rank of the tensor axis
 MOST_EXPERTS = 8
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
@@ -295,11 +295,11 @@ def shrink(config: PreTrainedConfig, tensor: int = 1) -> None:
             tower,
             depth=2,
             num_hidden_layers=2,
-            hidden_size=HEADS * HEAD_DIM,
-            embed_dim=HEADS * HEAD_DIM,
-            num_heads=HEADS,
-            num_attention_heads=HEADS,
-            intermediate_size=2 * HEADS * HEAD_DIM,
+            hidden_size=GROUPED_HEADS * HEAD_DIM,
+            embed_dim=GROUPED_HEADS * HEAD_DIM,
+            num_heads=GROUPED_HEADS,
+            num_attention_heads=GROUPED_HEADS,
+            intermediate_size=2 * GROUPED_HEADS * HEAD_DIM,
             out_hidden_size=text.hidden_size,
             deepstack_visual_indexes=[1],
             fullatt_block_indexes=[1],
@@ -323,11 +323,11 @@ def _shrink_language_model(text: Any, tensor: int) -> None:  # noqa: ANN401
     _set(
         text,
         head_dim=HEAD_DIM,
-        intermediate_size=2 * hidden,
-        n_inner=2 * hidden,
-        ffn_dim=2 * hidden,
-        moe_intermediate_size=hidden,
-        shared_expert_intermediate_size=hidden,
+        intermediate_size=hidden // 2,
+        n_inner=hidden // 2,
+        ffn_dim=hidden // 2,
+        moe_intermediate_size=hidden // 2,
+        shared_expert_intermediate_size=hidden // 2,
         query_pre_attn_scalar=HEAD_DIM,
         # multi-head latent attention
         q_lora_rank=2 * HEAD_DIM,

@@ -7,8 +7,9 @@ the newest checkpoint, while engines and environments stay; any other error ends
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,18 +23,40 @@ from skyasync.observability.timeline import Timeline
 from skyasync.observability.trackers import JsonlTracker, TrackerContext
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt
-from skyasync.simulate.parts import VirtualBatch
 from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from tests.chaos.events import Event
-from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, SimulatedProcess
+from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, SimulatedProcess, digest
 from tests.chaos.simulated_ranks import Disk, Ranks
 
 if TYPE_CHECKING:
     from skyasync.models.batch import TrainingBatch
 
 RESTARTS = 1000
+
+
+@dataclass(frozen=True)
+class Batch:
+    """In place of a ``TrainingBatch``: the content of each group."""
+
+    groups: list[str]
+
+    def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[Batch, int]]:
+        yield self, len(self.groups)  # without trainer.policy_mini_batch_size
+
+
+def content(group: Group) -> str:
+    """All that a loss reads of a group."""
+    read = [
+        (
+            trajectory.id,
+            trajectory.reward,
+            [(s.kind, s.tokens.tolist(), s.versions.tolist()) for s in trajectory.segments],
+        )
+        for trajectory in group.trajectories
+    ]
+    return digest(read)
 
 
 class Virtual(RayPPOTrainer):
@@ -47,7 +70,7 @@ class Virtual(RayPPOTrainer):
                 assert step - 1 - oldest <= self._allowed, f"{trajectory.id} is of version {oldest} in step {step}"
                 assert len(trajectory.actions) == 2, f"{trajectory.id} has {len(trajectory.actions)} turns"
         assert trainer.train_batch_size >= len(groups)
-        return cast("TrainingBatch", VirtualBatch([len(group.trajectories) for group in groups]))
+        return cast("TrainingBatch", Batch([content(group) for group in groups]))
 
     @property
     def _allowed(self) -> int:
@@ -63,7 +86,7 @@ class Virtual(RayPPOTrainer):
         return self.cfg.trainer.ckpt_rollouts and self.checkpointer.saved_step > 0
 
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
-        await cast(Ranks, self.dispatch).train(sum(cast(VirtualBatch, part).tokens))
+        await cast(Ranks, self.dispatch).train(digest(cast(Batch, part).groups))
 
     async def optimizer_step(self) -> dict[str, float]:
         await cast(Ranks, self.dispatch).step(self.global_step + 1)
@@ -111,6 +134,11 @@ class Command:
     def _host(self, settings: EnvSettings) -> Host:
         self._hosts.append(Host(settings))
         return self._hosts[-1]
+
+    @property
+    def weights(self) -> str:
+        """Of the policy now."""
+        return self._ranks.weights
 
     async def run(self) -> bool:
         """Whether it finished; if not, ``error`` has the reason."""

@@ -1,5 +1,7 @@
 """Simulated engines and environment processes that can be killed or stopped, and whose messages can be lost.
 
+A token is a function of the weights, the request's random number and all tokens before it, as of the embedded engine.
+
 Invariant: a request to a killed process raises the same error as a request to a killed real process. A stopped process
 does not answer, and continues its work when it is continued.
 """
@@ -7,11 +9,15 @@ does not answer, and continues its work when it is continued.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Sequence
 
-from skyasync.arrays import floats, ints
+import numpy as np
+
+from skyasync.arrays import floats
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings, Episodes
+from skyasync.inference.backends.transformers.sampling import stream_key, uniforms
 from skyasync.inference.interface import (
     EngineFailedError,
     EngineStats,
@@ -25,7 +31,7 @@ from skyasync.utils.rpc import Answer, Call, LocalTransport
 from skyasync.weight_sync.update import WakePart, WeightSyncError, WeightUpdate
 
 TOKEN_S, SYNC_S, START_S = 0.5, 0.5, 20.0
-LETTER = ord("x")  # the tokens that engines generate
+LETTERS = range(ord("k"), ord("z") + 1)  # the tokens that engines generate
 SILENCE_S, START_LIMIT_S = 20.0, 300.0
 
 
@@ -69,9 +75,9 @@ class Engine(InferenceEngine):
 
     def __init__(self) -> None:
         self.process = SimulatedProcess(EngineFailedError, "an engine")
-        self.version, self._paused, self._made = 0, False, 0
+        self.version, self.weights, self._paused, self._made = 0, "", False, 0
         self._wire = asyncio.Lock()  # messages arrive in the order in which they were sent
-        self._rows: dict[str, list[int]] = {}  # request -> version of each token
+        self._rows: dict[str, list[tuple[int, int]]] = {}  # request -> its tokens, each with its version
         self._told: dict[str, int] = {}
         self._prompts: dict[str, GenerationRequest] = {}
         self._ended: set[str] = set()
@@ -98,7 +104,7 @@ class Engine(InferenceEngine):
             done = []
             for name in mine:
                 if not self._paused and name not in self._ended:
-                    self._rows[name].append(self.version)
+                    self._rows[name].append((self._token(name), self.version))
                     self._made += 1
                 if (reason := self._end_of(name)) is not None:
                     done.append(self._output(name, 0, reason))
@@ -108,12 +114,17 @@ class Engine(InferenceEngine):
                 await self.process.message(0.0)
                 yield done
 
+    def _token(self, name: str) -> int:
+        request, written = self._prompts[name], [token for token, _ in self._rows[name]]
+        key = stream_key(request.sampling.seed, 0, name, request.drawn)
+        number = uniforms(np.array([key], np.uint64), np.array([len(written)]))[0]
+        return LETTERS[int(digest(self.weights, number, [*request.prompt_token_ids.tolist(), *written]), 16) % 16]
+
     def _end_of(self, name: str) -> FinishReason | None:
         request = self._prompts[name]
         if name in self._ended:
             return "abort"
-        before = len(request.prompt_token_ids) - _prompt_length(request)
-        if before + len(self._rows[name]) >= response_tokens(request):
+        if request.drawn + len(self._rows[name]) >= response_tokens(request):
             return "stop"
         return "length" if len(self._rows[name]) >= request.sampling.max_tokens else None
 
@@ -123,9 +134,8 @@ class Engine(InferenceEngine):
         self._ended.discard(name)
 
     def _output(self, name: str, start: int, reason: FinishReason | None = None) -> GenerationOutput:
-        versions = self._rows[name][start:]
-        letters, logprobs = [LETTER] * len(versions), [-0.5] * len(versions)
-        return GenerationOutput(name, ints(letters), floats(logprobs), ints(versions), reason)
+        row = np.array(self._rows[name][start:], np.int32).reshape(-1, 2)
+        return GenerationOutput(name, row[:, 0], floats([-0.5] * len(row)), row[:, 1], reason)
 
     async def progress(self) -> list[GenerationOutput]:
         await self._receive()
@@ -155,7 +165,7 @@ class Engine(InferenceEngine):
         await self._receive(SYNC_S)
         if not update.info["sound"]:
             raise WeightSyncError("an engine holds other weights than the trainer sent in a tensor")
-        self.version = update.version
+        self.version, self.weights = update.version, update.info["weights"]
 
     async def sleep(self) -> None:
         await self._receive()
@@ -183,12 +193,8 @@ def response_tokens(request: GenerationRequest) -> int:
     return 1 + int(request.prompt_token_ids[0]) % 8
 
 
-def _prompt_length(request: GenerationRequest) -> int:
-    """A continued request has its tokens after the prompt; a prompt never ends with a generated token."""
-    tokens = request.prompt_token_ids.tolist()
-    while tokens and tokens[-1] == LETTER:
-        tokens.pop()
-    return len(tokens)
+def digest(*of: object) -> str:
+    return hashlib.blake2b(repr(of).encode(), digest_size=8).hexdigest()
 
 
 class Host(LocalTransport):

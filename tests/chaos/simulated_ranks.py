@@ -1,7 +1,8 @@
 """Simulated ranks of a policy, and the disk that they save to.
 
-Invariant: as in ``simulated_processes``. The state of the policy is the number of its optimizer steps, so weights that
-belong to another step are an error at once.
+Invariant: as in ``simulated_processes``. The weights are a digest of those before and of all that was trained since, in
+its order. Next to them stands the number of optimizer steps, so weights that belong to another step are an error at
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.transfers.base import WeightTransfer
 from skyasync.weight_sync.update import WeightUpdate
-from tests.chaos.simulated_processes import SILENCE_S, SimulatedProcess
+from tests.chaos.simulated_processes import SILENCE_S, SimulatedProcess, digest
 
 TRAIN_S, PUBLISH_S, SAVE_S, START_S, MOVE_S = 2.0, 0.5, 1.0, 15.0, 0.5
 
@@ -26,14 +27,19 @@ class RanksFailedError(RuntimeError):
 
 
 class Ranks(WeightTransfer):
-    """In place of the trainer's dispatch: the policy's state is a number, the optimizer steps."""
+    """In place of the trainer's dispatch.
+
+    Attributes:
+        steps: of the optimizer, which made the weights.
+        gradients: what has been trained since.
+    """
 
     def __init__(self, disk: Disk) -> None:
         self.process, self._disk = SimulatedProcess(RanksFailedError, "the policy"), disk
-        self.weights, self.gradients, self.offloaded = 0, 0, False
+        self.steps, self.weights, self.gradients, self.offloaded = 0, "initial", list[str](), False
         self.flip, self.busy_s = False, 0.0
         self._failure: BaseException | None = None
-        self._pending_save: tuple[Path, int, float] = (Path(), 0, 0.0)
+        self._pending_save = (Path(), "", 0.0)
 
     @property
     def lost(self) -> tuple[str, BaseException] | None:
@@ -69,16 +75,16 @@ class Ranks(WeightTransfer):
             raise self._failure from error
         self.busy_s += seconds
 
-    async def train(self, tokens: int) -> None:
+    async def train(self, part: str) -> None:
         assert not self.offloaded
         await self._call(TRAIN_S)
-        self.gradients += tokens
+        self.gradients.append(part)
 
     async def step(self, number: int) -> None:
         """Optimizer step ``number`` of the run."""
         await self._call(TRAIN_S / 4)
-        assert self.weights == number - 1, f"step {number} uses weights of {self.weights} steps"
-        self.weights, self.gradients = number, 0
+        assert self.steps == number - 1, f"step {number} uses weights of {self.steps} steps"
+        self.steps, self.weights, self.gradients = number, digest(self.weights, self.gradients), []
 
     proves_content = True
 
@@ -88,9 +94,9 @@ class Ranks(WeightTransfer):
 
     async def publish(self, version: int) -> WeightUpdate:
         await self._call(PUBLISH_S)
-        assert self.weights == version, f"the weights of {self.weights} steps are published as version {version}"
+        assert self.steps == version, f"the weights of {self.steps} steps are published as version {version}"
         sound, self.flip = not self.flip, False
-        return WeightUpdate(version, "shared_memory", {"sound": sound})
+        return WeightUpdate(version, "shared_memory", {"sound": sound, "weights": self.weights})
 
     async def release(self, update: WeightUpdate) -> None:
         self._last = update
@@ -103,20 +109,21 @@ class Ranks(WeightTransfer):
         return [[-0.5] * (len(each) - 1) for each in sequences]
 
     async def save(self, folder: Path) -> None:
-        weights = self.weights
+        state = f"{self.steps} {self.weights}"
         await self._call(SAVE_S)
-        self._disk.write(folder / "weights", str(weights))
+        self._disk.write(folder / "weights", state)
 
     async def begin_save(self, folder: Path) -> None:
         await self._call(0.1)
-        self._pending_save = (folder, self.weights, asyncio.get_running_loop().time() + 3 * SAVE_S)
+        state = f"{self.steps} {self.weights}"
+        self._pending_save = (folder, state, asyncio.get_running_loop().time() + 3 * SAVE_S)
 
     async def saved(self) -> Sums | None:
         await self._call(0.1)
-        folder, weights, end = self._pending_save
+        folder, state, end = self._pending_save
         if asyncio.get_running_loop().time() < end:
             return None
-        self._disk.write(folder / "weights", str(weights))
+        self._disk.write(folder / "weights", state)
         return {}
 
     async def verify(self, folder: Path, sums: Sums) -> list[str]:
@@ -124,7 +131,8 @@ class Ranks(WeightTransfer):
 
     async def load(self, folder: Path) -> None:
         await self._call(SAVE_S)
-        self.weights = int((folder / "weights").read_text())
+        steps, self.weights = (folder / "weights").read_text().split()
+        self.steps, self.gradients = int(steps), []
 
     async def stats(self) -> dict[str, float]:
         return {"busy_s": self.busy_s}

@@ -5,7 +5,7 @@ work of the program and its user: it restarts workers, and starts the same comma
 
 Invariant of a simulated run, otherwise it is reported as broken: nothing waits forever. At the end the ledger has every
 prompt once, trained or failed with a reason. No step is missing or doubled. No step was trained on samples that are
-staler than the plan allows. No task is left.
+staler than the plan allows. No task is left. A plan that is reproducible ends with the weights of a run without events.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from tests.chaos.audit import unlike, wrong_prompts, wrong_steps
 from tests.chaos.events import KINDS, schedule
 from tests.chaos.simulated_command import Command, Virtual
 
+REPRODUCIBLE = ("sync", "one_step_off", "streamed")
 NAMES = ("sync", "one_step_off", "streamed", "fully_async", "colocated_async", "hybrid_async")
+OTHER_WEIGHTS = "the weights are not those of the run without events"
 CHAOS_S = 400.0  # of events; after that there are no more faults
 LIMIT_S = 50_000.0
 LINGER_S = 2_000.0  # seconds until tasks that wait for an answer time out
@@ -58,6 +60,7 @@ class Play:
     events: Counter[str] = field(default_factory=Counter)  # events that had a target
     commands: int = 0
     restarts: int = 0  # restarts of workers
+    weights: str = ""  # at the end
     wrong: list[str] = field(default_factory=list)
 
 
@@ -80,25 +83,39 @@ def settings_of(seed: int, plan: str) -> tuple[Config, int]:
     generator.sampling_params.max_generate_length = 8
     generator.hybrid_engines = chance.randint(1, 2) if plan == "hybrid_async" else 0
     generator.max_concurrent_rollouts = chance.choice([0, batch])
-    return cfg, chance.randint(3, 8)
+    prompts = chance.randint(3, 8)
+    trainer.stream_groups = chance.randint(1, batch) if plan == "streamed" else 0
+    generator.sampling_params.seed = trainer.seed
+    return cfg, prompts
 
 
 def play(seed: int, plan: str) -> Play:
     """One schedule on one plan; ``wrong`` has the broken invariants."""
+    played = _played(seed, plan, CHAOS_S)
+    saves = settings_of(seed, plan)[0].trainer.ckpt_rollouts  # else a resumed run generates them by newer weights
+    if plan in REPRODUCIBLE and not played.wrong and (saves or plan != "one_step_off"):
+        undisturbed = _played(seed, plan, 0.0)
+        played.wrong += undisturbed.wrong
+        if played.weights != undisturbed.weights:
+            played.wrong.append(OTHER_WEIGHTS)
+    return played
+
+
+def _played(seed: int, plan: str, events_s: float) -> Play:
     played = Play(plan, seed)
     with _folder() as folder, _quiet():
         try:
-            run_virtual(_operate(played, folder))
+            run_virtual(_operate(played, folder, events_s))
             played.wrong += _audited(played, folder / "run")
         except Exception as error:  # a deadlock, an assertion, or an error that ended the command every time
             played.wrong.append(headline(error))
     return played
 
 
-async def _operate(played: Play, folder: Path) -> None:
+async def _operate(played: Play, folder: Path, events_s: float) -> None:
     cfg, rows = settings_of(played.seed, played.plan)
     prompts = [Prompt(PromptId(0, row), [{"role": "user", "content": chr(97 + row)}], _env()) for row in range(rows)]
-    events = schedule(played.seed, random.Random(played.seed).choice([5.0, 20.0, 60.0]), CHAOS_S, WEIGHTS)
+    events = schedule(played.seed, random.Random(played.seed).choice([5.0, 20.0, 60.0]), events_s, WEIGHTS)
     plan = type("Virtual", (Virtual, cast(type[RayPPOTrainer], PLANS.find(played.plan))), {})
     command: Command | None = None
     striking = asyncio.create_task(_strike(played, events, lambda: command))
@@ -108,6 +125,7 @@ async def _operate(played: Play, folder: Path) -> None:
                 played.commands += 1
                 command = Command(cfg, plan, prompts, folder, seed=played.seed + played.commands)
                 if await command.run():
+                    played.weights = command.weights
                     break
                 if not ENDS.search(said := headline(command.error or RuntimeError())):
                     played.wrong.append(f"a command ended by itself by what no event explains: {said}")

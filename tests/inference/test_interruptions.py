@@ -128,13 +128,30 @@ async def test_a_stop_string_that_spans_cuts_ends_the_response_where_it_would_wi
         assert len(answer.versions) == len(answer.token_ids)
 
 
-def test_a_continuation_asks_for_what_is_missing_under_a_stream_of_its_own() -> None:
+async def test_with_a_seed_cuts_change_no_token(client: InferenceClient) -> None:
+    asked = [
+        GenerationRequest(f"s{i}", [1 + i, 2, 3], SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=i))
+        for i in range(16)
+    ]
+    whole = await asyncio.gather(*map(client.generate, asked))
+    before, tasks = (await client.stats())[0].generated_tokens, [asyncio.create_task(client.generate(r)) for r in asked]
+    for cut in range(1, 5):
+        await until_all_run(client, before + cut * 20 * len(asked))
+        await client.cut()
+        await client.resume()
+    answers = await asyncio.gather(*tasks)
+    assert all(answer.cuts for answer in answers)
+    assert [answer.token_ids.tolist() for answer in answers] == [expected.token_ids.tolist() for expected in whole]
+
+
+def test_a_continuation_asks_for_what_is_missing_and_where_streams_begin_anew_with_a_seed_of_its_own() -> None:
     sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7)
     request = GenerationRequest("r", [1, 2], sampling, session_id="s")
     more = continuation(request, GenerationOutput("r", [5, 6, 7], [0.0] * 3, [0] * 3, "abort"))
     assert (more.request_id, more.prompt_token_ids.tolist(), more.session_id) == ("r+3", [1, 2, 5, 6, 7], "s")
     assert (more.sampling.max_tokens, more.sampling.min_tokens) == (7, 1)
-    seeds = {continuation(request, GenerationOutput("r", [5] * n)).sampling.seed for n in range(10)}
+    assert (more.sampling.seed, more.drawn, request.fresh_sampling.seed) == (7, 3, 7)
+    seeds = {continuation(request, GenerationOutput("r", [5] * n)).fresh_sampling.seed for n in range(10)}
     assert len(seeds) == 10 and 7 not in seeds
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from skyasync.errors import UserError
 from skyasync.examples.tiny.model import build
 from skyasync.models import VOCABULARY
-from skyasync.planning.rehearsal import make_small_model, shrink
+from skyasync.planning.rehearsal import HEAD_DIM, make_small_model, shrink
 
 FAMILIES = (
     "Llama Mistral Qwen2 Qwen3 Qwen3Moe Qwen2Moe Mixtral Gemma2 Gemma3Text Phi3 DeepseekV3 Glm4 Glm4Moe GptOss Olmo2 "
@@ -59,7 +59,7 @@ def test_so_does_a_family_that_reads_images(family: str) -> None:
 
 def test_factors_of_rotary_embeddings_fit_the_smaller_heads() -> None:
     config = small("Phi3", rope_parameters=LONG, original_max_position_embeddings=4096)
-    assert [len(config.rope_parameters[name]) for name in ("short_factor", "long_factor")] == [8, 8]
+    assert [len(config.rope_parameters[name]) for name in ("short_factor", "long_factor")] == [16, 16]
     assert logits(config).isfinite().all()
 
 
@@ -69,6 +69,15 @@ def test_heads_stay_as_they_were_grouped_and_divide_over_the_tensor_axis(
 ) -> None:
     config = small("Llama", tensor=2, num_attention_heads=heads, num_key_value_heads=kv_heads)
     assert (config.num_attention_heads, config.num_key_value_heads) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_computes_heads_of_this_size_on_cpus() -> None:
+    """An engine of other sizes starts, and ends at the first request."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert HEAD_DIM in CPUAttentionBackend.get_supported_head_sizes()
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ class SGLangServerEngine(RemoteEngine):
         body = {
             "rid": pending.server_id,
             "input_ids": pending.request.prompt_token_ids.tolist(),
-            "sampling_params": sampling_of(pending.request.sampling),
+            "sampling_params": sampling_of(pending.request.fresh_sampling),
             "return_logprob": True,
             "extra_key": self._salt(pending.version),
             "stream": True,

@@ -304,7 +304,7 @@ class TransformersEngine(InferenceEngine):
         return DecodingRow(
             request,
             prompt,
-            key=stream_key(sampling.seed, self.config.seed, request.request_id),
+            key=stream_key(sampling.seed, self.config.seed, request.request_id, request.drawn),
             limit=min(sampling.max_tokens, longest - len(prompt)),
             stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
             stop_strings=stop_strings,

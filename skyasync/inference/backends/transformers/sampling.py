@@ -2,7 +2,8 @@
 
 Invariant: what a request samples depends on its own logits, its own settings and its own stream of uniform
 numbers, never on the other rows of the batch. Number t of the stream decides token t of the response, whatever the
-prompt was. A request that is cut and sent again as a longer prompt starts a new stream, and needs a new id or seed.
+prompt was. A request that is cut and sent again as a longer prompt goes on in the stream of its seed; without a seed it
+starts a new stream, and needs a new id.
 """
 
 from __future__ import annotations
@@ -24,10 +25,15 @@ if TYPE_CHECKING:
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def stream_key(seed: int | None, engine_seed: int, request_id: str) -> int:
-    """The 64-bit key of a request's stream: from its own seed, else from the engine's seed and the request's id."""
+def stream_key(seed: int | None, engine_seed: int, request_id: str, drawn: int = 0) -> int:
+    """The 64-bit key of a request's stream: from its own seed, else from the engine's seed and the request's id.
+
+    Args:
+        drawn: so many numbers have been used; number 0 of the stream with this key is the next one.
+    """
     origin = f"seed {seed}" if seed is not None else f"engine {engine_seed} request {request_id}"
-    return int.from_bytes(hashlib.blake2b(origin.encode(), digest_size=8).digest(), "little")
+    key = int.from_bytes(hashlib.blake2b(origin.encode(), digest_size=8).digest(), "little")
+    return (key + drawn * int(_GOLDEN)) % 2**64
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -249,7 +249,7 @@ class VLLMEngine(InferenceEngine):
     async def _output(self, request: GenerationRequest, names: set[str]) -> RequestOutput:
         """vLLM's output, a sample for each of ``names``. A request without a token at a weight update starts over.
         ``abort`` takes names out of ``names``, and ends the request when none is left."""
-        parameters = sampling_parameters(request.sampling, samples=len(names))
+        parameters = sampling_parameters(request.fresh_sampling, samples=len(names))
         name, prompt = request.request_id, request.prompt_token_ids.tolist()
         self._in_flight[name] = names
         self._watch()

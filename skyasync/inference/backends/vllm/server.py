@@ -176,7 +176,7 @@ class VLLMServerEngine(RemoteEngine):
         body = {
             "request_id": request.request_id,
             **self._prompt(tokens, request.images),
-            "sampling_params": sampling_fields(request.sampling, json=True),
+            "sampling_params": sampling_fields(request.fresh_sampling, json=True),
             "cache_salt": self._salt(pending.version),
             "stream": True,
         }

@@ -70,6 +70,13 @@ def test_a_seed_overrides_engine_and_request():
     assert len({stream_key(7, 0, "a"), stream_key(8, 0, "a"), stream_key(None, 7, "a"), stream_key(None, 7, "b")}) == 4
 
 
+def test_a_stream_goes_on_after_the_numbers_that_have_been_drawn():
+    positions = np.arange(50)
+    whole = uniforms(np.full(50, stream_key(7, 0, "a"), np.uint64), positions)
+    rest = uniforms(np.full(40, stream_key(7, 0, "a+10", 10), np.uint64), positions[:40])
+    assert rest.tolist() == whole[10:].tolist()
+
+
 def test_draw_covers_each_token_by_its_probability_and_no_impossible_one():
     probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
     uniform = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-24])
