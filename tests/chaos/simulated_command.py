@@ -20,7 +20,7 @@ from skyasync.inference.client import InferenceClient
 from skyasync.inference.supervisor import EngineSupervisor
 from skyasync.observability.run_dir import RunDirectory
 from skyasync.observability.timeline import Timeline
-from skyasync.observability.trackers import JsonlTracker, TrackerContext
+from skyasync.observability.trackers import MultiTracker
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt
 from skyasync.trainer import RayPPOTrainer
@@ -181,7 +181,7 @@ class Command:
         there = run_dir.checkpoints.is_dir() and any(run_dir.checkpoints.iterdir())
         cfg.trainer.resume_mode = "latest" if there else "none"
         trainer = self._plan.get_trainer(
-            cfg=cfg, tracker=JsonlTracker(TrackerContext(run_dir, {})), tokenizer=cast(Any, None),
+            cfg=cfg, tracker=MultiTracker(["jsonl"], run_dir), tokenizer=cast(Any, None),
             train_dataset=self._prompts, eval_dataset=None, inference_engine_client=self._client,
             generator=self._generator, colocate_pg=None,
         )  # fmt: skip
