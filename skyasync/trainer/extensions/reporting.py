@@ -20,7 +20,7 @@ from skyasync.arrays import TURN_TOKENS, Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
 from skyasync.observability.progress import LatestSample
-from skyasync.observability.trackers import MultiTracker
+from skyasync.observability.trackers import JsonlTracker, MultiTracker
 from skyasync.observability.usage import UsageMeter
 from skyasync.rollout import partial_rollouts, schedule
 from skyasync.rollout import trajectory_files as recorded
@@ -154,7 +154,7 @@ class Reporter(RunExtension):
 
     def write_now(self, metrics: Metrics, step: int) -> None:
         """Before a checkpoint of this step: a run that resumes from it does not make the step again."""
-        if isinstance(self._context.tracker, MultiTracker):
+        if isinstance(self._context.tracker, MultiTracker | JsonlTracker):  # what is in the run folder
             self._context.tracker.keep(metrics, step)
 
     def log(self, metrics: Metrics, step: int) -> None:
