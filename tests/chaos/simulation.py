@@ -45,7 +45,7 @@ MOST_COMMANDS = 200
 #: Errors that may end a command: repeated or lasting faults of processes while it starts, and flipped bits.
 ENDS = re.compile(
     "^(EngineFailed|RanksFailed|Cancelled|Timeout|ProcessLost)Error|other weights than the trainer"
-    "|the checkpoint of step |the process that runs the environment was not ready"
+    "|the checkpoint of step |the process that runs the environment (was not ready|ended while it was loading)"
 )
 #: Kinds that have a target in simulation: a stopped program or controller would stop the clock itself.
 WEIGHTS = {name: kind.weight for name, kind in KINDS.items() if name not in ("freeze-driver", "freeze-controller")}
