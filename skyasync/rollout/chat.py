@@ -212,10 +212,10 @@ class PlainText(ChatTokenizer):
 
 def _decoded(tokenizer: Tokenizer, tokens: Ints, *, skip_special_tokens: bool) -> str:
     """The text. Long ones go through the backend's call for several texts, the only one that lets other threads run."""
-    if len(tokens) >= LONG and not tokenizer.clean_up_tokenization_spaces:
+    if len(tokens) >= LONG:
         from transformers import PreTrainedTokenizerFast
 
-        if isinstance(tokenizer, PreTrainedTokenizerFast):
+        if isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces:
             batch = [ints(tokens).tolist()]
             (text,) = tokenizer.backend_tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
             return str(text)

@@ -175,5 +175,7 @@ class Components:
         from skyasync.run.placement import share_threads
 
         policy, engine = share_threads(self._experiment.cfg, os.cpu_count() or 1, overlap=overlap)
-        for part, threads in [(self.dispatch, policy), *((part, engine) for part in self.engines)]:
-            part.set_threads(threads)
+        if self.dispatch is not None:
+            self.dispatch.set_threads(policy)
+        for part in self.engines:
+            part.set_threads(engine)

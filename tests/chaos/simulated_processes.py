@@ -75,7 +75,7 @@ class Engine(InferenceEngine):
 
     def __init__(self) -> None:
         self.process = SimulatedProcess(EngineFailedError, "an engine")
-        self.version, self.weights, self._paused, self._made = 0, "", False, 0
+        self.version, self.weights_digest, self._paused, self._made = 0, "", False, 0
         self._wire = asyncio.Lock()  # messages arrive in the order in which they were sent
         self._rows: dict[str, list[tuple[int, int]]] = {}  # request -> its tokens, each with its version
         self._told: dict[str, int] = {}
@@ -118,7 +118,7 @@ class Engine(InferenceEngine):
         request, written = self._prompts[name], [token for token, _ in self._rows[name]]
         key = stream_key(request.sampling.seed, 0, name, request.drawn)
         number = uniforms(np.array([key], np.uint64), np.array([len(written)]))[0]
-        return LETTERS[int(digest(self.weights, number, [*request.prompt_token_ids.tolist(), *written]), 16) % 16]
+        return LETTERS[int(digest(self.weights_digest, number, [*request.prompt_token_ids.tolist(), *written]), 16) % 16]
 
     def _end_of(self, name: str) -> FinishReason | None:
         request = self._prompts[name]
@@ -165,7 +165,7 @@ class Engine(InferenceEngine):
         await self._receive(SYNC_S)
         if not update.info["sound"]:
             raise WeightSyncError("an engine holds other weights than the trainer sent in a tensor")
-        self.version, self.weights = update.version, update.info["weights"]
+        self.version, self.weights_digest = update.version, update.info["weights"]
 
     async def sleep(self) -> None:
         await self._receive()

@@ -84,12 +84,12 @@ class Policy(WeightTransfer):
 
     async def publish(self, version: int) -> WeightUpdate:
         assert policy_is_on_the_devices
-        return WeightUpdate(version, "shared_memory", {"sound": True})
+        return WeightUpdate(version, "shared_memory", {"sound": True, "weights": ""})
 
     async def release(self, update: WeightUpdate) -> None: ...
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
-        return WeightUpdate(version, "shared_memory", {"sound": True})
+        return WeightUpdate(version, "shared_memory", {"sound": True, "weights": ""})
 
     async def score(self, sequences: Any) -> list[list[float]]:
         return [[-0.5] * (len(each) - 1) for each in sequences]
