@@ -118,7 +118,8 @@ class Engine(InferenceEngine):
         request, written = self._prompts[name], [token for token, _ in self._rows[name]]
         key = stream_key(request.sampling.seed, 0, name, request.drawn)
         number = uniforms(np.array([key], np.uint64), np.array([len(written)]))[0]
-        return LETTERS[int(digest(self.weights_digest, number, [*request.prompt_token_ids.tolist(), *written]), 16) % 16]
+        before = [*request.prompt_token_ids.tolist(), *written]
+        return LETTERS[int(digest(self.weights_digest, number, before), 16) % 16]
 
     def _end_of(self, name: str) -> FinishReason | None:
         request = self._prompts[name]
