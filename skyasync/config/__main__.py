@@ -11,30 +11,29 @@ from skyasync.other_frameworks import other_frameworks
 _INTRODUCTION = """\
 # Configuration
 
-This page is made by `python -m skyasync.config > docs/configuration.md` from the schema.
-
 Every program takes the same arguments:
 
 ```text
 skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
 ```
 
-- Settings are layered: defaults, then a preset, then `--config` files in the order given, then `key=value`; the
-  last value of a key counts, and a line says so where the command line has several.
+- Settings are layered: defaults, then a preset, then `--config` files in the order given, then `key=value`; later
+  values override earlier ones, and a key that is repeated on the command line prints a notice.
 - Values are typed: `1e-6`, `true`, `null`, `[a,b]`, `{size: 4}`, `"quoted text"`. Text needs no quotes unless it
-  starts with a quote or bracket, or is `null`. A string where a list of strings is expected is a list of one:
+  starts with a quote or bracket, or is `null`. A single string is accepted for a list of strings:
   `data.train_data=train.parquet`.
-- Lists and free mappings are replaced as a whole; `environment.env_config.size=4` sets one entry of a mapping.
+- A new list or mapping replaces the old one completely; `environment.env_config.size=4` sets one entry of a mapping.
 - `${trainer.seed}` refers to another key (OmegaConf's syntax); a literal `${` is written `\\${`.
-- Unknown keys, wrong types, values out of bounds and contradictions are refused before anything is loaded: one
-  line each, with the nearest right key, and exit status 2.
-- Evaluation samples as training does, but greedily: what is `null` in `generator.eval_sampling_params` is taken from
-  `generator.sampling_params`. With several samples per prompt it needs a temperature (`null` is that of training).
+- Unknown keys, wrong types, values out of bounds and contradictions are rejected before anything is loaded, one
+  line each with the nearest right key, and exit status 2.
+- Evaluation decodes greedily by default. What is `null` in `generator.eval_sampling_params` is taken from
+  `generator.sampling_params`. With several samples per prompt set a temperature above 0, or `null` for
+  that of training.
 - A run writes its resolved configuration; `--config` on that file repeats it.
-- From then on (the end of the experiment's `prepare()`) it is read-only: a later write is rejected by one line that
-  names the key. A copy (`copy.deepcopy`, `dataclasses.replace`) is free.
+- After the experiment's `prepare()` the configuration is read-only: changing it is an error that names the key. Copies
+  (`copy.deepcopy`, `dataclasses.replace`) can be changed.
 
-Keys of your own: subclass the dataclasses and pass the result to the loader.
+To add settings of your own, subclass the dataclasses and pass the class as `schema`:
 
 ```python
 from dataclasses import dataclass, field
@@ -75,6 +74,8 @@ def markdown(keys: Keys) -> str:
         "",
         f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see",
         "[coming_from.md](coming_from.md). `skyasync translate run.sh` turns a whole recipe into ours.",
+        "",
+        "This page is generated with `python -m skyasync.config > docs/configuration.md`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -54,7 +54,7 @@ class PlacementConfig:
     policy_num_nodes: int = key(1, low=1)
     """Nodes for the policy."""
     policy_num_gpus_per_node: int = key(1, low=1)
-    """Policy ranks per node: one per GPU, or per CPU process without GPUs."""
+    """Policy ranks per node: one per GPU, or processes on CPUs if there are no GPUs."""
     ref_num_nodes: int = key(1, low=1, when=_OWN_REF)
     """Nodes for the reference model."""
     ref_num_gpus_per_node: int = key(1, low=1, when=_OWN_REF)

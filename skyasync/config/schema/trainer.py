@@ -39,19 +39,19 @@ class FaultToleranceConfig:
     sigterm_grace_s: float = key(25.0, above=0.0, when=CHECKPOINTS)
     """Seconds from SIGTERM to the end of the run, in which the current update is finished and saved."""
     max_restarts: int = key(3, low=0)
-    """Maximum number of failures per hour, of workers and controller together, after which they restart from the newest
-    checkpoint. One more failure ends the run. Without checkpoints the first one does."""
+    """Maximum number of restarts per hour from the newest checkpoint, after failures of workers or controller. One more
+    failure ends the run. Without checkpoints the first failure ends it."""
     heartbeat_timeout_s: float = key(120.0, above=0.0)
-    """Seconds without a heartbeat after which the controller, or a worker that executes a call, counts as failed. Needs
+    """Seconds without a heartbeat after which the controller, or a busy worker, counts as failed. Needs
     checkpoints and trainer.max_restarts above 0."""
     on_nonfinite: str = key("raise", choices=("raise", "skip"))
     """If a loss, gradient or reward is NaN or infinite: raise stops the run, skip skips the optimizer step. The batch
     is written to nonfinite/, for skyasync replay."""
     spike_limits: dict[str, Any] = key({})
-    """Metric -> largest value that is not a spike, such as {policy/approx_kl: 0.2, off_policy/ratio_max: 50}."""
+    """Upper limit per metric; more is a spike. For example {policy/approx_kl: 0.2, off_policy/ratio_max: 50}."""
     on_spike: str = key("warn", choices=("warn", "raise", "rollback"), when="trainer.spike_limits")
-    """If a metric exceeds its limit: warn and count it; raise, stop the run; rollback, restore weights and optimizer
-    state of the newest checkpoint and skip the data since then."""
+    """If a metric exceeds its limit. warn: log and count it. raise: stop the run. rollback: restore the newest
+    checkpoint's weights and optimizer state, and skip the data since then."""
     max_bad_steps: int = key(3, low=1, when=When("trainer.on_nonfinite=skip", "trainer.on_spike=rollback"))
     """Number of skipped optimizer steps (on_nonfinite=skip) or undone steps (on_spike=rollback) in a row that ends the
     run."""
@@ -85,27 +85,27 @@ class TrainerConfig(FaultToleranceConfig):
     teacher: TeacherConfig = field(default_factory=TeacherConfig, metadata={"when": TEACHER})
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     plan: str = key("sync", registry="skyasync.trainer.plans:PLANS", open_ended=True)
-    """Execution plan, unless the experiment fixes one."""
+    """Execution plan; an experiment class that has its own ignores this."""
     strategy: str = key("fsdp2", registry="skyasync.models:BACKENDS", open_ended=True)
     """Training backend: fsdp2, or a ModelBackend of your own."""
     async_queue_size: int = key(1, low=1)
     """Number of batches that one_step_off generates ahead, which is also its staleness."""
     stream_groups: int = key(0, low=0)
     """Number of groups that the plan streamed trains at a time, in the order of their prompts; the same seed then gives
-    bitwise identical losses. 0 trains groups as they finish, which waits least."""
+    bitwise identical losses. 0 trains groups as they finish, with the least waiting."""
     max_staleness: int = key(1, low=0)
     """Maximum staleness in fully_async and its variants: policy versions from a prompt's submission to its training. 0
     is synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
     """auto lowers the policy's learning rate for stale samples, so that the KL divergence between sampling and trained
     policy stays below 0.02 nats per token. The rate is never above the schedule's. If the effective sample size is
-    below 0.5, it smooths the correction; fully_async and its variants also lower the staleness bound for a while."""
+    below 0.5, it flattens the correction's weights; fully_async and its variants also lower the staleness bound."""
     sync_interval: int = key(1, low=1)
     """Training steps from one weight sync to the next. A value of n adds up to n - 1 to the staleness."""
     staleness_bound: str = key("hard", choices=("hard", "mean"))
-    """hard: max_staleness bounds the staleness of every prompt. mean: it bounds the mean (AReaL's formula)."""
+    """hard: max_staleness limits every prompt. mean: it limits only the mean staleness (as in AReaL)."""
     async_generation_ratio: float = key(0.0, low=0.0)
-    """Number of batches generated ahead, may be fractional, in fully_async and its variants; 0 is max_staleness."""
+    """Number of batches that fully_async and its variants generate ahead, may be fractional; 0 uses max_staleness."""
     partial_rollout: str = key("keep", choices=("keep", "recompute", "wait"))
     """What happens to requests in flight at a weight sync. keep: they continue with the old KV cache. recompute: they
     continue from their tokens with the new weights. wait: they finish first."""
@@ -114,7 +114,7 @@ class TrainerConfig(FaultToleranceConfig):
     allow_uncorrected: bool = key(False)
     """Let an asynchronous plan run without an off-policy correction."""
     epochs: int = key(0, low=0, when="not data.streaming")
-    """Passes over the training prompts; 0 is as many as max_training_steps needs, or one without it."""
+    """Passes over the training prompts; 0 means until max_training_steps, or one pass if that is 0."""
     max_training_steps: int = key(0, low=0)
     """Stop after this many steps; 0 runs all epochs."""
     train_batch_size: int = key(64, low=1)
