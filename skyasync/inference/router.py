@@ -254,5 +254,5 @@ class ConcurrencyLimit:
         self.running = []
         cache_is_full = stats.cache_used is not None and stats.cache_used >= FULL * stats.cache_tokens > 0
         if in_flight >= self.limit and not cache_is_full:
-            self.limit *= GROWTH
+            self.limit = max(self.limit * GROWTH, float(in_flight))  # more may have been sent before the limit was set
         return self.limit

@@ -29,7 +29,7 @@ _CODE = {
         "changed imports: `from skyasync.interop.skyrl import ...`.",
     ),
     "openrlhf": ("openrlhf-no-changes", "Reward files, remote reward models and agent files run unchanged."),
-    "areal": ("areal-no-changes", "Its documented forms of rewards and agents run unchanged."),
+    "areal": ("areal", "Its documented forms of rewards and agents run unchanged."),
     "trl": ("trl-and-verl-reward-functions", "Reward functions run unchanged."),
     "verl": ("trl-and-verl-reward-functions", "Reward functions run unchanged."),
     "roll": ("roll", "The linked page has what runs, and what to convert by hand."),

@@ -9,7 +9,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from skyasync.inference.backends.transformers.engine import TransformersEngine
@@ -52,6 +52,7 @@ def test_a_limit_follows_an_engine_that_has_room_for_fewer() -> None:
 
 
 @given(REPORTS)
+@example([(0, 1), (1, 1), (0, 1), (5, 0)])
 def test_a_limit_is_above_what_runs(reports: list[tuple[int, int]]) -> None:
     for (running, waiting), limit in zip(reports, limits(*reports), strict=True):
         assert limit > 1

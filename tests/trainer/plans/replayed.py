@@ -112,7 +112,7 @@ class EngineFails(InferenceClient):
 def settings(model: str, steps: int = 5, **trainer: Any) -> Config:
     """Settings of a run whose requests are in flight while weights change."""
     cfg = config(model, steps=steps, eval_interval=0, allow_uncorrected=True, **{"max_staleness": 3} | trainer)
-    cfg.generator.sampling_params.max_generate_length = 40
+    cfg.generator.sampling_params.max_generate_length = 80  # the context ends them first
     return cfg
 
 
