@@ -48,7 +48,9 @@ async def test_weights_that_change_in_the_middle_of_responses_are_replayed(
     for attempt in range(5):  # until a response was in flight during a weight sync, which depends on the machine
         folder = tmp_path / str(attempt)
         run, again = await both("fully_async", settings(model, partial_rollout=partial), folder / "run", **parts)
-        turns = [t for step in steps_of(folder / "run") for g in step.groups for turns in g.samples or () for t in turns]
+        turns = [
+            t for step in steps_of(folder / "run") for g in step.groups for turns in g.samples or () for t in turns
+        ]
         if any(len(turn) > 1 for turn in turns):
             break
     else:
