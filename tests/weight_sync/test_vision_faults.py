@@ -183,10 +183,13 @@ async def test_the_same_faults_are_found_at_a_server(
             assert "vLLM's processor made 21 other tokens of its images than the model's own" in doubled.error
 
             with monkeypatch.context() as patch:
+                patch.setattr(engine, "_sent", vllm_server.SentImages())  # all images are sent again
                 patch.setattr(vllm_server, "rgb_url", lambda image: rgb_url(noise(9) if image is noise(1) else image))
                 await pair.hand_over()
                 with pytest.raises(WeightSyncError, match=DIFFER):
                     await pair.verify()
+            await pair.hand_over()
+            await pair.verify()
 
             pair.step(1e-2)
             post = engine._server.post
