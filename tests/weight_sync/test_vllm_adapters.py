@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from skyasync.inference.backends.vllm import engine as vllm_engine
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync.adapters import read_adapter
 from skyasync.weight_sync.transfers.file import write_encoded
@@ -38,7 +39,7 @@ async def test_the_newest_adapter_is_computed_with_and_another_one_is_found(tmp_
         name = next(iter(other.weights))
         wrong = other._replace(weights={**other.weights, name: other.weights[name] + 1})
         path = write_encoded(wrong.encode())
-        make_folder = pair.engine._load_adapter.__globals__["adapter"].make_folder
-        monkeypatch.setattr("skyasync.inference.backends.vllm.setup.make_folder", lambda _: make_folder(path))
+        make_folder = vllm_engine.make_adapter_folder
+        monkeypatch.setattr(vllm_engine, "make_adapter_folder", lambda _: make_folder(path))
         with pytest.raises(WeightSyncError, match="holds another adapter than was sent in"):
             await pair.client.update_weights(WeightUpdate(3, "shared_memory", sent.info))

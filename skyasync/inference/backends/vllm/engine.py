@@ -479,7 +479,7 @@ class VLLMEngine(InferenceEngine):
         return self._unproven or []
 
     async def _load_adapter(self, path: str, version: int) -> None:
-        """From now on requests are computed with a file's adapter; the scheduler is paused. See ``adapter``."""
+        """From now on requests are computed with a file's adapter; the scheduler is paused. See ``load_adapter``."""
         from vllm.lora.request import LoRARequest
 
         folder = await asyncio.to_thread(make_adapter_folder, path)
