@@ -180,5 +180,5 @@ def test_roles_and_engines_that_do_not_read_a_models_images_are_named(tmp_path: 
      "generator.vision_language_generator=true"],
 )  # fmt: skip
 def test_other_systems_keys_for_pictures_are_answered_so(key: str) -> None:
-    with pytest.raises(UserError, match=r"images are read from the columns|model that reads images"):
+    with pytest.raises(UserError, match=r"images are read from the columns|vision models are detected"):
         load_config(["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", key])
