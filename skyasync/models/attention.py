@@ -279,6 +279,10 @@ SQUARE = 128
 """Tokens on a side of the squares that the kernel computes or skips as a whole."""
 
 
+SMALLEST_HEAD = 16
+"""That FlexAttention's kernel takes; with smaller heads a GPU attends in rectangles, as a CPU does."""
+
+
 RECOMPILATIONS = 64
 """FlexAttention is compiled per kind of shape: one row or several, short or long, with a window or without."""
 

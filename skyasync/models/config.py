@@ -52,6 +52,11 @@ def config_value(config: object, name: str, default: Any = None) -> Any:  # noqa
     return default if value is None else value
 
 
+def head_size(text: PreTrainedConfig) -> int:
+    """Of attention, in a language model's configuration."""
+    return int(config_value(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+
+
 def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
     """The configuration of a folder or hub name with ``kwargs``."""
     from transformers import AutoConfig

@@ -23,9 +23,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.models import MAX_LOGITS
 from skyasync.models.attention import NAME as BLOCKS
-from skyasync.models.attention import attention_inputs, pack_rows
+from skyasync.models.attention import SMALLEST_HEAD, attention_inputs, pack_rows
 from skyasync.models.backend import ENTROPY, LOGPROBS, TOKEN_LOGPROBS, TOP_K, VALUES, OutputRequest
-from skyasync.models.config import config_value, load_config
+from skyasync.models.config import config_value, head_size, load_config
 from skyasync.models.packing import Layout
 from skyasync.models.parallel.vocabulary import sum_over_group
 from skyasync.models.vision import Vision, is_vision
@@ -152,8 +152,9 @@ class TokenModel(nn.Module):
 
     def uses_flex(self, device: torch.device) -> bool:
         """Whether FlexAttention attends."""
-        able = self.context is not None or self.model.config.get_text_config()._attn_implementation == BLOCKS
-        return device.type == "cuda" and able
+        text = self.model.config.get_text_config()
+        able = text._attn_implementation == BLOCKS and head_size(text) >= SMALLEST_HEAD
+        return device.type == "cuda" and (able or self.context is not None)
 
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
         """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from skyasync.models.attention import (
     NO_END,
@@ -213,9 +214,19 @@ def test_it_is_compiled_and_learns_the_same_with_selective_checkpointing(
     assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
 
 
-def test_a_cpu_keeps_sdpa(untied_model: str) -> None:
-    one, gpu = TokenModel(load_causal_lm(untied_model, torch.float32)), torch.device("cuda")
+def test_a_cpu_and_heads_too_small_for_the_kernel_keep_sdpa() -> None:
+    """The kernel of FlexAttention raises for heads of fewer than 16 numbers."""
+    gpu = torch.device("cuda")
+
+    def model(head_dim: int) -> TokenModel:
+        config = LlamaConfig(
+            vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4,
+            head_dim=head_dim,
+        )  # fmt: skip
+        return TokenModel(AutoModelForCausalLM.from_config(config))
+
+    one, small, dense = model(16), model(8), model(16)
     assert not one.uses_flex(torch.device("cpu")) and one.uses_flex(gpu)
-    other = TokenModel(load_causal_lm(untied_model, torch.float32))
-    other.model.set_attn_implementation("sdpa")
-    assert not other.uses_flex(gpu), "attention without block masks gets dense masks"
+    assert not small.uses_flex(gpu)
+    dense.model.set_attn_implementation("sdpa")
+    assert not dense.uses_flex(gpu), "attention without block masks gets dense masks"

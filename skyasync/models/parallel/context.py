@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from skyasync.errors import UserError
 from skyasync.models.attention import NO_END, AttentionPlan, window_mask
-from skyasync.models.config import config_value
+from skyasync.models.config import config_value, head_size
 from skyasync.models.fsdp.sharding import Mesh
 from skyasync.models.packing import Layout
 from skyasync.models.token_model import can_share_prefixes
@@ -227,7 +227,7 @@ def check_ring_device(config: PreTrainedConfig, dtype: torch.dtype, device_type:
     if device_type == "cpu":
         return
     text = config.get_text_config()
-    size = config_value(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    size = head_size(text)
     problem = ""
     if device_type != "cuda":
         problem = f"a {device_type} device has no such kernel"
