@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.gpu import SHAPES, cases, config, planned
+from benchmarks import gpu
 from benchmarks.memory import CASES, Case, estimated, measured
 from tests.fork_server import program
 
@@ -55,7 +55,7 @@ ON_H100 = {("0.6B", False): 41.67, ("0.6B", True): 12.05, ("1.7B", False): 76.54
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "checkpointing"), ON_H100)
 def test_planned_peaks_are_within_8_percent_of_those_of_a_gpu(shape: str, checkpointing: bool, tmp_path: Path) -> None:
-    AutoConfig.for_model(**SHAPES[shape]).save_pretrained(tmp_path)
-    case = next(c for c in cases(shape, toy=False) if c.packed and c.checkpointing == checkpointing)
-    found = planned(config(case, str(tmp_path)), "cuda") / 2**30
+    AutoConfig.for_model(**gpu.SHAPES[shape]).save_pretrained(tmp_path)
+    case = next(c for c in gpu.cases(shape, toy=False) if c.packed and c.checkpointing == checkpointing)
+    found = gpu.planned(gpu.config(case, str(tmp_path)), "cuda") / 2**30
     assert found == pytest.approx(ON_H100[shape, checkpointing], rel=0.08)
