@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.frozen_lake.lakes import MOVES, SIZE, lesson, seeds
 from skyasync.envs.adapters.gymnasium import FIELDS
-from skyasync.examples.warm_start import CHATML, IGNORED, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
+from skyasync.examples.warm_start import CHATML, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
 
 POSITIONS = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
 SIDES = [f"{move} {field}" for move in MOVES for field in ("edge", *FIELDS.values())]
@@ -47,24 +47,13 @@ class Recipe(WarmStartRecipe):
         start_of_message = SPECIAL_TOKENS[1]
         return chat_tokenizer(tokenizer, CHATML, unk_token="<unk>", additional_special_tokens=[start_of_message])
 
-    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
         rng = random.Random(self.seed)
-        return (row(lesson(seed, rng, self.careful, self.size), tokenizer) for seed in seeds("train", size=self.size))
+        games = (lesson(seed, rng, self.careful, self.size) for seed in seeds("train", size=self.size))
+        return ({"messages": game} for game in games)
 
 
 build = Recipe.build
-
-
-def row(game: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast) -> Row:
-    """Labels are the answers: an action and the end of its message."""
-    text = str(tokenizer.apply_chat_template(game, tokenize=False))
-    tokens: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    start, player, line = tokenizer.convert_tokens_to_ids([SPECIAL_TOKENS[1], "assistant", "\n"])
-    answers = [t for t in range(3, len(tokens)) if tokens[t - 3 : t] == [start, player, line]]
-    labels = [IGNORED] * len(tokens)
-    for t in answers:
-        labels[t : t + 2] = tokens[t : t + 2]
-    return tokens, labels
 
 
 if __name__ == "__main__":

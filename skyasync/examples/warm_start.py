@@ -24,9 +24,18 @@ from typing import Any, ClassVar, cast
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
+
+from skyasync.algorithms.reductions import loss_weights
+from skyasync.config.schema import AlgorithmConfig, Config
+from skyasync.config.schema.models import OptimizerConfig
+from skyasync.data.demonstrations import load_demonstrations
+from skyasync.models.batch import UpdateBatch
+from skyasync.rollout.collate import collate
+from skyasync.rollout.tokenizer import load_tokenizer
+from skyasync.trainer.supervised import OBJECTIVE, groups_of
+from skyasync.workers.policy import PolicyWorker
 
 CHATML = (
     "{% for message in messages %}"
@@ -35,8 +44,18 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-IGNORED = -100  # the label that cross-entropy leaves out
-Row = tuple[list[int], list[int]]  # tokens, and labels of the same length: the token itself or IGNORED
+LONGEST = 1024  # tokens of a row
+Row = dict[str, Any]  # as of ``skyasync sft``
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of supervised training: each learns ``batch_size`` rows, the first ``warmup`` at a rising learning rate."""
+
+    count: int
+    batch_size: int
+    lr: float
+    warmup: int = 20
 
 
 @dataclass(frozen=True)
@@ -65,8 +84,8 @@ class WarmStartRecipe(ABC):
         """With a chat template, an end of message (``eos_token``) and padding."""
 
     @abstractmethod
-    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
-        """Endless conversations; labels are the tokens that the model learns to write."""
+    def rows(self) -> Iterator[Row]:
+        """Endless conversations with the responses that the model learns to write."""
 
     @classmethod
     def build(cls, *, out: str | Path | None = None, progress: bool = True, **options: object) -> str:
@@ -92,10 +111,13 @@ def make(recipe: WarmStartRecipe, folder: Path, *, progress: bool = True) -> Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(llama_config(recipe, tokenizer))
-    warm_start(model, tokenizer, recipe, progress=progress)
     disable_progress_bar()  # transformers' own, for a file written in no time
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    steps = Steps(recipe.steps, recipe.batch_size, recipe.lr, recipe.warmup_steps)
+    title = f"{recipe.name} model, supervised warm start" if progress else ""
+    with tempfile.TemporaryDirectory() as start:
+        model.save_pretrained(start)
+        tokenizer.save_pretrained(start)
+        fine_tune(Path(start), folder, recipe.rows(), steps, title=title)
 
 
 def byte_level_bpe(
@@ -150,46 +172,40 @@ def llama_config(recipe: WarmStartRecipe, tokenizer: PreTrainedTokenizerFast) ->
     )
 
 
-def warm_start(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: WarmStartRecipe, *, progress: bool = True
-) -> None:
-    """``recipe.steps`` supervised steps of AdamW on the recipe's rows."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
-    rows, padding = recipe.rows(tokenizer), cast(int, tokenizer.pad_token_id)
-    model.train()
+def fine_tune(start: Path, out: Path, rows: Iterator[Row], steps: Steps, *, title: str = "") -> None:
+    """Supervised steps by the policy's worker in this process, as ``skyasync sft`` takes them in a run's processes.
+
+    Args:
+        start: a model's folder; ``out`` becomes that of the trained one.
+        rows: as many as the steps have; as the command's, with a prompt and a completion, or with messages.
+        title: of the bar that shows the progress; without one there is none.
+    """
+    cfg = Config()
+    cfg.trainer.algorithm = AlgorithmConfig(**OBJECTIVE)  # type: ignore[arg-type]
+    cfg.trainer.policy.model.path = str(start)
+    cfg.trainer.policy.optimizer_config = OptimizerConfig(lr=steps.lr, num_warmup_steps=steps.warmup)
+    cfg.trainer.max_prompt_length = LONGEST
+    tokenizer = load_tokenizer(str(start))
     bar = Progress(
-        TextColumn(f"[bold]{recipe.name} model, supervised warm start"),
+        TextColumn(f"[bold]{title}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.2f}"),
         TimeRemainingColumn(),
-        disable=not progress,
+        disable=not title,
     )
-    task = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
-    with bar:
-        for _ in range(recipe.steps):
-            loss = model(**supervised_batch(list(islice(rows, recipe.batch_size)), padding)).loss
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            bar.update(task, advance=1, loss=loss.item())
-
-
-def supervised_batch(rows: Sequence[Row], padding: int) -> dict[str, Tensor]:
-    """``input_ids``, ``attention_mask`` and ``labels``, each int64 ``[batch, length]``, padded on the right."""
-    length = max(len(tokens) for tokens, _ in rows)
-
-    def padded(values: Iterable[list[int]], filler: int) -> Tensor:
-        return torch.tensor([row + [filler] * (length - len(row)) for row in values])
-
-    return {
-        "input_ids": padded((tokens for tokens, _ in rows), padding),
-        "attention_mask": padded(([1] * len(tokens) for tokens, _ in rows), 0),
-        "labels": padded((labels for _, labels in rows), IGNORED),
-    }
+    task = bar.add_task(title, total=steps.count, loss=float("nan"))
+    with bar, torch.random.fork_rng(devices=[]):
+        worker = PolicyWorker(cfg, total_steps=steps.count)
+        worker.setup()
+        for _ in range(steps.count):
+            drawn = {"rows": list(islice(rows, steps.batch_size))}
+            batch = collate(groups_of(load_demonstrations(["rows"], cfg, tokenizer, known=drawn), 0))
+            weights = loss_weights(cfg.trainer.algorithm, batch.loss_mask, batch.group_ids)
+            ones = torch.ones_like(batch.rewards)
+            metrics = worker.update_policy(batch.to_stage(UpdateBatch, advantages=ones, loss_weights=weights))
+            bar.update(task, advance=1, loss=metrics["loss"])
+        worker.export(str(out))
 
 
 def cache_folder() -> Path:

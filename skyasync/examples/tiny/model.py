@@ -14,12 +14,11 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import cast
 
 from transformers import PreTrainedTokenizerFast
 
-from skyasync.examples.tiny.tasks import Question, questions
-from skyasync.examples.warm_start import CHATML, IGNORED, Row, WarmStartRecipe, byte_level_bpe
+from skyasync.examples.tiny.tasks import questions
+from skyasync.examples.warm_start import CHATML, Row, WarmStartRecipe, byte_level_bpe
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,11 @@ class Recipe(WarmStartRecipe):
             template=CHATML,
         )
 
-    def rows(self, tokenizer: PreTrainedTokenizerFast) -> Iterator[Row]:
-        return (row(question, tokenizer) for question in questions("train", self.seed, self.tasks))
+    def rows(self) -> Iterator[Row]:
+        return (q.row() | {"completion": q.answer} for q in questions("train", self.seed, self.tasks))
 
 
 build = Recipe.build
-
-
-def row(question: Question, tokenizer: PreTrainedTokenizerFast) -> Row:
-    """Labels are the answer's tokens and the end of the message."""
-    prompt = tokenizer.apply_chat_template(question.row()["prompt"], add_generation_prompt=True, tokenize=False)
-    answer = f"{question.answer}{tokenizer.eos_token}"
-    read, wrote = tokenizer([cast(str, prompt), answer], add_special_tokens=False)["input_ids"]
-    return read + wrote, [IGNORED] * len(read) + wrote
 
 
 def main() -> None:

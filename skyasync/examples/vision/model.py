@@ -8,9 +8,11 @@ The supervised warm start stops early on purpose: sampled answers are right a li
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from transformers import (
@@ -24,7 +26,7 @@ from transformers import (
 
 from skyasync.examples import warm_start
 from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
-from skyasync.examples.warm_start import cache_folder, made_once
+from skyasync.examples.warm_start import Row, Steps, byte_level_bpe, cache_folder, fine_tune, made_once
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
@@ -39,7 +41,7 @@ CORPUS = [f"user\n{QUESTION}\nassistant\n{number}\nsystem\n" for number in range
 
 def vision_tokenizer(special: tuple[str, ...] = SPECIAL, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     """A byte-level BPE; each of ``special`` is one token."""
-    tokenizer = warm_start.byte_level_bpe(CORPUS * 20, vocab_size=400, rarest_merge=20, template=template)
+    tokenizer = byte_level_bpe(CORPUS * 20, vocab_size=400, rarest_merge=20, template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     return tokenizer
 
@@ -105,40 +107,23 @@ def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLPro
     return model, processor
 
 
-def warm_started(steps: int, seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
-    """After supervised steps on 64 images each; the loss sees the answers alone."""
-    model, processor = qwen3_vl(seed)
-    parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    messages: Any = [{"role": "user", "content": parts}]
-    question = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    seeds = count(2 << 20)
+def lessons() -> Iterator[Row]:
+    """Endless images with their answers, of seeds that no prompt has."""
     assert MOST < 10  # an answer is one token
-    model.train()
-    for step in range(steps):
-        drawn = [disc_image(next(seeds)) for _ in range(64)]
-        texts = [f"{question}{discs}<|im_end|>" for _, discs in drawn]
-        batch = processor(text=texts, images=[image for image, _ in drawn], return_tensors="pt")
-        labels = batch["input_ids"].clone()
-        labels[:, :-2] = warm_start.IGNORED
-        for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, (step + 1) / 20)
-        model(**batch, labels=labels).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.eval(), processor
+    for image, discs in map(disc_image, count(2 << 20)):
+        yield {"prompt": QUESTION, "images": [image], "completion": str(discs)}
 
 
 def build(*, out: str | None = None, steps: int = 60, seed: int = 0) -> str:
     """The folder of the model, made if it does not exist yet."""
-    sources = (Path(__file__), Path(__file__).with_name("discs.py"))
+    sources = (Path(__file__), Path(__file__).with_name("discs.py"), Path(warm_start.__file__))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + f"{steps} {seed}".encode())
 
     def make(folder: Path) -> None:
-        model, processor = warm_started(steps, seed)
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+        with TemporaryDirectory() as start:
+            for part in qwen3_vl(seed):
+                part.save_pretrained(start)
+            fine_tune(Path(start), folder, lessons(), Steps(steps, batch_size=64, lr=2e-3))
 
     folder = Path(out) if out else cache_folder() / f"vision-{digest.hexdigest()[:12]}"
     return str(made_once(folder, make))
