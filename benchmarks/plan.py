@@ -102,7 +102,7 @@ def loop_peak(case: Case, layers: int) -> int:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _disable_current_modes
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -122,7 +122,13 @@ def loop_peak(case: Case, layers: int) -> int:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in (*model.model.layers, loop):
             fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_placement(case.ranks))
-        with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked), mode:
+        with (
+            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked),
+            mock.patch.object(
+                masking_utils, "find_packed_sequence_indices", lambda positions: None
+            ),  # fake: none found
+            mode,
+        ):
             loop.to_empty(device="cpu")
             optimizer = torch.optim.AdamW(loop.parameters(), fused=True)
             for parameter in loop.parameters():

@@ -289,7 +289,8 @@ class FSDPBackend(ModelBackend):
             if isinstance(module, FSDPModule):
                 # The loss weights hold the whole batch's denominators: gradients of ranks are summed, not averaged.
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+                if self.ranks.world_size > 1:  # alone, FSDP2 would divide by 1, in a copy as large as the gradients
+                    module.set_gradient_divide_factor(1.0)
         return wrapper
 
     def _prepare_training(self, wrapper: TokenModel) -> None:
