@@ -49,7 +49,7 @@ Row = dict[str, Any]  # as of ``skyasync sft``
 
 
 @dataclass(frozen=True)
-class Steps:
+class SFTSteps:
     """Of supervised training: each learns ``batch_size`` rows, the first ``warmup`` at a rising learning rate."""
 
     count: int
@@ -112,7 +112,7 @@ def make(recipe: WarmStartRecipe, folder: Path, *, progress: bool = True) -> Non
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(llama_config(recipe, tokenizer))
     disable_progress_bar()  # transformers' own, for a file written in no time
-    steps = Steps(recipe.steps, recipe.batch_size, recipe.lr, recipe.warmup_steps)
+    steps = SFTSteps(recipe.steps, recipe.batch_size, recipe.lr, recipe.warmup_steps)
     title = f"{recipe.name} model, supervised warm start" if progress else ""
     with tempfile.TemporaryDirectory() as start:
         model.save_pretrained(start)
@@ -172,7 +172,7 @@ def llama_config(recipe: WarmStartRecipe, tokenizer: PreTrainedTokenizerFast) ->
     )
 
 
-def fine_tune(start: Path, out: Path, rows: Iterator[Row], steps: Steps, *, title: str = "") -> None:
+def fine_tune(start: Path, out: Path, rows: Iterator[Row], steps: SFTSteps, *, title: str = "") -> None:
     """Supervised steps by the policy's worker in this process, as ``skyasync sft`` takes them in a run's processes.
 
     Args:

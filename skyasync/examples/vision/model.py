@@ -26,7 +26,7 @@ from transformers import (
 
 from skyasync.examples import warm_start
 from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
-from skyasync.examples.warm_start import Row, Steps, byte_level_bpe, cache_folder, fine_tune, made_once
+from skyasync.examples.warm_start import Row, SFTSteps, byte_level_bpe, cache_folder, fine_tune, made_once
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
@@ -123,7 +123,7 @@ def build(*, out: str | None = None, steps: int = 60, seed: int = 0) -> str:
         with TemporaryDirectory() as start:
             for part in qwen3_vl(seed):
                 part.save_pretrained(start)
-            fine_tune(Path(start), folder, lessons(), Steps(steps, batch_size=64, lr=2e-3))
+            fine_tune(Path(start), folder, lessons(), SFTSteps(steps, batch_size=64, lr=2e-3))
 
     folder = Path(out) if out else cache_folder() / f"vision-{digest.hexdigest()[:12]}"
     return str(made_once(folder, make))
