@@ -1,6 +1,6 @@
 """A tiny chat model that knows the form of a tool call, but rarely makes one: it would rather guess.
 
-Invariant: that of ``skyasync.examples.warm_start``, which makes it.
+Invariant: that of ``skyasync.examples.tiny_models``, which makes it.
 
     python -m examples.agents.model --out DIR
 
@@ -22,7 +22,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from examples.agents.tasks import CALCULATOR, calculate, questions, text
-from skyasync.examples.warm_start import Row, WarmStartRecipe, byte_level_bpe
+from skyasync.examples.tiny_models import Row, WarmStartRecipe, byte_level_bpe
 
 #: ChatML; of the tools only their names are shown, and calls have the Hermes format.
 TEMPLATE = (

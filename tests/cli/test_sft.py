@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from skyasync.__main__ import command
 from skyasync.data.demonstrations import load_demonstrations
 from skyasync.examples.tiny.model import build
+from skyasync.examples.tiny.tasks import demonstrations as tiny_demonstrations
+from skyasync.examples.tiny_models import SFTSteps, fine_tune
 from skyasync.models.images import data_url
 from skyasync.rollout.tokenizer import load_tokenizer
 from skyasync.rollout.types import images_in
@@ -19,6 +24,10 @@ from tests.models.tiny_vision import noise, prompt, save_tiny
 from tests.trainer.test_supervised import demonstrations, plain, settings
 
 BATCH, STEPS = 6, 4
+WARM_UP = (
+    "trainer.policy.optimizer_config.lr=2e-3", "trainer.policy.optimizer_config.num_warmup_steps=20",
+    "trainer.policy.optimizer_config.scheduler=constant", "trainer.policy.optimizer_config.weight_decay=0",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -151,3 +160,21 @@ def test_demonstrations_with_images_are_learned(ray_session: None, tmp_path: Pat
                 "trainer.policy.optimizer_config.lr=1e-2", "trainer.train_batch_size=8")  # fmt: skip
     losses = run.series("sft/loss")
     assert losses[-1] < 0.2 < losses[0], "without the images it stays above ln 2 / 2 = 0.35"
+
+
+@pytest.mark.slow
+def test_the_tiny_models_warm_start_is_the_commands(ray_session: None, tmp_path: Path) -> None:
+    """Of rows that are one batch: the command shuffles them."""
+    small: dict[str, Any] = {"hidden": 64, "head_dim": 32, "intermediate": 128, "corpus_size": 512, "rarest_merge": 20}
+    start = build(out=tmp_path / "start", progress=False, steps=0, **small)
+    rows = tiny_demonstrations(BATCH)
+    fine_tune(Path(start), tmp_path / "made", cycle(rows), SFTSteps(STEPS, BATCH, lr=2e-3))
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    trained = learn(tmp_path, start, data, "run", f"trainer.epochs={STEPS}", *WARM_UP)
+    found, expected = (
+        load_file(folder / "model.safetensors") for folder in (trained.folder / "model", tmp_path / "made")
+    )
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, atol=2e-6, rtol=0)

@@ -8,7 +8,7 @@ import pytest
 
 from examples.smollm2.model import FOLDER
 from skyasync import BasePPOExp, load_config
-from skyasync.examples.warm_start import cache_folder
+from skyasync.examples.tiny_models import cache_folder
 from tests.end_to_end.runs import Trained, read_lines
 
 MODEL = cache_folder() / FOLDER

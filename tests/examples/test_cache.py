@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.examples.warm_start import cache_folder, made_once
+from skyasync.examples.tiny_models import cache_folder, made_once
 
 
 def test_environment_decides_where_the_cache_is(monkeypatch, tmp_path):

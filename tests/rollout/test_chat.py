@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from skyasync.arrays import ints
 from skyasync.errors import UserError
-from skyasync.examples.warm_start import CHATML
+from skyasync.examples.tiny_models import CHATML
 from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
 from tests.rollout.episodes import tokenizer, tokens_of

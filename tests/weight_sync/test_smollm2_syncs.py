@@ -10,7 +10,7 @@ import pytest
 
 from examples.smollm2.model import FOLDER
 from examples.smollm2.tasks import train_prompts
-from skyasync.examples.warm_start import cache_folder
+from skyasync.examples.tiny_models import cache_folder
 from skyasync.rollout.chat import ChatTokenizer
 from skyasync.rollout.tokenizer import load_tokenizer
 from skyasync.weight_sync.tensors import as_message

@@ -1,6 +1,6 @@
 """A chat model of 0.45 million parameters, made on this machine in about a minute: nothing is downloaded.
 
-Invariant: that of ``skyasync.examples.warm_start``, which makes it.
+Invariant: that of ``skyasync.examples.tiny_models``, which makes it.
 
     python -m skyasync.examples.tiny.model --out DIR --steps 300     # a model in a folder of your own
 
@@ -17,8 +17,8 @@ from itertools import islice
 
 from transformers import PreTrainedTokenizerFast
 
-from skyasync.examples.tiny.tasks import questions
-from skyasync.examples.warm_start import CHATML, Row, WarmStartRecipe, byte_level_bpe
+from skyasync.examples.tiny.tasks import WARM_START, questions
+from skyasync.examples.tiny_models import CHATML, Row, WarmStartRecipe, byte_level_bpe
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Recipe(WarmStartRecipe):
     name = "tiny"
     lessons = "tasks.py"
 
-    tasks: tuple[str, ...] = ("sort",) * 2 + ("add",) * 3 + ("maximum",) * 3 + ("backwards",) * 3  # drawn evenly
+    tasks: tuple[str, ...] = WARM_START
     vocab_size: int = 400  # at most; the rarest merge ends it earlier
     rarest_merge: int = 200  # in the corpus: the instructions' words become tokens, made-up words stay letters
     corpus_size: int = 4096  # conversations the tokenizer learns from

@@ -11,6 +11,7 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
@@ -69,6 +70,9 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
+WARM_START = ("sort",) * 2 + ("add",) * 3 + ("maximum",) * 3 + ("backwards",) * 3  # drawn evenly
+
+
 def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[Question]:
     """Endless questions of one side; the same seed gives the same ones. A task listed twice is drawn twice as often.
 
@@ -100,6 +104,12 @@ def prompts(split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",
             raise UserError(f"only {len(chosen)} different {split} prompts of {', '.join(tasks)}; asked for {count}")
         chosen.setdefault(question.text, question)
     return [question.row() for question in chosen.values()]
+
+
+def demonstrations(count: int = 300 * 128) -> list[dict[str, Any]]:
+    """What the warm start learns: prompts of all tasks with their answers."""
+    chosen = islice(questions("train", 0, WARM_START), count)
+    return [question.row() | {"completion": question.answer} for question in chosen]
 
 
 def train_prompts() -> list[dict[str, Any]]:

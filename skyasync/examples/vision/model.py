@@ -24,9 +24,9 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from skyasync.examples import warm_start
+from skyasync.examples import tiny_models
+from skyasync.examples.tiny_models import Row, SFTSteps, byte_level_bpe, cache_folder, fine_tune, made_once
 from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
-from skyasync.examples.warm_start import Row, SFTSteps, byte_level_bpe, cache_folder, fine_tune, made_once
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 TEMPLATE = (
@@ -116,7 +116,7 @@ def lessons() -> Iterator[Row]:
 
 def build(*, out: str | None = None, steps: int = 60, seed: int = 0) -> str:
     """The folder of the model, made if it does not exist yet."""
-    sources = (Path(__file__), Path(__file__).with_name("discs.py"), Path(warm_start.__file__))
+    sources = (Path(__file__), Path(__file__).with_name("discs.py"), Path(tiny_models.__file__))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + f"{steps} {seed}".encode())
 
     def make(folder: Path) -> None:
