@@ -124,9 +124,8 @@ def loop_peak(case: Case, layers: int) -> int:
             fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_placement(case.ranks))
         with (
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked),
-            mock.patch.object(
-                masking_utils, "find_packed_sequence_indices", lambda positions: None
-            ),  # fake: none found
+            # Without numbers it finds rows that follow each other, and makes masks that no rank has.
+            mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None),
             mode,
         ):
             loop.to_empty(device="cpu")

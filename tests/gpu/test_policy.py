@@ -12,6 +12,7 @@ from torch import Tensor
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp import backend as fsdp
+from skyasync.models.fsdp.sharding import local
 from skyasync.workers.policy import PolicyWorker
 from tests.models.test_shapes import SHAPES, distance, gradient, ragged, settings
 from tests.workers.conftest import comparable, make_batch
@@ -86,12 +87,7 @@ def train(cfg: Config, dtype: str, *, away: bool = False) -> tuple[list[Any], li
         if away:
             worker.offload()
             worker.onload()
-    return metrics, [gathered(p) for p in worker.backend.model.parameters()]
-
-
-def gathered(parameter: Any) -> Tensor:
-    whole: Tensor = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return whole.detach().cpu()
+    return metrics, [local(p).detach().cpu() for p in worker.backend.model.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["away", "optimizer", "parameters"])
@@ -113,15 +109,10 @@ def test_an_offloaded_policy_leaves_the_gpu_empty_in_both_directions_by_pinned_m
     worker.update_policy(make_batch())
     held = torch.cuda.memory_allocated() - before
     worker.offload()
-    assert all(gathered_local(p).is_pinned() for p in worker.backend.model.parameters())
+    assert all(local(p).is_pinned() for p in worker.backend.model.parameters())
     assert torch.cuda.memory_allocated() - before < held / 10
     worker.onload()
     assert 0.9 * held < torch.cuda.memory_allocated() - before < 1.1 * held
-
-
-def gathered_local(parameter: Any) -> Tensor:
-    own: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return own
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -43,7 +43,7 @@ class Recipe(WarmStartRecipe):
         )
 
     def rows(self) -> Iterator[Row]:
-        return (q.row() | {"completion": q.answer} for q in questions("train", self.seed, self.tasks))
+        return (question.demonstration() for question in questions("train", self.seed, self.tasks))
 
 
 build = Recipe.build

@@ -41,6 +41,10 @@ class Question:
         messages = [{"role": "user", "content": self.text}]
         return {"prompt": messages, "env_class": ENV_CLASS, "task": self.task, "answer": self.answer}
 
+    def demonstration(self) -> dict[str, Any]:
+        """The row with its response, as ``skyasync sft`` learns it."""
+        return self.row() | {"completion": self.answer}
+
 
 def _sort(rng: random.Random) -> tuple[str, str]:
     digits = rng.choices("0123456789", k=rng.randint(*SORT_LENGTHS))
@@ -108,8 +112,7 @@ def prompts(split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",
 
 def demonstrations(count: int = 300 * 128) -> list[dict[str, Any]]:
     """What the warm start learns: prompts of all tasks with their answers."""
-    chosen = islice(questions("train", 0, WARM_START), count)
-    return [question.row() | {"completion": question.answer} for question in chosen]
+    return [question.demonstration() for question in islice(questions("train", 0, WARM_START), count)]
 
 
 def train_prompts() -> list[dict[str, Any]]:
