@@ -105,7 +105,7 @@ def test_a_parser_raises_for_nothing_and_what_was_sure_stays(name: str, pieces: 
 def test_a_delimiter_repeated_without_end_does_not_block_the_event_loop(name: str, text: str) -> None:
     began = time.process_time()
     assert tool_parser(name, tokenizer()).read(text, [CALCULATOR])[1] == []
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 5.0
 
 
 @pytest.mark.parametrize("name", REASONING_PARSERS.names())

@@ -26,6 +26,14 @@ async def slow_server(response):
     return 1.0
 
 
+five = asyncio.Barrier(5)
+
+
+async def waits_for_four_others(response):
+    await five.wait()
+    return 1.0
+
+
 def returned(response, value):
     return {"nan": float("nan"), "text": "good", "none": None, "true": True, "empty": {}, "rewrd": {"rewrd": 1.0},
             "metric": {"reward": 1.0, "why": "good"}, "list": [1.0]}[value]  # fmt: skip

@@ -177,7 +177,7 @@ def test_values_of_equal_hashes_take_no_time_of_the_process_that_judges(wanted: 
     before = time.process_time()
     assert rewarded(program, [f"assert f(1) == {wanted}"], backend)["reward"] == 0.0
     assert rewarded(program, [f"assert f(1) == {wanted}"] * 2, backend)["reward"] == 0.0
-    assert time.process_time() - before < 1.5
+    assert time.process_time() - before < 6.0
 
 
 @confined

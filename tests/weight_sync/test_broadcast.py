@@ -145,7 +145,7 @@ def test_a_member_that_comes_after_its_group_has_ended_does_not_wait() -> None:
     began = time.monotonic()
     with pytest.raises(TransferInterruptedError):
         BroadcastReader(CPU).read({**info, "rendezvous": former})
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15
     thread, found = alongside(lambda: BroadcastReader(CPU).read(info))
     assert sender.send() == ""
     thread.join()
