@@ -1,6 +1,6 @@
 """``skyasync forecast`` against real runs: the order of 12 configurations by their time to a target, and the choice.
 
-    uv run -m benchmarks.forecast [--seeds 1] [--target 0.74] [--processes 2] [--slower 3] [--folder runs/forecast]
+    uv run -m benchmarks.forecast [--seeds 1 2 3] [--pilot-seeds 100 101] [--target 0.74] [--processes 2] [--slower 3]
 
 The tiny model learns to sort (32 prompts x 8 samples, real engines, updates and weight syncs, one process per run). Two
 cores cannot show how work is split, so a device's time is paced: a decode step of an engine (64 slots) takes at least
@@ -8,7 +8,7 @@ cores cannot show how work is split, so a device's time is paced: a decode step 
 devices are one, two or three engines, and the others are trainers.
 
 Pilot: a run of ``sync`` and two of ``fully_async`` with ``max_staleness`` 2 and 4, where training is the bottleneck, so
-that samples are as stale as the bound allows. They share a seed that the others do not have.
+that samples are as stale as the bound allows. Their seeds are not those of the measured runs.
 
 Measured: the time to the target is the steps to it times the seconds of a step.
 
@@ -52,7 +52,7 @@ SPLITS = ((1, 3), (2, 2), (3, 1))
 PLANS = (("sync", None), ("one_step_off", None), ("fully_async", 2), ("fully_async", 4))
 ANY_SPLIT = ("sync", "one_step_off")
 PILOTS = (("sync", None, 2, 2), ("fully_async", 2, 3, 1), ("fully_async", 4, 3, 1))
-PILOT_SEED, PILOT_STEPS, TIMED_STEPS, FILLING, WINDOW, MOST_STEPS = 100, 40, 10, 3, 9, 100
+PILOT_STEPS, TIMED_STEPS, FILLING, WINDOW, MOST_STEPS = 40, 10, 3, 9, 100
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,11 @@ class Job:
     steps: int
     target: float
     pace: float
-    folder: Path
+    folder: Path  # of all jobs of its kind
 
     @property
     def path(self) -> Path:
-        kind = "steps" if self.target else "pilot" if self.seed == PILOT_SEED else "seconds"
-        return self.folder / f"{kind}_{self.plan}_{self.bound or 0}_{self.engines}+{self.trainers}_seed{self.seed}"
+        return self.folder / f"{self.plan}_{self.bound or 0}_{self.engines}+{self.trainers}_seed{self.seed}"
 
     def series(self, metric: str) -> list[float]:
         return [row[metric] for row in read_rows(self.path / "metrics.jsonl") if metric in row]
@@ -164,10 +163,12 @@ def jobs(options: argparse.Namespace) -> dict[str, list[Job]]:
     folder, slower, target = options.folder, options.slower, options.target
     configurations = [(plan, bound, *split) for plan, bound in PLANS for split in SPLITS]
     return {
-        "pilot": [Job(*one, PILOT_SEED, PILOT_STEPS, 0.0, 1.0, folder) for one in PILOTS],
-        "seconds": [Job(*one, 0, TIMED_STEPS, 0.0, slower, folder) for one in configurations],
+        "pilot": [
+            Job(*one, seed, PILOT_STEPS, 0.0, 1.0, folder / "pilot") for seed in options.pilot_seeds for one in PILOTS
+        ],
+        "seconds": [Job(*one, 0, TIMED_STEPS, 0.0, slower, folder / "seconds") for one in configurations],
         "steps": [
-            Job(plan, bound, engines, trainers, seed, MOST_STEPS, target, 1.0, folder)
+            Job(plan, bound, engines, trainers, seed, MOST_STEPS, target, 1.0, folder / "steps")
             for seed in options.seeds
             for plan, bound, engines, trainers in configurations
             if plan not in ANY_SPLIT or (engines, trainers) == (2, 2)
@@ -228,7 +229,8 @@ def report(found: dict[str, list[Job]], options: argparse.Namespace) -> list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--pilot-seeds", type=int, nargs="+", default=[100, 101])
     parser.add_argument("--target", type=float, default=0.74)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--slower", type=float, default=3.0)
@@ -244,8 +246,8 @@ def main() -> None:
             steps = steps_to(options.target, job.series("reward/mean"))
             staleness = fmean(job.series("staleness/mean")[FILLING:])
             print(
-                f"{job.path.name}: {step_s:.3f} s per step, {steps:.0f} steps to the target, mean staleness "
-                f"{staleness:.2f}, load {os.getloadavg()[0]:.1f}",
+                f"{job.path.parent.name} {job.path.name}: {step_s:.3f} s per step, {steps:.0f} steps to the target, "
+                f"mean staleness {staleness:.2f}, load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
     print("\n".join(report(found, options)))
