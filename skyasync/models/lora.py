@@ -24,7 +24,6 @@ from skyasync.config.schema import LoraConfig
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.models.fsdp.checkpoint import ADAPTER, full_weights, own_tensors
 from skyasync.models.heads import HEADS, VOCABULARY, copy_own_part, load_causal_lm
-from skyasync.models.images import FAMILIES
 from skyasync.weight_sync.adapters import Adapter, frozen_weights_id, with_added
 from skyasync.weight_sync.full_tensors import gathered, specs_in
 from skyasync.weight_sync.tensors import digest
@@ -241,17 +240,17 @@ def check_targets(path: str, config_kwargs: Mapping[str, Any], settings: LoraCon
 
 def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
     """The layers that get an adapter, by their full names: peft would match experts' matrices by the last parts alone.
-    Of a model that reads images they are in its language model.
+    They are in the language model and in its head, not in a tower beside it.
 
     Raises:
         UserError: naming a layer that the model lacks and the nearest, or one that cannot have an adapter of its own.
     """
-    family = FAMILIES.get(model.config.model_type)
-    sight = tuple(f"{name}." for name in (family.tower, *family.projector)) if family else ()
+    head, decoder = model.get_output_embeddings(), model.get_decoder() or model
+    own = {*decoder.modules(), head}
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and not name.startswith(sight)
+        if isinstance(module, nn.Linear | Conv1D) and module in own
     }
     options = {layer.rpartition(".")[2] for layer in layers}
     for key, names in (("target_modules", settings.target_modules), ("exclude_modules", settings.exclude_modules)):
@@ -259,7 +258,7 @@ def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
         for name in names:
             if name not in known and not any(_matches(layer, [name]) for layer in layers):
                 raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, known)}")
-    head, targets = model.get_output_embeddings(), []
+    targets = []
     for layer, module in layers.items():
         named, all_linear = _matches(layer, settings.target_modules), ALL in settings.target_modules
         if _matches(layer, settings.exclude_modules) or not (named or (all_linear and module is not head)):
