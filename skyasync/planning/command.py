@@ -186,8 +186,8 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
     if plan.vllm.unknown:
         yield f"vllm         names are not checked, engines are planned by formulas: {plan.vllm.unknown}"
     elif plan.vllm.weights:
-        unknown = " (workspace by a formula: vLLM measures it on a GPU)" if machine.gpus else ""
-        yield f"             by vLLM's accounting, {plan.vllm.sequences:,.1f} sequences of full length{unknown}"
+        workspace = "; its workspace is estimated, without a GPU" if machine.gpus else ""
+        yield f"             {plan.vllm.sequences:,.1f} sequences of full length, by vLLM's accounting{workspace}"
         taken = "not all of them taken" if plan.vllm.problem else "all of them taken"
         yield f"names        {plan.vllm.tensors:,} tensors go from trainer to vLLM, {taken}"
     if speed:

@@ -30,7 +30,7 @@ from skyasync.planning.memory import (
     with_fragmentation,
 )
 from skyasync.planning.shape import ModelShape
-from skyasync.planning.vllm_report import NOT_ASKED, VLLMReport
+from skyasync.planning.vllm_report import NO_REPORT, VLLMReport
 from skyasync.run.placement import ENGINES, HYBRID_ENGINES, Slots, plan_slots
 from skyasync.utils.machine import Machine
 from skyasync.weight_sync.update import PART_BYTES
@@ -170,7 +170,7 @@ class MemoryPlan:
     devices: tuple[MemoryUse, ...]
     rank: RankUse
     engine: EngineMemory
-    vllm: VLLMReport = NOT_ASKED
+    vllm: VLLMReport = NO_REPORT
 
     @property
     def gpus_requested(self) -> int:
@@ -182,7 +182,7 @@ class MemoryPlan:
 
 
 def make_plan(
-    cfg: Config, shape: ModelShape, machine: Machine, measure: Measure, vllm: VLLMReport = NOT_ASKED
+    cfg: Config, shape: ModelShape, machine: Machine, measure: Measure, vllm: VLLMReport = NO_REPORT
 ) -> MemoryPlan:
     """What a run of ``cfg`` needs; ``shape`` is the policy's."""
     gpus, placement = machine.gpus > 0, cfg.trainer.placement

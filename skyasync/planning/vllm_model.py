@@ -35,12 +35,8 @@ TRIALS = 3  # of loading, each without the tensors at which the earlier ones end
 
 
 def examine(arguments: dict[str, Any], specs: Mapping[str, Any], cache: int, share: int) -> dict[str, Any]:
-    """
-    Args:
-        arguments: of ``AsyncEngineArgs``.
-        specs: of the tensors that the trainer sends.
-        cache: bytes of a worker's KV cache; 0 leaves it what the weights leave of its ``share``.
-    """
+    """Of ``AsyncEngineArgs`` and the specs of what is sent; a worker's KV cache is ``cache``, or all but weights of its
+    ``share`` of a device."""
     arguments |= {"runner": "generate", "skip_tokenizer_init": True}
     arguments |= {"enforce_eager": True, "enable_sleep_mode": False} if current_platform.is_cpu() else {}
     config = AsyncEngineArgs(**arguments).create_engine_config()
@@ -48,7 +44,6 @@ def examine(arguments: dict[str, Any], specs: Mapping[str, Any], cache: int, sha
     weights = sum({id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values())
     loading = Loading(model, meta_tensors(from_message(specs)))
     missing = [name for name, p in model.named_parameters() if loading.written[storage(p)] < p.numel()]
-
     current_platform.update_block_size_for_backend(config)
     register_all_kvcache_specs(config)
     layers, cache = get_kv_cache_spec(config), cache or share - weights
@@ -83,9 +78,7 @@ def storage(tensor: Tensor) -> int:
 class Loading(TorchDispatchMode):
     """``load_weights``, watched: some of vLLM's skip a name silently, or are content with a part of a fused layer.
 
-    Attributes:
-        written: elements, by storage.
-        refused: tensors that vLLM raised an error at, or else those that it never read, and why.
+    ``written`` counts elements by storage; ``refused`` are tensors that vLLM raised an error at, or else never read.
     """
 
     def __init__(self, model: Any, tensors: Mapping[str, Tensor]) -> None:  # noqa: ANN401  (of vLLM's interface)

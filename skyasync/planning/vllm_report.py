@@ -41,12 +41,12 @@ class VLLMReport:
     @property
     def problem(self) -> str:
         """Why weights would not arrive; "" if they do."""
-        found = [f"vLLM does not take {name} ({why})" for name, why in self.refused.items()]
-        found += [f"no tensor fills vLLM's {name}, or only a part of it" for name in self.missing]
-        return "; ".join(found[:SHOWN]) + (f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else "")
+        problems = [f"vLLM does not take {name} ({why})" for name, why in self.refused.items()]
+        problems += [f"no tensor fills vLLM's {name}, or only a part of it" for name in self.missing]
+        return "; ".join(problems[:SHOWN]) + (f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else "")
 
 
-NOT_ASKED = VLLMReport()
+NO_REPORT = VLLMReport()
 
 
 def ask_vllm(request: Mapping[str, Any], devices: int, limit_s: float = LIMIT_S) -> VLLMReport:
