@@ -189,7 +189,7 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
         workspace = "; its workspace is estimated, without a GPU" if machine.gpus else ""
         yield f"             {plan.vllm.sequences:,.1f} sequences of full length, by vLLM's accounting{workspace}"
         taken = "not all of them taken" if plan.vllm.problem else "all of them taken"
-        yield f"names        {plan.vllm.tensors:,} tensors go from trainer to vLLM, {taken}"
+        yield f"names        {plan.vllm.tensors:,} tensors of the trainer's weights, {taken} by vLLM"
     if speed:
         yield f"estimate     by the published peak and bandwidths of {machine.card}:"
         yield f"             an update is {speed.update:,.3g} s of arithmetic, and {speed.collectives:,.3g} s of links"

@@ -187,4 +187,4 @@ def test_full_size_needs_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFi
     cfg.trainer.policy.model.path, cfg.generator.backend = str(tmp_path), "vllm"
     cfg.generator.inference_engine_tensor_parallel_size, cfg.trainer.placement.policy_num_gpus_per_node = 2, 4
     assert command.show_plan(cfg, command.Options(gpus=8, card="H100", host_memory=1024 * GIB))
-    assert "399 tensors go from trainer to vLLM, all of them taken" in capsys.readouterr().out
+    assert "399 tensors of the trainer's weights, all of them taken by vLLM" in capsys.readouterr().out
