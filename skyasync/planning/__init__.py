@@ -1,7 +1,8 @@
 """What a run will need, said before anything of it starts: ``estimate``.
 
 Invariant: an estimate follows from a model's ``config.json``, the settings and the machine. What ranks need is measured
-on the workers' own code, without weights and other processes; what engines and hosts hold is arithmetic.
+on the workers' own code, without weights and other ranks. What a vLLM engine holds, vLLM says itself if it is
+installed; all else is arithmetic.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from functools import partial
 from typing import Any
 
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import backend
 from skyasync.planning.advice import advise
 from skyasync.planning.plan import MemoryPlan, make_plan
 from skyasync.planning.shape import read_shape
+from skyasync.planning.vllm_report import ask_vllm
 from skyasync.utils.machine import Machine
 
 
@@ -34,8 +37,12 @@ def estimate(cfg: Config, machine: Machine) -> Report:
     """
     model = cfg.trainer.policy.model
     shape = read_shape(model.path, config_kwargs=model.config_kwargs)
-    from skyasync.planning.measure import measure
+    from skyasync.planning.measure import measure, vllm_request
 
     measured = partial(measure, gpus=machine.gpus > 0)
     plan = make_plan(cfg, shape, machine, measured)
+    if backend(cfg) == "vllm" and cfg.generator.own_engines:
+        request = vllm_request(cfg, plan.engine, shape, gpus=machine.gpus > 0)
+        report = ask_vllm(request, cfg.generator.devices_per_engine)
+        plan = make_plan(cfg, shape, machine, measured, report)
     return Report(plan, {} if plan.fits else advise(cfg, plan, measured))

@@ -30,10 +30,10 @@ def advise(cfg: Config, plan: MemoryPlan, measure: Measure) -> dict[str, Any]:
         before = {key: _get(trial, key) for key in changes}
         for key, value in changes.items():
             _set(trial, key, value)
-        if make_plan(trial, plan.model, plan.machine, rough).fits and not check_config(trial):
+        if make_plan(trial, plan.model, plan.machine, rough, plan.vllm).fits and not check_config(trial):
             if tried == TRIED:
                 return {}
-            if make_plan(trial, plan.model, plan.machine, measure).fits:
+            if make_plan(trial, plan.model, plan.machine, measure, plan.vllm).fits:
                 return changes
             tried += 1
         for key, value in before.items():

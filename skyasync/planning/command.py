@@ -77,7 +77,7 @@ def show_plan(cfg: Config, options: Options) -> bool:
         print(as_json(report.plan, report.advice, speed))
     else:
         print_plan(report.plan, report.advice, speed)
-    return report.plan.fits
+    return report.plan.fits and not report.plan.vllm.problem
 
 
 def _with(options: Options, name: str, value: str) -> Options:
@@ -125,7 +125,8 @@ def print_plan(
         if len(place.phases) > 1:
             console.print("phases: " + ", ".join(f"{phase} {_size(size)}" for phase, size in place.phases.items()))
     console.print()
-    console.print(conclusion(plan, advice), style="bold green" if plan.fits else "bold red", soft_wrap=True)
+    style = "bold green" if plan.fits and not plan.vllm.problem else "bold red"
+    console.print(conclusion(plan, advice), style=style, soft_wrap=True)
 
 
 def as_json(plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = None) -> str:
@@ -143,6 +144,7 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = N
             "gradient_checkpointing": plan.rank.checkpointing,
             "estimate_by_published_peaks": vars(speed) if speed else None,
             "cache_tokens_per_engine": plan.engine.tokens,
+            "vllm": vars(plan.vllm),
             "places": [vars(place) | {"total": place.total, "fits": place.fits} for place in plan.devices],
             "fits": plan.fits,
             "advice": dict(advice),
@@ -154,7 +156,7 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = N
 def conclusion(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
     """ "fits", or what does not, and the keys that make it fit."""
     if plan.fits:
-        return "fits"
+        return f"fits, but weights do not arrive: {plan.vllm.problem}" if plan.vllm.problem else "fits"
     wrong = [
         f"{p.name} (in its phase {p.when!r}) lacks {_size(p.total - p.capacity)}" for p in plan.devices if not p.fits
     ]
@@ -181,6 +183,13 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
     sent = [f"{kind} {_size(size)}" for kind, size in rank.sent.items() if size >= 1 << 20]
     yield "sent         " + (", ".join(sent) + " per rank and update" if sent else "nothing")
     yield f"cache        {plan.engine.tokens:,} tokens per engine"
+    if plan.vllm.unknown:
+        yield f"vllm         names are not checked, engines are planned by formulas: {plan.vllm.unknown}"
+    elif plan.vllm.weights:
+        workspace = "; its workspace is estimated, without a GPU" if machine.gpus else ""
+        yield f"             {plan.vllm.sequences:,.1f} sequences of full length, by vLLM's accounting{workspace}"
+        taken = "not all of them taken" if plan.vllm.problem else "all of them taken"
+        yield f"names        {plan.vllm.tensors:,} tensors of the trainer's weights, {taken} by vLLM"
     if speed:
         yield f"estimate     by the published peak and bandwidths of {machine.card}:"
         yield f"             an update is {speed.update:,.3g} s of arithmetic, and {speed.collectives:,.3g} s of links"

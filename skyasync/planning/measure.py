@@ -39,9 +39,11 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
 from skyasync.algorithms.objective import Objective
-from skyasync.config.schema import Config
+from skyasync.config.schema import Config, ParallelConfig
 from skyasync.config.schema.models import PolicyConfig, RefConfig, TrainedModelConfig, reward_models
 from skyasync.errors import UserError
+from skyasync.inference.backends.vllm.setup import engine_arguments
+from skyasync.inference.settings import engine_config
 from skyasync.models import MICRO_BATCH_TOKENS, VOCABULARY
 from skyasync.models.backend import LOGPROBS, TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import B, UpdateBatch
@@ -66,6 +68,7 @@ from skyasync.planning.memory import (
     LOGITS,
     OPTIMIZER_STATE,
     WEIGHTS,
+    EngineMemory,
     Lengths,
     Lines,
     RankUse,
@@ -73,8 +76,9 @@ from skyasync.planning.memory import (
     rows_of_a_rank,
 )
 from skyasync.planning.shape import ModelShape, config_of, read_shape, with_layers
+from skyasync.weight_sync.tensors import to_message
 from skyasync.workers.model_worker import ModelWorker
-from skyasync.workers.roles import REWARD_ROLE, TEACHER_ROLE, Role
+from skyasync.workers.roles import POLICY, REWARD_ROLE, ROLES, TEACHER_ROLE, Role
 
 T = TypeVar("T")
 
@@ -560,6 +564,21 @@ def _measure_stage(cfg: Config, role: Role, ranks: int, stage: int, shape: Model
             sections.append((layers_of_stages(depth, mesh.pipeline)[stage], measurement.sections))
     layers = layers_of_stages(shape.layers, mesh.pipeline)[stage]
     return _use(_line(sections[0], sections[-1], layers) if len(sections) > 1 else sections[0][1], measurement)
+
+
+def vllm_request(cfg: Config, engine: EngineMemory, shape: ModelShape, *, gpus: bool) -> dict[str, Any]:
+    """Arguments of an engine, and names and shapes that a weight sync sends, of a worker with all layers, alone."""
+    role, alone, config = ROLES[POLICY], copy.deepcopy(cfg), engine_config(cfg, gpus=gpus)
+    alone.trainer.parallel, alone.trainer.policy.fsdp_size = ParallelConfig(), 0
+    with TemporaryDirectory() as folder, _fake_ranks(), FakeTensorMode(allow_non_fake_inputs=True):
+        config_of(shape.path, role.head, role.config_kwargs(cfg)).save_pretrained(folder)
+        worker: Any = role.worker_class()(_settings(alone, role, folder, gpus=gpus), 0, 1, "cpu", role=role.name)
+        worker._store = FakeStore()
+        worker.setup()
+        specs = to_message(worker._engine_weights().specs)
+    config = replace(config, model_path=shape.path, extra=config.extra | {"adapter_rank": 0})
+    cache = {"cache": 0 if gpus else engine.cache, "share": engine.weights + engine.cache}
+    return {"arguments": engine_arguments(config, cpu=not gpus), "specs": specs, **cache}
 
 
 def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:

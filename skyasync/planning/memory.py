@@ -10,6 +10,7 @@ from skyasync.config.schema import Config
 from skyasync.inference.backends.vllm.setup import MIN_BATCHED_TOKENS
 from skyasync.inference.interface import EngineConfig
 from skyasync.planning.shape import ModelShape
+from skyasync.planning.vllm_report import VLLMReport
 
 FLOAT32 = 4
 GIB = 1 << 30
@@ -185,30 +186,29 @@ class EngineMemory:
 
 
 def engine_memory(
-    cfg: Config, config: EngineConfig, shape: ModelShape, *, fills: bool, b: int, share: int
+    cfg: Config, config: EngineConfig, shape: ModelShape, vllm: VLLMReport, *, fills: bool, b: int, share: int
 ) -> EngineMemory:
     """Of one device.
 
     Args:
+        vllm: gives weights and cache, in proportion if it is of other devices; without it they are formulas.
         fills: its cache takes all memory that it may have.
         b: bytes of a number.
         share: bytes of a GPU that the engine may take; 0 where there is none.
     """
     parallel = cfg.generator.devices_per_engine
-    weights = shape.parameters * b // parallel
+    weights = vllm.weights * vllm.devices // parallel or shape.parameters * b // parallel
     batched = max(MIN_BATCHED_TOKENS, config.max_model_len) if fills else FORWARD_TOKENS
     batched = cfg.generator.max_num_batched_tokens or batched
     workspace = _workspace(shape, batched, min(config.max_num_seqs, batched), b, parallel) + (GRAPHS if share else 0)
-    per_token = cache_bytes_per_token(shape, b, parallel)
+    kv_heads = max(1, shape.kv_heads // parallel)  # that are fewer than devices are resident more than once
+    per_token = 2 * shape.layers * kv_heads * shape.head_dim * b
     needed = config.max_num_seqs * config.max_model_len * per_token
     space = share - weights - workspace if share else int(cfg.generator.kv_cache_gb * GIB)
     cache = min(space, needed) if not fills else space
-    return EngineMemory(weights, workspace, cache, config.max_model_len * per_token, max(0, cache) // per_token)
-
-
-def cache_bytes_per_token(shape: ModelShape, b: int, parallel: int) -> int:
-    """Keys and values of all layers; heads that are fewer than devices are resident more than once."""
-    return 2 * shape.layers * max(1, shape.kv_heads // parallel) * shape.head_dim * b
+    least = vllm.least_cache * vllm.devices // parallel or config.max_model_len * per_token
+    tokens = max(0, cache) * vllm.tokens // max(1, vllm.cache) if vllm.weights else max(0, cache) // per_token
+    return EngineMemory(weights, workspace, cache, least, tokens)
 
 
 def _workspace(shape: ModelShape, tokens: int, sequences: int, b: int, parallel: int) -> int:

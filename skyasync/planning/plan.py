@@ -30,6 +30,7 @@ from skyasync.planning.memory import (
     with_fragmentation,
 )
 from skyasync.planning.shape import ModelShape
+from skyasync.planning.vllm_report import NO_REPORT, VLLMReport
 from skyasync.run.placement import ENGINES, HYBRID_ENGINES, Slots, plan_slots
 from skyasync.utils.machine import Machine
 from skyasync.weight_sync.update import PART_BYTES
@@ -169,6 +170,7 @@ class MemoryPlan:
     devices: tuple[MemoryUse, ...]
     rank: RankUse
     engine: EngineMemory
+    vllm: VLLMReport = NO_REPORT
 
     @property
     def gpus_requested(self) -> int:
@@ -179,7 +181,9 @@ class MemoryPlan:
         return self.gpus_requested <= self.machine.gpus and all(place.fits for place in self.devices)
 
 
-def make_plan(cfg: Config, shape: ModelShape, machine: Machine, measure: Measure) -> MemoryPlan:
+def make_plan(
+    cfg: Config, shape: ModelShape, machine: Machine, measure: Measure, vllm: VLLMReport = NO_REPORT
+) -> MemoryPlan:
     """What a run of ``cfg`` needs; ``shape`` is the policy's."""
     gpus, placement = machine.gpus > 0, cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
@@ -194,11 +198,11 @@ def make_plan(cfg: Config, shape: ModelShape, machine: Machine, measure: Measure
     share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
     settings = engine_config(cfg, gpus=gpus)
     fills = bool(BACKENDS.about(backend(cfg)).can["fills_memory"])
-    engine = engine_memory(cfg, settings, shape, fills=fills, b=bytes_of(settings.dtype, gpus=gpus), share=share)
+    engine = engine_memory(cfg, settings, shape, vllm, fills=fills, b=bytes_of(settings.dtype, gpus=gpus), share=share)
     rank = measure(cfg, ROLES[POLICY], roles[POLICY])
     parts = _Planner(cfg, shape, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
-    return MemoryPlan(shape, machine, processes, slots, tuple(parts.devices()), rank, engine)
+    return MemoryPlan(shape, machine, processes, slots, tuple(parts.devices()), rank, engine, vllm)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from skyasync.__main__ import command
 from skyasync.cli.train import main
 from tests.planning.models import MODELS
 
-MACHINE = ["--gpus", "2", "--gpu-memory", "24GiB", "--host-memory=64GiB"]
+MACHINE = ["--gpus", "2", "--gpu-memory", "24GiB", "--host-memory=64GiB", "generator.backend=transformers"]
 
 
 @pytest.fixture

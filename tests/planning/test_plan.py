@@ -142,10 +142,11 @@ def test_what_the_host_holds_of_a_policy_is_not_its_devices() -> None:
 def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
     alone, divided = settings(4, 1), settings(4, 1)
     divided.generator.inference_engine_tensor_parallel_size = 4
-    first, second = (make_plan(cfg, QWEN_7B, EIGHT, reckoned()).engine for cfg in (alone, divided))
+    eight = settings(4, 1)
+    eight.generator.inference_engine_tensor_parallel_size = 8  # twice the KV heads
+    first, second, third = (make_plan(cfg, QWEN_7B, EIGHT, reckoned()).engine for cfg in (alone, divided, eight))
     assert first.weights == pytest.approx(4 * second.weights, rel=1e-6)
-    assert memory.cache_bytes_per_token(QWEN_7B, 2, 1) == 4 * memory.cache_bytes_per_token(QWEN_7B, 2, 4)
-    assert memory.cache_bytes_per_token(QWEN_7B, 2, 4) == memory.cache_bytes_per_token(QWEN_7B, 2, 8)
+    assert first.least_cache == 4 * second.least_cache and second.least_cache == third.least_cache
 
 
 def test_advice_keeps_ranks_that_the_mesh_divides() -> None:
