@@ -11,7 +11,8 @@ evaluations, ten steps apart; the table shows mean and range over seeds.
 
 ``--control`` repeats the table with other step sizes: ``divided`` is the learning rate over 1 + staleness, and ``auto``
 is ``trainer.staleness_control=auto``. Further ``key=value`` arguments are settings of all runs; with
-``trainer.policy.optimizer_config.lr=...`` they make a grid.
+``trainer.policy.optimizer_config.lr=...`` they make a grid. If ``trainer.policy.optimizer_config.max_grad_cosine`` is
+set, the table and each run's line also have the mean cosine of consecutive gradients (1 only measures it).
 """
 
 from __future__ import annotations
@@ -50,13 +51,16 @@ class Job:
 
 
 class Memory:
-    """A tracker that keeps the evaluations."""
+    """A tracker that keeps the evaluations, and what the table shows of each step."""
 
     def __init__(self) -> None:
         self.scores: list[float] = []
         self.staleness: list[float] = []
+        self.cosines: list[float] = []
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        if "policy/grad_cosine" in metrics:
+            self.cosines.append(metrics["policy/grad_cosine"])
         if "staleness/mean" in metrics:
             self.staleness.append(metrics["staleness/mean"])
         if "eval/score" in metrics:
@@ -75,7 +79,8 @@ def run(job: Job) -> dict[str, Any]:
     memory = Memory()
     asyncio.run(train(configuration(job), memory))
     return identity | {
-        "score": fmean(memory.scores[-2:]), "first": memory.scores[0], "staleness": fmean(memory.staleness)
+        "score": fmean(memory.scores[-2:]), "first": memory.scores[0], "staleness": fmean(memory.staleness),
+        **({"cosine": fmean(memory.cosines)} if memory.cosines else {}),
     }  # fmt: skip
 
 
@@ -150,7 +155,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         cells = []
         for depth in depths:
             scores = [r["score"] for r in own if r["depth"] == depth]
+            cosines = [r["cosine"] for r in own if r["depth"] == depth and "cosine" in r]
             cells.append(f"{fmean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})" if scores else "")
+            cells[-1] += f", cosine {fmean(cosines):.2f}" if cosines else ""
         lines.append(f"| {objective}{CONTROLS[control]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -263,7 +263,7 @@ class ModelBackend(ABC):
 
         Returns:
             Of each part that had a loss: ``loss``, ``grad_norm`` (before clipping), ``tokens``, and the loss's metrics,
-            averaged over the loss tokens of all ranks.
+            averaged over the loss tokens of all ranks; with ``max_grad_cosine``, after the first step, ``grad_cosine``.
 
         Raises:
             NonFiniteError: on every rank, before any weight changes. The gradient is forgotten.

@@ -356,4 +356,5 @@ def bytes_per_parameter(cfg: Config) -> float:
         return _FROZEN[policy.lora.base_dtype]
     rounded = policy.optimizer_config.bf16_stochastic_round
     state = _STATE[policy.optimizer_config.name]
-    return 4 + (state / 2 if rounded else state + 4)
+    previous = 4 if policy.optimizer_config.max_grad_cosine else 0  # gradient
+    return 4 + previous + (state / 2 if rounded else state + 4)

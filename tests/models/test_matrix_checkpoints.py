@@ -78,6 +78,11 @@ KINDS: dict[str, Callable[[Config], None]] = {
     "adamw_8bit": partial(optimized, name="adamw_8bit"),
     "rounded by chance": partial(optimized, dtype="bfloat16", bf16_stochastic_round=True),
     "8 bits, rounded": partial(optimized, dtype="bfloat16", name="adamw_8bit", bf16_stochastic_round=True),
+    "projected": partial(optimized, max_grad_cosine=0.1),
+    "projected, bfloat16": partial(optimized, dtype="bfloat16", max_grad_cosine=0.1),
+    "projected, rounded by chance": partial(
+        optimized, dtype="bfloat16", bf16_stochastic_round=True, max_grad_cosine=0.1
+    ),
 }
 Case = tuple[str, str, str, str]
 
@@ -109,6 +114,9 @@ POLICIES: list[Case] = [
     ("rounded by chance", "data 2 x tensor 2", "data 4", "qwen2"),
     ("rounded by chance", "2 replicas of 2", "tensor 2", "qwen3_tied"),
     ("8 bits, rounded", "data 2", "1 rank", "llama"),
+    ("projected", "data 2 x tensor 2", "data 2", "qwen3_moe"),
+    ("projected, bfloat16", "2 replicas of 2", "1 rank", "gemma2_capped"),
+    ("projected, rounded by chance", "data 2", "data 4", "qwen3_tied"),
 ]
 CRITICS: list[Case] = [
     ("float32", "data 2", "data 4", "llama"),
@@ -116,6 +124,7 @@ CRITICS: list[Case] = [
     ("muon", "tensor 2", "1 rank", "gemma2_capped"),
     ("adamw_8bit", "2 replicas of 2", "data 2", "qwen3_moe"),
     ("rounded by chance", "context 2", "data 2", "qwen2"),
+    ("projected", "data 2", "1 rank", "llama"),
 ]
 
 

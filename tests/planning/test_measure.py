@@ -219,6 +219,17 @@ def test_a_critic_has_a_head_of_one_number_and_a_reference_no_optimizer_state(fo
     assert peak(policy(cfg).resident) - alone == pytest.approx(12 * shape.hidden, abs=64), "a vector and its moments"
 
 
+def test_a_limit_of_the_cosine_stores_one_gradient_more(folder: Path) -> None:
+    cfg = settings(folder)
+    without = policy(cfg)
+    cfg.trainer.policy.optimizer_config.max_grad_cosine = 0.5
+    limited = policy(cfg)
+    assert limited.resident["moments"] == pytest.approx(1.5 * without.resident["moments"], rel=0.01)
+    more = peak(limited.stepping) - peak(without.stepping)
+    assert more >= without.gradients
+    assert more == pytest.approx(without.gradients, rel=0.5), "few numbers are copied at a time"
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("optimizer", "rounded", "weights", "optimizer_state"),

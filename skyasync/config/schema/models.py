@@ -79,6 +79,9 @@ class OptimizerConfig:
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = key(1.0, low=0.0)
     """Clip the global gradient norm to this; 0 is off."""
+    max_grad_cosine: float = key(0.0, low=0.0, high=1.0)
+    """Limit the cosine of the gradients of consecutive optimizer steps: if it is larger, the component along the
+    previous gradient is reduced before clipping. 1 only measures it; 0 is off. The previous gradient is stored."""
     num_warmup_steps: int = key(0, low=0)
     """Number of optimizer steps of linear warm-up."""
     warmup_ratio: float = key(0.0, low=0.0, below=1.0)

@@ -307,12 +307,15 @@ class FSDPBackend(ModelBackend):
         if self.stage:
             self.stage.check_trained(learnt)
             copy = None if self.stage.is_first else self.stage.embeddings()
-        self.optimizer = make_optimizer(wrapper, learnt, spec.optimizers[MODEL], spec.trainer.seed)
-        self.trained[MODEL] = TrainedPart(model, self.optimizer, spec.optimizers[MODEL].max_grad_norm, copy)
+        settings = spec.optimizers[MODEL]
+        self.optimizer = make_optimizer(wrapper, learnt, settings, spec.trainer.seed)
+        self.trained[MODEL] = TrainedPart(model, self.optimizer, settings.max_grad_norm, settings.max_grad_cosine, copy)
         if wrapper.value_head is not None:
             settings = spec.optimizers[VALUE_HEAD]
             optimizer = make_optimizer(wrapper, wrapper.value_head.parameters(), settings)
-            self.trained[VALUE_HEAD] = TrainedPart(wrapper.value_head, optimizer, settings.max_grad_norm)
+            self.trained[VALUE_HEAD] = TrainedPart(
+                wrapper.value_head, optimizer, settings.max_grad_norm, settings.max_grad_cosine
+            )
             self._extra = checkpoint.ExtraPart(
                 "critic", wrapper.value_head, optimizer, "trainer.critic.backbone=shared"
             )
@@ -446,18 +449,21 @@ class FSDPBackend(ModelBackend):
             if problem := self.examine(scale):
                 raise NonFiniteError(problem)
             metrics = self._metrics
+            offloaded = MODEL in metrics and self.spec.cpu_offload == OPTIMIZER
+            if offloaded:
+                self._offloaded.move_optimizer_state(self.optimizer, self.device)
+            for name, of_part in metrics.items():
+                of_part |= self.trained[name].limit_cosine(self.mesh)
             self._clip()
             for name in metrics:
-                if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
-                    self._offloaded.move_optimizer_state(self.optimizer, self.device)
                 optimizer = self.trained[name].optimizer
                 for group in optimizer.param_groups:
                     group["lr"] = lr[name]
                 optimizer.step()
-                if name == MODEL and self.spec.cpu_offload == OPTIMIZER:
-                    self._offloaded.move_optimizer_state(self.optimizer, HOST)
-                    self._synchronize()
                 self.step += name == MODEL
+            if offloaded:
+                self._offloaded.move_optimizer_state(self.optimizer, HOST)
+                self._synchronize()
             return metrics
         finally:
             self.drop_gradient()

@@ -43,6 +43,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from skyasync.errors import UserError
 from skyasync.models.backend import SaveResult
+from skyasync.models.fsdp.gradient_projection import PREVIOUS
 from skyasync.models.vision import is_vision
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
@@ -168,15 +169,16 @@ def load(
         own_optimizer.zero_grad()
         empty: dict[str, Any] = get_optimizer_state_dict(module, own_optimizer)  # made by a step of length 0
         names = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
-        # A parameter that never had a gradient has no saved state.
+        # A parameter that never had a gradient has no saved state; a run without max_grad_cosine has no previous ones.
         empty["state"] = {
-            parameter: values
+            parameter: {k: v for k, v in values.items() if k != PREVIOUS or f"optimizer.{parameter}.{k}" in names}
             for parameter, values in empty["state"].items()
             if any(f"optimizer.{parameter}.{kind}" in names for kind in values)
         }
         optimizer_states.append(empty)
         state |= _tensors(prefix, module, empty["state"])
-    if strange := sorted(saved ^ (all_names(state.keys()) if all_names else state.keys())):
+    different = saved ^ (all_names(state.keys()) if all_names else state.keys())
+    if strange := sorted(name for name in different if not name.endswith(f".{PREVIOUS}")):
         where = "the checkpoint" if strange[0] in saved else f"the {role}"
         if strange[0].startswith("critic."):
             setting = extra.setting if extra else "trainer.critic.backbone=own, or without a critic"

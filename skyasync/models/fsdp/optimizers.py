@@ -9,6 +9,7 @@ Muon; its steps are scaled so that AdamW's learning rates and weight decay fit (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from skyasync.config.schema import OptimizerConfig
 from skyasync.errors import UserError
 from skyasync.models.backend import Totals
+from skyasync.models.fsdp.gradient_projection import PREVIOUS, begin_previous, factor_of_previous, products, project
 from skyasync.models.fsdp.loading import decoder_layers
 from skyasync.models.fsdp.low_precision_adamw import LowPrecisionAdamW
 from skyasync.models.fsdp.sharding import Mesh, local
@@ -137,9 +139,14 @@ class TrainedPart:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     max_grad_norm: float
+    max_grad_cosine: float = 0.0
     copy: nn.Parameter | None = None
     totals: Totals = field(default_factory=Totals)
     norm: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def __post_init__(self) -> None:
+        if self.max_grad_cosine:
+            self.optimizer.register_step_post_hook(begin_previous)
 
     def measure(self, scale: float, mesh: Mesh | None) -> Tensor:
         """Scale the gradient; its norm over all ranks' shards. All ranks call it."""
@@ -161,6 +168,41 @@ class TrainedPart:
         dist.all_reduce(squares)
         self.norm = squares.sqrt().float()
         return self.norm
+
+    def limit_cosine(self, mesh: Mesh | None) -> dict[str, float]:
+        """Project the measured gradient if it is too much along the previous one. All ranks call it.
+
+        Returns:
+            ``grad_cosine``, of the two before the projection; nothing in a first step, or if the limit is off.
+        """
+        if not self.max_grad_cosine:
+            return {}
+        state = self.optimizer.state
+        pairs = {
+            p: (local(p.grad), local(state[p][PREVIOUS]))
+            for p in self.module.parameters()
+            if p.grad is not None and PREVIOUS in state.get(p, {})
+        }
+        sums = products([pair for p, pair in pairs.items() if self._counts(p, mesh)], self.norm.device)
+        if mesh is not None:
+            dist.all_reduce(sums)
+        product, square, previous_square = (float(number) for number in sums)
+        if not square * previous_square:
+            project(list(pairs.values()), 0.0)
+            return {}
+        cosine = min(1.0, product / math.sqrt(square * previous_square))
+        factor = factor_of_previous(cosine, self.max_grad_cosine) * math.sqrt(square / previous_square)
+        project(list(pairs.values()), factor)
+        if factor:
+            self.measure(1.0, mesh)
+        return {"grad_cosine": cosine}
+
+    def _counts(self, parameter: nn.Parameter, mesh: Mesh | None) -> bool:
+        """Whether this rank counts its shard in a sum over all ranks: what several ranks hold counts once."""
+        if mesh is None:
+            return True
+        first = mesh.tensor is None or mesh.tensor.get_local_rank() == 0
+        return parameter is not self.copy and (first or is_tensor_parallel(parameter)) and _is_first_copy(parameter)
 
     def clip(self) -> None:
         """Clip the measured gradient, as torch's ``clip_grads_with_norm_``, which takes tensors of one mesh."""
@@ -202,6 +244,15 @@ def check_replicated_gradients(model: TokenModel, mesh: Mesh | None) -> None:
             f"hold whole: transformers' plan for {family} splits what it works on and does not say so: set "
             f"trainer.parallel.tensor=1"
         )
+
+
+def _is_first_copy(tensor: Tensor) -> bool:
+    """Whether no rank before this one has the same shard, in the dimensions of its mesh."""
+    if not isinstance(tensor, DTensor):
+        return True
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return not any(c for c, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
 
 
 def is_tensor_parallel(gradient: Tensor) -> bool:

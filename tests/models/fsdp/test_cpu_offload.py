@@ -132,6 +132,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16, 8 bits": {"model.dtype": "bfloat16", "optimizer_config.name": "adamw_8bit"},
     "muon": {"optimizer_config.name": "muon"},
     "adapters": {"lora.rank": 4},
+    "projected gradients": {"optimizer_config.max_grad_cosine": 0.01},
 }
 
 
