@@ -187,6 +187,31 @@ async def test_a_worker_that_ends_in_the_middle_interrupts_all_others_and_those_
         await run.check(await run.transfer.publish(2))
 
 
+def ends_at_its_second_chunk(rank: Rank) -> None:
+    start, calls = TensorGroup.start, Counter[int]()
+
+    def ends(group: TensorGroup, sender: int, tensor: torch.Tensor) -> None:
+        calls[sender] += 1
+        if calls[1] == 2:
+            os._exit(0)
+        start(group, sender, tensor)
+
+    TensorGroup.start = ends  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+async def test_a_sender_that_ends_in_the_middle_interrupts_all_receivers(
+    ranks: Ranks, engines: list[Ranks], tmp_path: Path
+) -> None:
+    async with cluster(ranks, engines, tmp_path) as run:
+        ranks.call(ends_at_its_second_chunk)
+        update, began = await run.transfer.publish(1), time.monotonic()
+        found = await run.load(update)
+        assert time.monotonic() - began < LIMIT_S / 2, "no wait has lasted until its limit"
+        for engine in found:
+            assert all(not weights and "was interrupted" in reason for weights, reason in engine), engine
+
+
 @pytest.mark.slow
 async def test_a_late_engine_receives_all_weights_from_rank_0(
     ranks: Ranks, engines: list[Ranks], tmp_path: Path

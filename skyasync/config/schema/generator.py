@@ -147,7 +147,7 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
         )
     placement, senders = cfg.trainer.placement, generator.weight_sync_senders
-    if senders > (ranks := placement.policy_num_nodes * placement.policy_num_gpus_per_node):
+    if way == "nccl" and senders > (ranks := placement.policy_num_nodes * placement.policy_num_gpus_per_node):
         yield (
             f"generator.weight_sync_senders={senders} is more than the {ranks} policy ranks "
             f"(trainer.placement.policy_num_nodes times policy_num_gpus_per_node): set it to {ranks} or less"

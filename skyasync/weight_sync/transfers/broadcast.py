@@ -87,7 +87,7 @@ class BroadcastSender:
             "senders": list(senders),
             "receivers": receivers,
             "timeout_s": timeout_s,
-            "chunk_bytes": PART_BYTES // len(senders),
+            "chunk_bytes": PART_BYTES // max(2, len(senders)),
         }
         self._group = TensorGroup(self._store, rendezvous, self._device, sender=0)
         return rendezvous
@@ -108,6 +108,9 @@ class BroadcastSender:
             reason = self.send_tensors(remaining, weights.specs)
         except TransferInterruptedError as error:
             reason = str(error)
+        except BaseException:  # in a gather, without which the receivers would wait for the next chunk
+            self.close()
+            raise
         for _ in remaining:  # the other ranks gather all
             pass
         return reason
@@ -115,30 +118,29 @@ class BroadcastSender:
     def send_tensors(self, tensors: Iterable[tuple[str, Tensor]], specs: TensorSpecs, *, sums: bool = True) -> str:
         """Send this sender's chunks of all tensors to all members; why it was interrupted, or "".
 
-        A chunk is on its way while the tensors up to the next one are gathered.
+        A chunk is on its way while the tensors after it are gathered.
 
         Args:
             sums: the members check what they received by sums, not by digests.
         """
         assert self._group is not None
         group, remaining, checksums = self._group, iter(tensors), list[Tensor]()
-        senders = group.rendezvous["senders"]
-        own = senders.index(self._rank)
+        own, chunks = group.rendezvous["senders"].index(self._rank), chunks_of(specs, group.rendezvous["chunk_bytes"])
         try:
             group.join()
-            for number, names in enumerate(chunks := chunks_of(specs, group.rendezvous["chunk_bytes"])):
-                if number % len(senders) != own:
+            for number, names in enumerate(chunks):
+                if number % group.senders != own:
                     for _ in names:
                         next(remaining)
                     continue
-                if number >= len(senders):
+                if number >= group.most_in_flight:
                     group.finish(own)
                 buffer = self._packed(remaining, names, specs)
                 if sums:
                     checksums += [sum_of(tensor) for tensor in unpack(buffer, names, specs).values()]
                 group.start(own, buffer)
-                del buffer  # its memory is the next one's
-            if own < len(chunks):
+                del buffer  # its memory is another one's
+            for _ in range(own, min(len(chunks), group.most_in_flight), group.senders):
                 group.finish(own)
             if checksums:
                 group.start(own, torch.stack(checksums))
@@ -180,26 +182,25 @@ class BroadcastReader:
         return {name: tensor for chunk in self.chunks(info) for name, tensor in chunk.items()}
 
     def chunks(self, info: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """The same, in chunks as they arrive, one of each sender at a time; the check follows the last one."""
+        """The same, in chunks as they arrive; the check follows the last one."""
         specs, rendezvous = from_message(info["specs"]), info["rendezvous"]
         group = self._group = meet(self._group, rendezvous, self._device)
         group.join()
-        chunks, senders = chunks_of(specs, rendezvous["chunk_bytes"]), len(rendezvous["senders"])
-        sums: list[dict[str, Tensor]] = [{} for _ in range(senders)]
+        chunks, sums = chunks_of(specs, rendezvous["chunk_bytes"]), [dict[str, Tensor]() for _ in range(group.senders)]
 
         def start(number: int) -> None:
             if number < len(chunks):
                 size = sum(bytes_of(specs[name]) for name in chunks[number])
-                group.start(number % senders, torch.empty(size, dtype=torch.uint8, device=self._device))
+                group.start(number % group.senders, torch.empty(size, dtype=torch.uint8, device=self._device))
 
-        for number in range(senders):
+        for number in range(group.most_in_flight):
             start(number)
         for number, names in enumerate(chunks):
-            chunk = unpack(group.finish(number % senders), names, specs)
+            chunk = unpack(group.finish(number % group.senders), names, specs)
             if "digests" not in info:
-                sums[number % senders] |= {name: sum_of(tensor) for name, tensor in chunk.items()}
+                sums[number % group.senders] |= {name: sum_of(tensor) for name, tensor in chunk.items()}
             yield chunk
-            start(number + senders)
+            start(number + group.most_in_flight)
         wrong: list[str] = []
         for sender, received in enumerate(sums):
             if received:

@@ -9,8 +9,9 @@ Invariant: every byte reaches a node once, and bytes of different senders by dif
 node, the one numbered s modulo n is the leader of sender s. Nodes are told apart by the hosts' names. Where names are
 not unique, or differ within a machine, the weights take another way and arrive just as well.
 
-All members start the broadcasts of all groups in the order of the chunks. So a broadcast waits for none that a member
-starts later, and a leader has one of each sender in flight.
+All members start the broadcasts of all groups in the order of the chunks, so that none waits for one that a member
+starts later. ``most_in_flight`` chunks are on their way: while one is passed on in the node and loaded, and while the
+next one is gathered.
 
 A failure closes what the member is in, by which its other groups fail in the members that wait for it. A broadcast that
 is in flight meanwhile cannot be interrupted in gloo: it ends when its sender sends or closes, or after ``timeout_s``.
@@ -22,6 +23,7 @@ import asyncio
 import os
 import socket
 import time
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -36,7 +38,7 @@ from skyasync.errors import headline
 from skyasync.weight_sync.update import TransferInterruptedError
 
 POLL_S = 0.005
-POLLS_PER_S = 20_000  # of all members together, which one process answers
+POLLS_PER_S = 10_000  # of all members together, which one process answers
 
 
 class TensorGroup:
@@ -53,8 +55,9 @@ class TensorGroup:
     ) -> None:
         self._store, self.rendezvous, self._device = PrefixStore(rendezvous["name"], store), dict(rendezvous), device
         self.senders, self._sender, self._joined = len(rendezvous["senders"]), sender, False
+        self.most_in_flight = max(2, self.senders)
         self._groups: dict[int, Any] = {}  # by their senders, those that this member is in
-        self._in_flight: dict[int, tuple[Any, Tensor]] = {}  # by senders
+        self._in_flight: dict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by senders
         self._node: Any = None  # the group of the node
         self._node_size = 1
 
@@ -127,22 +130,22 @@ class TensorGroup:
         return gloo(store, rank, size, options)
 
     def start(self, sender: int, tensor: Tensor) -> None:
-        """The sender's next broadcast, of or into the tensor; of each sender one is in flight."""
+        """The sender's next broadcast, of or into the tensor."""
         options = BroadcastOptions()
         options.rootRank = 0
         try:
             if not self._groups and self._node is None:
                 raise RuntimeError("the group has been closed")
             work = self._groups[sender].broadcast([tensor], options) if sender in self._groups else None
-            self._in_flight[sender] = work, tensor
+            self._in_flight[sender].append((work, tensor))
             return
         except Exception as error:
             reason = headline(error)
         self._fail(reason)
 
     def finish(self, sender: int) -> Tensor:
-        """The tensor of the sender's broadcast in flight, once it may be used, and the node has it."""
-        options, tensor = BroadcastOptions(), self._in_flight[sender][1]
+        """The tensor of the sender's first broadcast in flight, once it may be used, and the node has it."""
+        options, tensor = BroadcastOptions(), self._in_flight[sender][0][1]
         options.rootRank = sender % self._node_size
         try:
             self._wait(sender)
@@ -154,7 +157,7 @@ class TensorGroup:
         self._fail(reason)
 
     def _wait(self, sender: int) -> None:
-        work, _ = self._in_flight.pop(sender)
+        work, _ = self._in_flight[sender].popleft()
         if work is not None:
             work.wait()
 
@@ -168,8 +171,8 @@ class TensorGroup:
             self._store.set("interrupted", "")
         self._close(self._node)
         self._node = None
-        for sender in sorted(self._groups, key=self._in_flight.__contains__):  # those first that need not be waited for
-            if sender in self._in_flight and self._device.type != "cuda":
+        for sender in sorted(self._groups, key=lambda sender: len(self._in_flight[sender])):  # the idle first
+            while self._in_flight[sender] and self._device.type != "cuda":
                 with suppress(Exception):
                     self._wait(sender)
             self._close(self._groups.pop(sender))
