@@ -364,8 +364,8 @@ class _InterruptingUpdate:
 
 def spread(nodes: Sequence[str], count: int) -> list[int]:
     """Ranks on as many nodes as possible, the first of each before any second; ``nodes`` has each rank's."""
-    before, places = Counter[str](), list[int]()
+    seen, positions = Counter[str](), list[int]()  # positions of the ranks on their nodes
     for node in nodes:
-        places.append(before[node])
-        before[node] += 1
-    return sorted(range(len(nodes)), key=places.__getitem__)[:count]
+        positions.append(seen[node])
+        seen[node] += 1
+    return sorted(range(len(nodes)), key=positions.__getitem__)[:count]

@@ -5,9 +5,9 @@ one node, or one receiver per node              several nodes
 sender s ──▶ every receiver                     sender s ──▶ one receiver of each node, its leader ──▶ the node's others
 ```
 
-Invariant: every byte reaches a node once, and bytes of different senders by different receivers: of n receivers on a
-node, the one numbered s modulo n is the leader of sender s. Nodes are told apart by the hosts' names. Where names are
-not unique, or differ within a machine, the weights take another way and arrive just as well.
+Invariant: each of several nodes receives every byte once. Bytes of different senders come by different receivers: of
+n on a node, the one numbered s modulo n is the leader of sender s. Nodes are told apart by the names of their hosts. If
+these are not unique, or differ within a machine, the weights take another way, and arrive as well.
 
 All members start the broadcasts of all groups in the order of the chunks, so that none waits for one that a member
 starts later. ``most_in_flight`` chunks are on their way: while one is passed on in the node and loaded, and while the
@@ -74,10 +74,10 @@ class TensorGroup:
         self._fail(reason)
 
     def _meet(self) -> None:
-        receivers, host, number, place = self.rendezvous["receivers"], gethostname(), 0, 0
+        receivers, host, number, position = self.rendezvous["receivers"], gethostname(), 0, 0
         if self._sender is None:
-            number, place = self._count("receivers", 1) - 1, self._count(f"on {host}", 1) - 1
-            if place == 0:
+            number, position = self._count("receivers", 1) - 1, self._count(f"on {host}", 1) - 1
+            if position == 0:
                 self._store.set(f"number of {host}", str(self._count("nodes", 1) - 1))
         self._count("joined", 1)
         size, until = self.senders + receivers, time.monotonic() + self.rendezvous["timeout_s"]
@@ -97,10 +97,10 @@ class TensorGroup:
         if tree:
             number, self._node_size = int(self._store.get(f"number of {host}")), self._count(f"on {host}")
         for sender in range(self.senders):
-            if sender % self._node_size == place or not tree:
+            if sender % self._node_size == position or not tree:
                 self._groups[sender] = self._connect(f"sender {sender}", 1 + number, members)
         if self._node_size > 1:
-            self._node = self._connect(f"node {number}", place, self._node_size)
+            self._node = self._connect(f"node {number}", position, self._node_size)
 
     def _count(self, what: str, more: int = 0) -> int:
         return int(self._store.add(what, more))
