@@ -135,7 +135,7 @@ def smaller(cfg: Config) -> dict[str, Any]:
     elif backend(cfg) == "vllm":
         changed |= _vllm_here(cfg)
     if generator.weight_sync_backend in BETWEEN_GPUS:
-        changed["generator.weight_sync_backend"] = "auto"
+        changed |= {"generator.weight_sync_backend": "auto", "generator.weight_sync_senders": 1}
     for role in OWN_DEVICES:
         changed[f"trainer.placement.{role}_num_nodes"] = 1
         changed[f"trainer.placement.{role}_num_gpus_per_node"] = 1

@@ -26,8 +26,8 @@ def some(key: Key) -> object:
     """Another value than the default."""
     if isinstance(key.default, bool):
         return not key.default
-    if key.choices:
-        return next(choice for choice in reversed(key.choices) if choice != key.default)
+    if options := key.options():
+        return next(option for option in reversed(options) if option != key.default)
     return {str: "x", int: 1, float: 1.0}.get(key.type, ["x"] if isinstance(key.default, list) else {"x": 1})
 
 
@@ -36,7 +36,7 @@ def test_a_condition_is_what_help_says_of_it(condition: When, data: st.DataObjec
     cfg = Config()
     for path in condition.paths:
         key = KEYS[path]
-        value = data.draw(st.sampled_from([key.default, some(key), *key.choices]))
+        value = data.draw(st.sampled_from([key.default, some(key), *key.options()]))
         setattr(attrgetter(key.group)(cfg), key.name, value)
     assert condition(cfg) is any(holds(text, cfg) for text in condition.alternatives)
 

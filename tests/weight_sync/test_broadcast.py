@@ -21,7 +21,8 @@ from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, specs_of, to_message, unpack
 from skyasync.weight_sync.transfers import broadcast
-from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer, interrupt
+from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer
+from skyasync.weight_sync.transfers.groups import interrupt
 from skyasync.weight_sync.update import TransferInterruptedError, WeightsMovedError, WeightSyncError, WeightUpdate
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import make_model
@@ -91,7 +92,7 @@ def test_members_get_all_in_the_dtypes_that_were_announced_and_again_in_the_same
     readers = [BroadcastReader(CPU) for _ in range(2)]
     for _ in range(2):
         threads = [alongside(lambda reader=reader: reader.read(info)) for reader in readers]
-        assert sender.send() == ""
+        assert sender.send(info["rendezvous"]) == ""
         for thread, found in threads:
             thread.join()
             expected = {**tensors, "b": tensors["b"].bfloat16()}
@@ -110,7 +111,7 @@ def test_other_bytes_than_were_sent_are_named(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(broadcast, "unpack", damaged)
     thread, found = alongside(lambda: time.sleep(0.2) or BroadcastReader(CPU).read(info))
-    assert sender.send() == ""
+    assert sender.send(info["rendezvous"]) == ""
     thread.join()
     assert isinstance(found[0], WeightSyncError) and str(found[0]).endswith("other weights than the trainer sent in b")
 
@@ -130,7 +131,7 @@ def test_a_member_that_ends_ends_the_others_wait(moment: str, monkeypatch: pytes
 
     dying, others = alongside(closes), [alongside(lambda: BroadcastReader(CPU).read(info)) for _ in range(2)]
     began = time.monotonic()
-    assert "was interrupted" in sender.send()
+    assert "was interrupted" in sender.send(info["rendezvous"])
     sender.close()
     for thread, found in (dying, *others):
         thread.join()
@@ -147,7 +148,7 @@ def test_a_member_that_comes_after_its_group_has_ended_does_not_wait() -> None:
         BroadcastReader(CPU).read({**info, "rendezvous": former})
     assert time.monotonic() - began < 15
     thread, found = alongside(lambda: BroadcastReader(CPU).read(info))
-    assert sender.send() == ""
+    assert sender.send(info["rendezvous"]) == ""
     thread.join()
     assert found[0].keys() == {"a"}
 
@@ -159,11 +160,11 @@ class Policy:
         self._ranks = ranks
 
     async def call(self, method: str, *args: object) -> list[Any]:
+        if method == "node":
+            return [("here", "127.0.0.1")] * self._ranks.count
         return await asyncio.to_thread(self._ranks.call, ask, method, args)
 
     async def call_first(self, method: str, *args: object) -> Any:
-        if method == "node":
-            return "here", "127.0.0.1"
         return (await asyncio.to_thread(self._ranks.call, ask_first, method, args))[0]
 
     def give_up(self, reason: str, cause: BaseException | None = None) -> None:
@@ -196,7 +197,9 @@ def fails_after_a_chunk(engine: Rank, info: dict[str, Any]) -> None:
 
 
 @asynccontextmanager
-async def running(ranks: Ranks, path: str, engine: Callable[[], Any]) -> AsyncIterator[tuple[Any, Any, list[Any]]]:
+async def running(
+    ranks: Ranks, path: str, engine: Callable[[], Any], senders: int
+) -> AsyncIterator[tuple[Any, Any, list[Any]]]:
     cfg, running = Config(), [0, 1]
     cfg.trainer.policy.model.path = path
     engines = [engine(), engine()]
@@ -206,7 +209,7 @@ async def running(ranks: Ranks, path: str, engine: Callable[[], Any]) -> AsyncIt
         for each in engines:
             await each.start()
         policy = Policy(ranks)
-        transfer = BroadcastTransfer(policy, 1, lambda: running, timeout_s=30.0, recovers=True)
+        transfer = BroadcastTransfer(policy, 1, lambda: running, senders=senders, timeout_s=30.0, recovers=True)
         yield policy, transfer, engines
     finally:
         for each in engines:
@@ -275,18 +278,20 @@ def other(fork_socket: Path) -> Iterator[Ranks]:
 
 
 @pytest.mark.slow
-async def test_two_ranks_send_to_two_embedded_engines(ranks: Ranks, other: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("senders", [1, 2])
+async def test_two_ranks_send_to_two_embedded_engines(senders: int, ranks: Ranks, other: Ranks, tmp_path: Path) -> None:
     path = make_model(tmp_path, tied=True)
     config = EngineConfig(path, threads=1, max_model_len=128, kv_cache_gb=0.1, weight_sync_backend="nccl")
-    async with running(ranks, path, lambda: TransformersEngine(config)) as (policy, transfer, engines):
+    async with running(ranks, path, lambda: TransformersEngine(config), senders) as (policy, transfer, engines):
         await check_two_ranks_and_two_engines(policy, transfer, engines, other)
 
 
 @pytest.mark.matrix
 @pytest.mark.vllm
 @pytest.mark.slow
+@pytest.mark.parametrize("senders", [1, 2])
 async def test_two_ranks_send_to_workers_of_two_vllm_engines(
-    engines_session: None, ranks: Ranks, other: Ranks, tmp_path: Path
+    senders: int, engines_session: None, ranks: Ranks, other: Ranks, tmp_path: Path
 ) -> None:
     from skyasync.inference.backends.vllm.engine import VLLMEngine
     from tests.inference.backends.vllm.models import save_model
@@ -295,5 +300,5 @@ async def test_two_ranks_send_to_workers_of_two_vllm_engines(
     config = EngineConfig(
         str(tmp_path), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25, weight_sync_backend="nccl"
     )
-    async with running(ranks, str(tmp_path), lambda: VLLMEngine(config)) as (policy, transfer, engines):
+    async with running(ranks, str(tmp_path), lambda: VLLMEngine(config), senders) as (policy, transfer, engines):
         await check_two_ranks_and_two_engines(policy, transfer, engines, other)

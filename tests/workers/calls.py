@@ -85,14 +85,14 @@ class _Player:
 
     def broadcast(self) -> None:
         """Broadcast to one engine, which is a thread of rank 0."""
-        send, received = self.worker.transfer_weights, dict[str, Tensor]()
+        send, received, rendezvous = self.worker.transfer_weights, dict[str, Tensor](), {"senders": [0]}
         if self.rank.rank == 0:
             rendezvous, specs = send("broadcast", "open", "127.0.0.1", 1, 30.0), send("broadcast", "specs")
             info = {"rendezvous": rendezvous, "specs": specs}
             reader = BroadcastReader(torch.device("cpu"))
             engine = Thread(target=lambda: received.update(reader.read(info)))
             engine.start()
-        assert send("broadcast", "send") == ""
+        assert send("broadcast", "send", rendezvous) == ""
         expected = whole_weights(self.worker)
         if self.rank.rank == 0:
             engine.join()

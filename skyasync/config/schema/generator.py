@@ -106,6 +106,9 @@ class WeightSyncConfig:
     """How weights reach the engines. auto is nccl for vllm on separate GPUs, cuda_ipc on GPUs that engines share with
     the policy (trainer.placement.colocate_all), otherwise shared_memory; engines on other nodes then receive a
     broadcast over TCP."""
+    weight_sync_senders: int = key(1, low=1, when="generator.weight_sync_backend=nccl")
+    """Number of policy ranks that send, each a share of the weights, on as many nodes as possible. Each adds the
+    bandwidth of its GPU's network card."""
     weight_sync_mode: str = key("full", choices=("full", "delta"))
     """What a weight sync sends: full, all weights; delta, only weights that changed since the last sync (not with nccl
     or cuda_ipc). For delta both sides keep a copy. All weights are sent if most have changed, and to a new engine."""
@@ -142,6 +145,12 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
         yield (
             f"generator.weight_sync_backend={way} needs {engines_with('weight_sync', way)}: with generator.backend="
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
+        )
+    placement, senders = cfg.trainer.placement, generator.weight_sync_senders
+    if way == "nccl" and senders > (ranks := placement.policy_num_nodes * placement.policy_num_gpus_per_node):
+        yield (
+            f"generator.weight_sync_senders={senders} is more than the {ranks} policy ranks "
+            f"(trainer.placement.policy_num_nodes times policy_num_gpus_per_node): set it to {ranks} or less"
         )
     lora, key = cfg.trainer.policy.lora, "trainer.policy.lora.sync=adapter"
     if lora.rank and lora.sync == "adapter":

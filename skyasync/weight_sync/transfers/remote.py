@@ -23,8 +23,9 @@ from torch import Tensor
 from skyasync.weight_sync.delta import WeightsHeader
 from skyasync.weight_sync.tensors import bytes_of, from_message, specs_of, to_message
 from skyasync.weight_sync.transfers.base import PolicyRanks
-from skyasync.weight_sync.transfers.broadcast import BroadcastSender, interrupt_soon
+from skyasync.weight_sync.transfers.broadcast import BroadcastSender
 from skyasync.weight_sync.transfers.file import read_file
+from skyasync.weight_sync.transfers.groups import interrupt_soon
 from skyasync.weight_sync.transfers.shared_memory import BufferReader
 from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 

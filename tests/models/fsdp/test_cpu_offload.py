@@ -177,7 +177,10 @@ def test_a_reference_stays_on_the_host(untied_model: str) -> None:
 def test_weights_of_the_host_are_sent_by_the_device() -> None:
     """NCCL sends tensors on GPUs only."""
     sent: list[torch.Tensor] = []
-    group = SimpleNamespace(join=lambda: None, rendezvous={"chunk_bytes": 2**20}, broadcast=sent.append)
+    rendezvous = {"chunk_bytes": 2**20, "senders": [0]}
+    start = lambda sender, tensor: sent.append(tensor)  # noqa: E731
+    group = SimpleNamespace(join=lambda: None, rendezvous=rendezvous, start=start, finish=lambda sender: None)
+    group.senders, group.most_in_flight = 1, 2
     layer = torch.nn.Linear(2, 3)
     specs: TensorSpecs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in layer.named_parameters()}
     sender = BroadcastSender(lambda: None, 0, torch.device("meta"))  # type: ignore[arg-type,return-value]
