@@ -240,7 +240,7 @@ def check_targets(path: str, config_kwargs: Mapping[str, Any], settings: LoraCon
 
 def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
     """The layers that get an adapter, by their full names: peft would match experts' matrices by the last parts alone.
-    They are in the language model and in its head, not in a tower beside it.
+    They are in the language model and in its head, not in a tower for other inputs.
 
     Raises:
         UserError: naming a layer that the model lacks and the nearest, or one that cannot have an adapter of its own.

@@ -101,7 +101,7 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
     def number(*names: str, default: int = 0) -> int:
         return int(next((value for name in names if (value := config_value(text, name)) is not None), default))
 
-    decoder = model.get_decoder() or model  # without a tower beside it
+    decoder = model.get_decoder() or model  # without a tower for other inputs
     layers = [m for m in decoder.modules() if type(m).__name__ in set(model._no_split_modules or ())]
     types = config_value(text, "layer_types") or [""] * len(layers)
     signatures = [(kind, *(p.shape for p in layer.parameters())) for kind, layer in zip(types, layers, strict=False)]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from benchmarks.plan import QWEN3, Case, loop_peak, planned
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.models.fsdp import gradient_projection
 from skyasync.planning.measure import measure
 from skyasync.planning.memory import ACTIVATIONS, FLOAT32, WEIGHTS, RankUse
 from skyasync.planning.shape import read_shape
@@ -219,15 +220,15 @@ def test_a_critic_has_a_head_of_one_number_and_a_reference_no_optimizer_state(fo
     assert peak(policy(cfg).resident) - alone == pytest.approx(12 * shape.hidden, abs=64), "a vector and its moments"
 
 
-def test_a_limit_of_the_cosine_stores_one_gradient_more(folder: Path) -> None:
+def test_a_limit_of_the_cosine_stores_one_gradient_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_projection, "STEPPED_AT_ONCE", 1024)  # numbers that are copied at a time
     cfg = settings(folder)
     without = policy(cfg)
     cfg.trainer.policy.optimizer_config.max_grad_cosine = 0.5
     limited = policy(cfg)
     assert limited.resident["moments"] == pytest.approx(1.5 * without.resident["moments"], rel=0.01)
     more = peak(limited.stepping) - peak(without.stepping)
-    assert more >= without.gradients
-    assert more == pytest.approx(without.gradients, rel=0.5), "few numbers are copied at a time"
+    assert without.gradients <= more < without.gradients + 5 * 8 * 1024, "a few copies of so many numbers in float64"
 
 
 @pytest.mark.matrix
