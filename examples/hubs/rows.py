@@ -12,5 +12,5 @@ def sorting() -> list[dict[str, Any]]:
             "expected_answer": row["answer"],
             "extraction_mode": "full_response",
         }
-        for row in prompts("train", count=640, seed=1)
+        for row in prompts("train", count=1280, seed=1)
     ]
