@@ -260,8 +260,8 @@ class WeightSync:
         """
         if self._floor is not None and version == self._version:
             limit = self.tolerance or self.rounding.limit(self._floor)
-            scored, engines = self._last_scored == self._syncs, self._engines
-            self._tokens.verify(version, gap, self._floor, limit, sync=self._syncs, engines=engines, scored=scored)
+            most, scored = self.tolerance or self.rounding.most, self._last_scored == self._syncs
+            self._tokens.verify(version, gap, limit, most, sync=self._syncs, engines=self._engines, scored=scored)
 
     async def _compare(self, when: str) -> dict[str, float]:
         async with together() as both:

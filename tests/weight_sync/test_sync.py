@@ -291,6 +291,17 @@ async def test_tokens_that_are_further_off_than_the_limit_end_the_run_and_both_n
 
 
 @virtual_time
+async def test_sampled_tokens_differ_more_by_rounding_than_prompts_and_have_a_floor_of_their_own():
+    """Differences of SmolLM2 in bfloat16."""
+    engines = Engines([(-1.0116, -2.0116)])
+    both = WeightSync(Trainer(backend="shared_memory"), engines, [[1, 2, 3]], rounding=BFLOAT16, interval=100)
+    await both.measure_floor()
+    await steps(both, [0.0436, 0.0389, 0.0469])
+    with pytest.raises(WeightSyncError, match=r"by 0\.2 in .*differed by 0\.0436, and allowed is 0\.174 "):
+        await steps(both, [0.2])
+
+
+@virtual_time
 async def test_tokens_that_are_off_where_the_probe_has_just_found_nothing_are_not_comparable_and_prove_nothing():
     both = sampling_sync()
     assert await steps(both, [2e-3, 1e-4, 2e-3, 1e-4, 2e-3]) == [1, 2, 4]

@@ -82,21 +82,28 @@ class TokenVerifier:
     Invariant: tokens count only once they have been as close as the verification prompts after the same sync. If they
     are not, they are sampled in a way that the prompts do not show (by the environment), and they never count.
 
+    Tokens that are sampled have a floor of their own, above that of the prompts, since unlikely ones differ more: with
+    SmolLM2 in bfloat16 0.04 nats, and 0.01 of the prompts. It is the largest difference after syncs that the prompts
+    verified.
+
     Attributes:
         last_verified: the last sync that tokens have verified.
     """
 
     def __init__(self) -> None:
         self.last_verified = -1
+        self._floor = 0.0
         self._comparable: bool | None = None  # not known yet
 
     def verify(
-        self, version: int, gap: float, floor: float, limit: float, *, sync: int, engines: int, scored: bool
+        self, version: int, gap: float, limit: float, most: float, *, sync: int, engines: int, scored: bool
     ) -> None:
         """Note the difference of the tokens that were sampled after a sync.
 
         Args:
             gap: mean over the tokens of all engines; if one of them is off, only its share counts.
+            limit: of the verification prompts.
+            most: that is allowed in any case.
             scored: the verification prompts were within the limit after this sync.
 
         Raises:
@@ -107,11 +114,14 @@ class TokenVerifier:
             self._comparable = within and self._comparable is not False
         if not self._comparable:
             return
-        if not gap <= limit:
+        if scored:
+            self._floor = max(self._floor, gap)
+        allowed = min(max(limit, TIMES * self._floor), most)
+        if not gap <= allowed:
             raise WeightSyncError(
                 f"what the engines sampled by version {version} and the trainer differ by {gap:.3g} in log-probability "
-                f"(mean over the batch's tokens of this version); at start-up they differed by {floor:.3g}, and "
-                f"allowed is {limit:.3g} (generator.weight_sync_tolerance)"
+                f"(mean over the batch's tokens of this version); after verified syncs they differed by "
+                f"{self._floor:.3g}, and allowed is {allowed:.3g} (generator.weight_sync_tolerance)"
             )
         if within:
             self.last_verified = sync
