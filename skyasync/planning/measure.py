@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 from unittest import mock
@@ -319,7 +320,7 @@ class MeasuredBackend(FSDPBackend):
         fake = detect_fake_mode()
         assert fake is not None
         with _disable_current_modes():
-            micro_batches = list(super()._micro_batches(batch, max_rows))
+            micro_batches = list(islice(super()._micro_batches(batch, max_rows), self.computed))
         self.rows = len(micro_batches[0].rows)
         self.tokens = -(-micro_batches[0].layout.tokens.numel() // self.spec.mesh_shape.context)
 
@@ -328,7 +329,7 @@ class MeasuredBackend(FSDPBackend):
             self.meter.watch(made, ACTIVATIONS)
             return made
 
-        for micro in micro_batches[: self.computed]:
+        for micro in micro_batches:
             layout = micro.layout if self.model.context else _each(micro.layout, without_numbers)
             yield MicroBatch(micro.rows, micro.batch.each(without_numbers), layout)
 

@@ -12,6 +12,7 @@ from benchmarks.plan import QWEN3, Case, loop_peak, planned
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.models.fsdp import gradient_projection
+from skyasync.models.packing import MicroBatches
 from skyasync.planning.measure import measure
 from skyasync.planning.memory import ACTIVATIONS, FLOAT32, WEIGHTS, RankUse
 from skyasync.planning.shape import read_shape
@@ -302,3 +303,21 @@ def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Pat
     frozen = measure(cfg, ROLES["policy"], 2, gpus=False)
     assert use.updating[ACTIVATIONS] > 1.03 * frozen.updating[ACTIVATIONS]
     assert use.flops > 1.01 * frozen.flops
+
+
+def test_only_micro_batches_that_are_computed_are_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each response fills one; of responses of a million tokens, all of a rank would take gigabytes."""
+    built: list[int] = []
+    layout = MicroBatches._layout
+
+    def counted(self: MicroBatches[Any], batch: Any, *rest: Any) -> Any:
+        built.append(len(batch))
+        return layout(self, batch, *rest)
+
+    monkeypatch.setattr(MicroBatches, "_layout", counted)
+    cfg = settings(folder, num_hidden_layers=2)
+    cfg.generator.sampling_params.max_generate_length = 256
+    cfg.trainer.train_batch_size = 16
+    use = policy(cfg)
+    assert use.micro_batches == 8
+    assert len(built) == 2  # one to score, one to update

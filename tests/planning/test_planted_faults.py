@@ -246,7 +246,7 @@ def test_too_little_memory_is_named_by_the_plan_of_the_full_size(
     planted: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyasync.planning.advise", lambda *_: {})  # which measures other settings
-    long = ["generator.sampling_params.max_generate_length=4000000"]
+    long = ["generator.sampling_params.max_generate_length=1000000"]
     with pytest.raises(AssertionError, match="processes start"):
         command(["rehearse", *arguments(long, planted), *MACHINE])
     said = capsys.readouterr().out

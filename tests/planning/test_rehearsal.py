@@ -148,7 +148,7 @@ def test_a_fault_is_named_before_any_process_starts(
     ("setting", "named"),
     [
         ("trainer.parallel.tensor=8", "does not divide"),
-        pytest.param("generator.sampling_params.max_generate_length=4000000", "does not fit", marks=pytest.mark.matrix),
+        pytest.param("generator.sampling_params.max_generate_length=1000000", "does not fit", marks=pytest.mark.matrix),
     ],
 )
 def test_the_full_size_is_looked_at_first(
