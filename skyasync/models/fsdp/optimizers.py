@@ -158,10 +158,8 @@ class TrainedPart:
             norm = torch.nn.utils.get_total_norm(gradients)
             self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             return self.norm
-        # torch's function takes tensors of one mesh. What the tensor dimension replicates counts on its first rank.
-        first = mesh.tensor is None or mesh.tensor.get_local_rank() == 0
-        copied = None if self.copy is None else self.copy.grad
-        counted = [local(g) for g in gradients if g is not copied and (first or is_tensor_parallel(g))]
+        # torch's function takes tensors of one mesh.
+        counted = [local(p.grad) for p in self.module.parameters() if p.grad is not None and self._counts(p, mesh)]
         squares = torch.zeros((), dtype=torch.float64, device=local(gradients[0]).device)
         if counted:
             squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
