@@ -21,11 +21,11 @@ CONFIG = Path(__file__).parents[2] / "examples" / "vision" / "config.yaml"
 )
 def test_counting_in_images_improves(ray_session: None, tmp_path: Path, settings: list[str]) -> None:
     BasePPOExp(load_config([
-        "--config", str(CONFIG), "trainer.max_training_steps=40", "trainer.eval_interval=0",
+        "--config", str(CONFIG), "trainer.max_training_steps=60", "trainer.eval_interval=0",
         "generator.eval_n_samples_per_prompt=8",
         "trainer.policy.threads=1", "generator.threads=1", f"trainer.runs_dir={tmp_path}", "trainer.run_name=run",
         "trainer.terminal=lines", *settings,
     ])).run()  # fmt: skip
     before, *steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert before["eval/score"] < 0.6
-    assert steps[-1]["eval/score"] > before["eval/score"] + 0.06  # its standard error is 0.02
+    assert steps[-1]["eval/score"] > before["eval/score"] + 0.1  # its standard error is 0.02
