@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -30,6 +31,10 @@ T = TypeVar("T")
 RANK = 8
 LENGTH = 64
 KEY = "tml-local"
+
+# A sampler made from a handle reports for the life of the process that its server is gone (the SDK cannot close it),
+# and its warnings would be read by the test that runs at that time.
+logging.getLogger("tinker.lib.internal_client_holder").propagate = False
 
 
 def config(model: str) -> Config:

@@ -143,6 +143,7 @@ class Clients:
 
     def __init__(self, service: Any, model: str, base_url: str) -> None:
         self.service, self.other = service, tinker.ServiceClient(base_url=base_url, api_key=KEY)
+        self.other.holder.get_session_id()  # otherwise it has no session that could be closed
         self.client = service.create_lora_training_client(model, rank=2, seed=1).result()
         self.client.forward_backward([datum(1, 2, 3)], "cross_entropy").result()
         self.client.optim_step(types.AdamParams()).result()

@@ -110,4 +110,5 @@ def test_a_client_goes_on_when_an_engine_a_rank_and_the_server_are_killed(
     with command(tmp_path / "server", port, *QUICK):
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         progress += [future.result().metrics["loss:sum"], *steps(client, 1)]
+        service.close("success").result()
     assert progress == losses[0]

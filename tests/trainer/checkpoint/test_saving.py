@@ -33,7 +33,7 @@ def information(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    found = [record.getMessage() for record in caplog.records if record.name.startswith("skyasync.")]
     assert not any("\n" in line for line in found)
     return found
 
