@@ -254,12 +254,15 @@ class ModelBackend(ABC):
         """
         raise self._not_supported("train")
 
-    def optimizer_step(self, lr: Mapping[str, float], scale: float = 1.0) -> dict[str, dict[str, float]]:
+    def optimizer_step(
+        self, lr: Mapping[str, float], scale: float = 1.0, beta1: float | None = None
+    ) -> dict[str, dict[str, float]]:
         """Change the weights by the gradient, and forget the gradient.
 
         Args:
             lr: learning rate of each part.
             scale: of gradient and loss, if ``examine`` was not called before.
+            beta1: AdamW's first decay rate for the model, instead of the settings'.
 
         Returns:
             Of each part that had a loss: ``loss``, ``grad_norm`` (before clipping), ``tokens``, and the loss's metrics,

@@ -226,10 +226,11 @@ class Learner:
                 weights = [self.objective.correction_weights(part) for part in self.parts]
                 known = [each for each in weights if each is not None]
                 self._lr_scale = self.control.choose(self.parts, self._context.progress.step, known)
-            slower = self._lr_scale not in (None, 1.0)  # a user's own dispatch need not know the argument
             options = {role: _of(role) for turn in self._trained_roles for role in turn}
-            if slower and POLICY in options:
-                options[POLICY]["lr_scale"] = self._lr_scale
+            if self.control and self._lr_scale is not None and POLICY in options:
+                changed, defaults = {"lr_scale": self._lr_scale, "beta1": self.control.beta1}, (1.0, None)
+                if tuple(changed.values()) != defaults:  # else a user's own dispatch need not know the arguments
+                    options[POLICY] |= changed
             for roles in self._trained_roles:
                 async with together() as calls:
                     steps = {r: calls.create_task(dispatch.optimizer_step(step, scale, **options[r])) for r in roles}

@@ -132,7 +132,12 @@ class Dispatch:
             batch.proximal_logprobs = before
 
     async def optimizer_step(
-        self, schedule_step: int | None = None, scale: float = 1.0, role: str = POLICY, lr_scale: float = 1.0
+        self,
+        schedule_step: int | None = None,
+        scale: float = 1.0,
+        role: str = POLICY,
+        lr_scale: float = 1.0,
+        beta1: float | None = None,
     ) -> dict[str, float]:
         """Change the weights; returns metrics (loss, grad_norm, lr, ...).
 
@@ -140,11 +145,13 @@ class Dispatch:
             schedule_step: optimizer step by which the learning rate goes; by default the workers' own count.
             scale: gradient and loss are multiplied by it first: one over the loss's denominator, if the loss weights
                 lack it.
-            lr_scale: factor of the scheduled learning rate. Workers of a user need not know it while it is 1.
+            lr_scale: factor of the scheduled learning rate.
+            beta1: AdamW's first decay rate; None: the settings'. Workers of a user need not know the last two
+                arguments while they have their defaults.
         """
-        factor = () if lr_scale == 1.0 else (lr_scale,)
+        changed = () if lr_scale == 1.0 and beta1 is None else (lr_scale, beta1)
         async with self.transfer.changing():
-            metrics = (await self.call(self._host_of(role), "optimizer_step", schedule_step, scale, *factor))[0]
+            metrics = (await self.call(self._host_of(role), "optimizer_step", schedule_step, scale, *changed))[0]
         return {name.removeprefix(f"{role}/"): value for name, value in metrics.items()}
 
     async def examine(self, scale: float = 1.0, role: str = POLICY) -> str:

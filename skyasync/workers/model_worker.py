@@ -133,7 +133,7 @@ class ModelWorker(Worker):
         return self.backend.forward_backward(batch, loss, returns).get(LOGPROBS)
 
     def optimizer_step(
-        self, schedule_step: int | None = None, scale: float = 1.0, lr_scale: float = 1.0
+        self, schedule_step: int | None = None, scale: float = 1.0, lr_scale: float = 1.0, beta1: float | None = None
     ) -> dict[str, float]:
         """Change the weights by the gradient, and forget the gradient.
 
@@ -142,6 +142,7 @@ class ModelWorker(Worker):
             scale: gradient and loss are multiplied by it first: one over the loss's denominator, if the weights lack
                 it.
             lr_scale: factor of the model's learning rate; that of a critic on its layers stays.
+            beta1: AdamW's first decay rate, likewise; None: the settings'.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the loss's metrics; those of a critic on
@@ -157,7 +158,7 @@ class ModelWorker(Worker):
         }
         rates[MODEL] *= lr_scale
         results: dict[str, float] = {}
-        for part, metrics in self.backend.optimizer_step(rates, scale).items():
+        for part, metrics in self.backend.optimizer_step(rates, scale, beta1).items():
             prefix = "critic/" if part == VALUE_HEAD else ""
             results |= {prefix + name: value for name, value in {**metrics, "lr": rates[part]}.items()}
         return results

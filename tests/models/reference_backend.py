@@ -115,7 +115,9 @@ class ReferenceBackend(ModelBackend):
                 return f"the loss of step {self.step} is not finite: {metrics}"
         return ""
 
-    def optimizer_step(self, lr: Mapping[str, float], scale: float = 1.0) -> dict[str, dict[str, float]]:
+    def optimizer_step(
+        self, lr: Mapping[str, float], scale: float = 1.0, beta1: float | None = None
+    ) -> dict[str, dict[str, float]]:
         try:
             if problem := self.examine(scale):
                 raise NonFiniteError(problem)
@@ -127,6 +129,8 @@ class ReferenceBackend(ModelBackend):
                             parameter.grad *= limit / metrics["grad_norm"]
                 for group in optimizer.param_groups:
                     group["lr"] = lr[part]
+                    first = self.spec.optimizers[part].adam_betas[0] if beta1 is None or part != MODEL else beta1
+                    group["betas"] = (first, group["betas"][1])
                 optimizer.step()
                 self.step += part == MODEL
             return self._metrics

@@ -281,6 +281,29 @@ def test_training_goes_on_from_a_checkpoint_bitwise(load: Load, tmp_path: Path, 
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(backend.weights(), other.weights(), strict=True))
 
 
+def test_a_first_decay_rate_is_that_of_one_step(load: Load) -> None:
+    """With rates d1 and d2 of the first moment AdamW moves by m / (1 - d2**2), m = d2 (1 - d1) g1 + (1 - d2) g2."""
+    gradients = [gradient(load(), learning(seed)) for seed in (0, 1)]
+    backend = load(optimizers={MODEL: replace(LINEAR, adam_betas=[0.8, 0.0], eps=1.0)})
+    for seed, lr, beta1 in ((0, 0.0, None), (1, 1.0, 0.5)):
+        backend.forward_backward(learning(seed), policy_loss())
+        before = weights(backend)
+        backend.optimizer_step({MODEL: lr}, beta1=beta1)
+    for name, tensor in backend.weights():
+        first, second = (found[name] for found in gradients)
+        moment = (0.5 * 0.2 * first + 0.5 * second) / (1 - 0.5**2)
+        torch.testing.assert_close(before[name] - tensor, moment / (1 + second.abs()), atol=1e-6, rtol=1e-3)
+    backend.forward_backward(learning(2), policy_loss())
+    backend.optimizer_step({MODEL: 0.0})
+    assert {tuple(group["betas"]) for group in optimizer_of(backend).param_groups} == {(0.8, 0.0)}, (
+        "the settings' again"
+    )
+
+
+def optimizer_of(backend: Any) -> torch.optim.Optimizer:
+    return backend.optimizers[MODEL] if hasattr(backend, "optimizers") else backend.optimizer
+
+
 def test_a_round_trip_through_host_memory_changes_no_bit(load: Load) -> None:
     backend, other = load(), load()
     for each in (backend, other):

@@ -97,9 +97,10 @@ class TrainerConfig(FaultToleranceConfig):
     """Maximum staleness in fully_async and its variants: policy versions from a prompt's submission to its training. 0
     is synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
-    """auto lowers the policy's learning rate for stale samples, so that the KL divergence between sampling and trained
-    policy stays below 0.02 nats per token. The rate is never above the schedule's. If the effective sample size is
-    below 0.5, it flattens the correction's weights; fully_async and its variants also lower the staleness bound."""
+    """auto lowers the policy's learning rate for stale samples by the KL divergence between sampling and trained
+    policy, and divides AdamW's first decay rate by 1 + staleness. The learning rate is never above the schedule's. If
+    the effective sample size is below 0.5, it flattens the correction's weights; fully_async and its variants also
+    lower the staleness bound."""
     sync_interval: int = key(1, low=1)
     """Training steps from one weight sync to the next. A value of n adds up to n - 1 to the staleness."""
     staleness_bound: str = key("hard", choices=("hard", "mean"))

@@ -76,15 +76,15 @@ class MultiAdapterWorker(PolicyWorker):
 
     def adam_step(self, adam: Mapping[str, float]) -> dict[str, Any]:
         """One step of AdamW with these settings, and its metrics; ``problem`` if there was none, and why."""
-        backend, betas = self._fsdp, (adam["beta1"], adam["beta2"])
+        backend, first = self._fsdp, adam["beta1"]
         self._folder = ""
         backend.trained[MODEL].max_grad_norm = max(0.0, adam["grad_clip_norm"])
         for group in backend.optimizer.param_groups:
-            group |= {"betas": betas, "eps": adam["eps"], "weight_decay": adam["weight_decay"]}
+            group |= {"betas": (first, adam["beta2"]), "eps": adam["eps"], "weight_decay": adam["weight_decay"]}
         if problem := backend.examine():
             backend.drop_gradient()
             return {"problem": problem}
-        return dict(backend.optimizer_step({MODEL: adam["learning_rate"]}).get(MODEL, {}))
+        return dict(backend.optimizer_step({MODEL: adam["learning_rate"]}, beta1=first).get(MODEL, {}))
 
     def load_adapters(self, folder: str, optimizer: bool) -> None:
         """What ``save`` wrote, into the active model."""

@@ -444,7 +444,9 @@ class FSDPBackend(ModelBackend):
         shown = ", ".join(bad[:5] or ["another rank's shard"]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         return [f"the {whose}gradient of optimizer step {self.step} is not finite in: {shown}"]
 
-    def optimizer_step(self, lr: Mapping[str, float], scale: float = 1.0) -> dict[str, dict[str, float]]:
+    def optimizer_step(
+        self, lr: Mapping[str, float], scale: float = 1.0, beta1: float | None = None
+    ) -> dict[str, dict[str, float]]:
         try:
             if problem := self.examine(scale):
                 raise NonFiniteError(problem)
@@ -459,6 +461,8 @@ class FSDPBackend(ModelBackend):
                 optimizer = self.trained[name].optimizer
                 for group in optimizer.param_groups:
                     group["lr"] = lr[name]
+                    first = self.spec.optimizers[name].adam_betas[0] if beta1 is None or name != MODEL else beta1
+                    group["betas"] = (first, group["betas"][1])
                 optimizer.step()
                 self.step += name == MODEL
             if offloaded:

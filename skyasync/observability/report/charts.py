@@ -130,9 +130,10 @@ _CONTROL = Chart(
     "Step size under staleness",
     (
         Line("staleness_control/lr_scale", "factor of the learning rate"),
+        Line("staleness_control/adam_beta1", "AdamW's first decay rate"),
         Line("staleness_control/correction_exponent", "exponent of the correction's factors"),
     ),
-    says="Both are 1 where nothing is changed, and lower while stale samples are far from the trained policy.",
+    says="All are lower under staleness: without, factor and exponent are 1, and the decay rate is the settings'.",
     percent=True,
 )
 _BOUND = Chart(

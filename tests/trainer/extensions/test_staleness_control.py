@@ -22,6 +22,7 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.extensions.staleness_control import (
+    BETA1,
     BOUND,
     EXPONENT,
     FULL_KL,
@@ -32,6 +33,7 @@ from skyasync.trainer.extensions.staleness_control import (
     StalenessBound,
     StalenessControl,
     StepSize,
+    decay_under,
 )
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
@@ -72,8 +74,9 @@ def test_the_kl_divergence_settles_at_the_limit_below_it_at_full_steps_and_above
     bound: int, speed: float, noise: float
 ) -> None:
     factors = policy_of(StepSize(bound), speed, noise, 60)
-    assert all(1 / (1 + bound) <= factor <= 1 for factor in factors)
-    reached, least = speed * (bound * factors[-1]) ** 2, 1 / (1 + bound)
+    least = 1 / (1 + bound / 2)
+    assert all(least <= factor <= 1 for factor in factors)
+    reached = speed * (bound * factors[-1]) ** 2
     assert factors[0] == least
     if reached > 1.01 * KL_LIMIT:
         assert factors[-1] == least
@@ -84,7 +87,7 @@ def test_the_kl_divergence_settles_at_the_limit_below_it_at_full_steps_and_above
 @given(st.integers(1, 9), st.floats(1e-3, 10))
 def test_steps_are_as_small_as_for_the_whole_bound_before_batches_are_so_stale(bound: int, speed: float) -> None:
     factors = policy_of(StepSize(bound), speed, 0.0, 2 * bound)
-    steady = max(1 / (1 + bound), min(1.0, math.sqrt(KL_LIMIT / speed) / bound))
+    steady = max(1 / (1 + bound / 2), min(1.0, math.sqrt(KL_LIMIT / speed) / bound))
     assert factors[1:] == pytest.approx([steady] * (2 * bound - 1))
 
 
@@ -104,6 +107,10 @@ def test_the_state_goes_through_a_checkpoint(bound: int, batches: list[dict[int,
     before = [rule.choose(batch) for batch in batches[:cut]]
     resumed = StepSize(**json.loads(json.dumps(asdict(rule))))
     assert before + [resumed.choose(batch) for batch in batches[cut:]] == factors
+
+
+def test_the_momentum_is_divided_by_1_and_the_staleness() -> None:
+    assert [decay_under(s, 0.9) for s in (0, 1, 4, 8)] == [0.9, 0.45, pytest.approx(0.18), pytest.approx(0.1)]
 
 
 MUCH, LITTLE = 0.4, 0.01  # nats per token: effective sample sizes of 0.45 and 0.98
@@ -187,20 +194,31 @@ def test_the_bound_is_that_of_the_plans_settings(plan: str, settings: dict[str, 
 
 
 def test_a_decision_is_logged_in_words_when_it_changes(caplog: pytest.LogCaptureFixture) -> None:
-    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}))
+    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}), cfg=Config())
     control, batches = StalenessControl(context, bound=2), [batch([[0]], 0.0), batch([[1]], 0.4), batch([[1]], 0.0)]
     with caplog.at_level("INFO"):
         factors = [control.choose([made], 5) for made in batches]  # type: ignore[list-item]
-    assert factors == [1 / 3, 1 / 3, 1 / 2] and context.phases.metrics[SCALE] == 1 / 2
-    first, second = caplog.messages
-    assert "multiplied by 0.33" in first and "0.0 versions old, nothing is known yet of the size of steps" in first
-    assert "multiplied by 0.5" in second and "1.0 versions old, they would be 0.41 nats per token" in second
+    assert factors == [1 / 2, 1 / 2, 2 / 3] and context.phases.metrics[SCALE] == 2 / 3
+    first, second = [message for message in caplog.messages if "multiplied" in message]
+    assert "multiplied by 0.5" in first and "0.0 versions old, nothing is known yet of the size of steps" in first
+    assert "multiplied by 0.67" in second and "1.0 versions old, they would be 0.18 nats per token" in second
+
+
+def test_the_momentum_is_logged_and_is_the_settings_again_without_staleness(caplog: pytest.LogCaptureFixture) -> None:
+    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}), cfg=Config())
+    control = StalenessControl(context, bound=0)
+    with caplog.at_level("INFO"):
+        for ages, beta1 in (([[0]], None), ([[1]], 0.45), ([[8]], 0.1), ([[0]], None)):
+            control.choose([batch(ages, 0.0)], 5)  # type: ignore[list-item]
+            assert control.beta1 == (beta1 if beta1 is None else pytest.approx(beta1))
+    said = [message for message in caplog.messages if "first decay rate" in message]
+    assert ["is 0.45, and 0.9 by" in message for message in said] == [True, False, False]
 
 
 def test_correction_and_bound_are_decided_in_words_and_go_through_a_checkpoint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}))
+    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}), cfg=Config())
     control = StalenessControl(context, 2, least=1)
     made: Any = batch([[-1, 0, 0], [-1, 1, 1]], 1.2)  # two tokens of staleness 1 whose ratio is exp(1.2)
     far: Any = batch([[-1, 1, 1], [-1, 1, 1]], 1.2)
@@ -227,7 +245,7 @@ def test_correction_and_bound_are_decided_in_words_and_go_through_a_checkpoint(
 
 
 def test_noise_between_engine_and_trainer_does_not_lower_the_bound() -> None:
-    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}))
+    context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}), cfg=Config())
     control, ages = StalenessControl(context, 2, least=1), torch.tensor([[0, 1, 1, 2]])
     noisy: Any = SimpleNamespace(
         loss_mask=ages >= 0,
@@ -254,7 +272,7 @@ async def test_a_synchronous_run_with_control_is_the_plain_run_bitwise(model: st
         await LocalRun(RayPPOTrainer, config(model, steps=2, staleness_control=control)).train()
         for control in ("none", "auto")
     ]
-    extra = {SCALE: 1.0, FULL_KL: 0.0}
+    extra = {SCALE: 1.0, FULL_KL: 0.0, BETA1: 0.9}
     expected = {s: row | (extra if s else {}) for s, row in without_times(plain.tracker.rows).items()}
     assert without_times(auto.tracker.rows) == expected
     for name, weights in plain.dispatch.weights().items():
@@ -286,8 +304,10 @@ async def test_a_stale_run_takes_smaller_steps_and_resumes_bitwise(model: str, t
     lr = 3e-3
     whole = await stale_run(model, tmp_path / "whole", lr).train()
     factors = [whole.tracker.rows[step][SCALE] for step in range(1, 7)]
-    assert factors[0] == 1 / 2 and min(factors) >= 1 / 2 and len(set(factors)) > 3, factors
+    assert factors[0] == 2 / 3 and min(factors) >= 2 / 3 and len(set(factors)) > 3, factors
     assert [whole.tracker.rows[step]["policy/lr"] for step in range(1, 7)] == [lr * factor for factor in factors]
+    worker: Any = whole.dispatch._policy
+    assert {group["betas"][0] for group in worker.backend.optimizer.param_groups} == {decay_under(1.0, 0.9)}
     first = stale_run(model, tmp_path / "cut", lr)
     first.trainer.callbacks.append(Stop())
     with pytest.raises(Broken):
