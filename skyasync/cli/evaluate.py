@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from skyasync.cli.commands import Arguments, take_options, whole_number
 from skyasync.config.resume import STATE
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from skyasync.rollout.types import Group
 
 HELP = """\
-usage: skyasync evaluate [--of MODEL|CHECKPOINT|RUN] [--best] [--k 1,4,16] [--passing REWARD] [--prompts N] [--json]
-                         [key=value ...]
+usage: skyasync evaluate [--of MODEL|CHECKPOINT|RUN] [--best] [--k 1,4,16] [--passing REWARD] [--prompts N]
+                         [--out FILE] [--json] [key=value ...]
 
 Evaluates a model on data.val_data and data.val_sets with the run's engine and environments, without training. The
 metrics of a named set are eval/<set>/....
@@ -33,6 +33,7 @@ metrics of a named set are eval/<set>/....
 --k        values of k for pass@k and maj@k; by default 1, 2, 4, ... up to generator.eval_n_samples_per_prompt
 --passing  the minimum reward of a correct sample (trainer.eval_passing, 1)
 --prompts  evaluate only the first N prompts
+--out      write the episodes to this file, one per line as JSON: messages, texts, reward
 --json     print the metrics as JSON
 
 pass@k is the probability that at least one of k samples is correct (unbiased estimate of Chen et al. 2021), maj@k the
@@ -42,7 +43,7 @@ probability that the most frequent answer of k samples is correct (trainer.eval_
 
 def evaluate(argv: Arguments) -> None:
     """Play all held-out prompts, and print the scores."""
-    values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100"}
+    values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100", "--out": "samples.jsonl"}
     options, rest = take_options(argv, values, ("--json", "--best"), settings=True)
     ks = [whole_number(part, "--k") for part in options["--k"].split(",")] if options.get("--k") else []
     try:
@@ -67,7 +68,8 @@ def evaluate(argv: Arguments) -> None:
         cfg.trainer.eval_k = ks or cfg.trainer.eval_k
         experiment = RolloutExperiment(cfg, evaluation=True)
         most = whole_number(options["--prompts"], "--prompts") if "--prompts" in options else 0
-        metrics = run_or_exit(experiment, lambda: measure(experiment, most))
+        out = stack.enter_context(_opened(options["--out"])) if options.get("--out") else None
+        metrics = run_or_exit(experiment, lambda: measure(experiment, most, out))
     if "--json" in options:
         print(json.dumps(metrics, indent=1))
         return
@@ -81,15 +83,31 @@ def evaluate(argv: Arguments) -> None:
             console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")
 
 
-def measure(experiment: RolloutExperiment, most: int = 0) -> dict[str, float]:
-    """The ``scores`` of an experiment's held-out prompts, or of the first ``most`` of them."""
+def _opened(path: str) -> TextIO:
+    """Before anything starts: an evaluation may take hours."""
+    try:
+        return Path(path).expanduser().open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror or error}") from error
+
+
+def measure(experiment: RolloutExperiment, most: int = 0, out: TextIO | None = None) -> dict[str, float]:
+    """The ``scores`` of an experiment's held-out prompts, or of the first ``most`` of them.
+
+    Args:
+        out: gets each episode as a line.
+    """
+    from skyasync.cli.rollout import record
     from skyasync.rollout.evaluation import Scoring
     from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
 
     groups = experiment.play(experiment.prompts(most))
+    scoring, tokenizer = Scoring.of(experiment.cfg), experiment.get_tokenizer()
+    for group in groups if out else ():
+        for trajectory in group.trajectories:
+            print(json.dumps(record(group, trajectory, tokenizer), default=str), file=out)
     if problem := describe(bad_rewards(groups)):
         raise UserError(problem)
-    scoring, tokenizer = Scoring.of(experiment.cfg), experiment.get_tokenizer()
     return scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
 
 

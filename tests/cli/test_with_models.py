@@ -87,6 +87,10 @@ def test_an_export_replaces_nothing(run: Trained, tmp_path: Path) -> None:
         (["export", "{run}", "--ouf=x"], "unknown option --ouf: did you mean --out?"),
         (["evaluate", "--of={run}", "--k", "0"], "--k 0: not a whole number of at least 1"),
         (["evaluate", "--of={run}", "--k", "4", VAL], "--k 4 needs as many samples: set generator.eval_n_samples_per_"),
+        (
+            ["evaluate", "--of={run}", VAL, "--out=/no/such"],
+            "--out /no/such cannot be written: No such file",
+        ),
         (["evaluate", "--of={run}"], "there are no held-out prompts: name data.val_data"),
         (["replay", "{run}", "--tokens"], "--tokens is read with --show"),
         (["replay", "{run}/checkpoints"], "is not a run's folder: it has no config.yaml"),
@@ -101,13 +105,17 @@ def test_wrong_arguments_are_one_line(argv: list[str], line: str, run: Trained, 
     assert line in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_evaluated_with_its_runs_settings(run: Trained, capsys: Any) -> None:
+def test_a_checkpoint_is_evaluated_with_its_runs_settings(run: Trained, tmp_path: Path, capsys: Any) -> None:
     sampled = ["generator.eval_n_samples_per_prompt=4", "generator.eval_sampling_params.temperature=null"]
-    command(["evaluate", f"--of={run.folder}", "--best", "--prompts=6", "--json", "--passing=0.5", VAL, *sampled])
+    command(["evaluate", f"--of={run.folder}", "--best", "--prompts=6", "--json", "--passing=0.5", VAL, *sampled,
+             f"--out={tmp_path / 'samples.jsonl'}"])  # fmt: skip
     found = json.loads(capsys.readouterr().out)
     assert found["eval/prompts"] == 6
     assert 0 <= found["eval/pass@1"] <= found["eval/pass@2"] <= found["eval/pass@4"] <= 1
     assert found["eval/score_error"] >= 0
+    episodes = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(episodes) == 6 * 4
+    assert sum(episode["reward"] for episode in episodes) / 24 == pytest.approx(found["eval/score"])
 
 
 def test_prompts_are_played_without_a_run_folder(
