@@ -228,8 +228,8 @@ class Learner:
                 self._lr_scale = self.control.choose(self.parts, self._context.progress.step, known)
             options = {role: _of(role) for turn in self._trained_roles for role in turn}
             if self.control and self._lr_scale is not None and POLICY in options:
-                changed, defaults = {"lr_scale": self._lr_scale, "beta1": self.control.beta1}, (1.0, None)
-                if tuple(changed.values()) != defaults:  # else a user's own dispatch need not know the arguments
+                changed = {"lr_scale": self._lr_scale, "beta1": self.control.beta1}
+                if changed != {"lr_scale": 1.0, "beta1": None}:  # else a user's own dispatch need not know them
                     options[POLICY] |= changed
             for roles in self._trained_roles:
                 async with together() as calls:

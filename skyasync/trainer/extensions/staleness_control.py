@@ -103,15 +103,6 @@ class StepSize:
         return sum(latest) + (staleness - len(latest))
 
 
-def decay_under(staleness: float, decay: float) -> float:
-    """AdamW's first decay rate for samples of this staleness, which itself acts as momentum.
-
-    Mitliagkas et al. 2016 (1605.09774) show the effect, and that the best momentum falls with the staleness. The
-    divisor is ours: rates that keep the mean age of gradients (8/9, 5/6, 1/2) were worse in our benchmark.
-    """
-    return decay / (1.0 + staleness)
-
-
 @dataclass
 class StalenessBound:
     """Chooses how many versions samples may be old, within the user's limit; a pure state machine.
@@ -203,7 +194,9 @@ class StalenessControl(RunExtension):
                 "generator's output lacks rollout_logprobs: return them, or set trainer.staleness_control=none"
             )
         rule, factor = self._rule, self._rule.choose(batch)
-        decay = decay_under(rule.staleness, self._decay)
+        # Staleness acts as momentum (Mitliagkas et al. 2016, 1605.09774). The divisor is ours: rates that keep the mean
+        # age of gradients were worse in our benchmark.
+        decay = self._decay / (1.0 + rule.staleness)
         self.beta1 = decay if decay < self._decay else None
         self._phases.metrics |= {SCALE: factor, FULL_KL: rule.full_kl, BETA1: decay}
         if self._changed("newest", 1.0 - decay):
