@@ -1,13 +1,16 @@
-"""The arguments that vLLM is started with."""
+"""How vLLM is started: its arguments and environment."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from skyasync.inference.backends.vllm.engine import VLLMEngine
 from skyasync.inference.backends.vllm.setup import engine_arguments, prepare_environment
-from skyasync.inference.interface import EngineConfig
+from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
+from tests.inference.backends.vllm.models import save_model
 
 
 def test_an_engine_over_several_devices_starts_its_workers_itself() -> None:
@@ -38,3 +41,20 @@ def test_the_workers_of_an_engine_divide_its_threads(
         monkeypatch.setenv(name, "before")
     prepare_environment(EngineConfig("m", threads=threads, tensor_parallel_size=workers))
     assert os.environ["OMP_NUM_THREADS"] == each
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+async def test_the_first_prompt_in_bfloat16_may_be_short(engines_session: None, tmp_path: Path) -> None:
+    """On processors with tile registers (AMX), which a process must ask Linux for."""
+    save_model(tmp_path, tied=True)
+    engine = VLLMEngine(
+        EngineConfig(str(tmp_path), dtype="bfloat16", max_model_len=64, max_num_seqs=4, threads=1, kv_cache_gb=0.1)
+    )
+    await engine.start()
+    try:
+        request = GenerationRequest("short", [2, 3, 4], SamplingParams(max_tokens=4, ignore_eos=True))
+        answers = [output async for outputs in engine.generate([request]) for output in outputs]
+        assert [len(answer.token_ids) for answer in answers] == [4]
+    finally:
+        await engine.shutdown()
