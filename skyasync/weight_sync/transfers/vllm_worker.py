@@ -47,8 +47,8 @@ BACKEND = "shared_memory"
 BROADCAST = "broadcast"  # for weight_sync_backend=nccl: vLLM has an engine ``nccl`` of its own
 
 if torch.cpu._is_amx_tile_supported():
-    # Linux gives tile registers to processes that ask for them. vLLM's attention uses them in bfloat16 and does not ask;
-    # oneDNN does, at its first large product. A first prompt of three tokens would end the worker (SIGILL).
+    # Linux gives tile registers to processes that ask for them. vLLM's attention uses them in bfloat16 without asking;
+    # oneDNN asks, at its first large product. A first prompt of three tokens would end the worker (SIGILL).
     torch.cpu._init_amx()
 
 
