@@ -33,8 +33,9 @@ LENGTH = 64
 KEY = "tml-local"
 
 # A sampler made from a handle reports for the life of the process that its server is gone (the SDK cannot close it),
-# and its warnings would be read by the test that runs at that time.
-logging.getLogger("tinker.lib.internal_client_holder").propagate = False
+# and its warnings would be read by the test that runs at that time. A filter stays when other libraries configure
+# logging; ``propagate`` does not.
+logging.getLogger("tinker.lib.internal_client_holder").addFilter(lambda record: False)
 
 
 def config(model: str) -> Config:
