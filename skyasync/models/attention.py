@@ -19,12 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -195,11 +194,8 @@ def _attention(
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
     """Queries, keys, values ``[1, heads, tokens, size]``; the result is ``[1, tokens, heads, size]``."""
-    attend: Callable[..., Any] = partial(sdpa_attention_forward, module, **options)
-    if needs_float32_backward(query, options.get("dropout", 0.0)):
-        attend = partial(_Float32Backward.apply, attend)
     if attention_plan is None:
-        return attend(query, key, value, attention_mask)[0], None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if attention_plan.spec is not None:
         return flex_attention_forward(module, query, key, value, attention_plan.spec.mask(), **options)[0], None
     blocks = attention_plan.blocks
@@ -209,47 +205,11 @@ def _attention(
         _SplitIntoBlocks.apply(tensor.transpose(1, 2)[0], rectangles)
         for tensor, rectangles in ((query, queries), (key, keys), (value, keys))
     ]
-    results = [attend(q, k, v, mask)[0] for mask, q, k, v in zip(attention_plan.masks, *split, strict=True)]
+    results = [
+        sdpa_attention_forward(module, q, k, v, mask, **options)[0]
+        for mask, q, k, v in zip(attention_plan.masks, *split, strict=True)
+    ]
     return _JoinBlocks.apply(blocks, *results)[None], None
-
-
-def needs_float32_backward(query: Tensor, dropout: float) -> bool:
-    """Whether the gradient of bfloat16 attention is computed in float32: on a CPU torch's kernel for it takes about
-    six times as long in bfloat16. Fake tensors stand for those of a GPU too."""
-    learns = query.requires_grad and torch.is_grad_enabled() and not dropout
-    return learns and query.dtype == torch.bfloat16 and query.is_cpu and not isinstance(query, FakeTensor)
-
-
-class _AttentionContext(FunctionCtx):
-    attend: Callable[..., tuple[Tensor, Any]]
-    mask: Tensor | None
-    saved_tensors: tuple[Tensor, ...]
-
-
-class _Float32Backward(torch.autograd.Function):
-    """Attention whose backward pass computes it again in float32, and rounds the gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: _AttentionContext,
-        attend: Callable[..., Any],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-    ) -> tuple[Tensor]:
-        ctx.attend, ctx.mask = attend, mask
-        ctx.save_for_backward(query, key, value)
-        return (attend(query, key, value, mask)[0],)
-
-    @staticmethod
-    def backward(ctx: _AttentionContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        with torch.enable_grad():
-            exact = [each.detach().float().requires_grad_() for each in inputs]
-            (result, _) = ctx.attend(*exact, ctx.mask)
-        gradients = torch.autograd.grad(result, exact, gradient.float())
-        return None, *(each.to(own.dtype) for each, own in zip(gradients, inputs, strict=True)), None
 
 
 class _SplitContext(FunctionCtx):

@@ -11,18 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers.integrations.flex_attention as library
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from skyasync.models.attention import (
     NO_END,
     RECOMPILATIONS,
     MaskSpec,
-    _attention,
     allow_recompilations,
     attention_inputs,
     block_coverage,
@@ -232,20 +230,3 @@ def test_a_cpu_and_heads_too_small_for_the_kernel_keep_sdpa() -> None:
     assert not small.uses_flex(gpu)
     dense.model.set_attn_implementation("sdpa")
     assert not dense.uses_flex(gpu), "attention without block masks gets dense masks"
-
-
-def test_the_gradient_of_bfloat16_attention_on_a_cpu_is_float32s_rounded() -> None:
-    module: Any = nn.Module()
-    module.is_causal = True
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 2, 40, 16).bfloat16() for _ in "qkv"]
-    weights = torch.randn(1, 40, 2, 16).bfloat16()
-    own = [each.clone().requires_grad_() for each in inputs]
-    exact = [each.float().requires_grad_() for each in inputs]
-    found, _ = _attention(module, *own, None, scaling=0.3, dropout=0.0)
-    assert found.equal(sdpa_attention_forward(module, *inputs, None, scaling=0.3)[0])
-    (found * weights).sum().backward()
-    (sdpa_attention_forward(module, *exact, None, scaling=0.3)[0] * weights.float()).sum().backward()
-    for tensor, reference in zip(own, exact, strict=True):
-        assert tensor.grad is not None and reference.grad is not None
-        assert tensor.grad.equal(reference.grad.bfloat16())
