@@ -34,6 +34,13 @@ async def gap(engine: Any, worker: PolicyWorker, tag: str) -> float:
     return largest
 
 
+async def by_shared_memory(worker: PolicyWorker, engine: Any, version: int) -> None:
+    info = worker.transfer_weights("shared_memory", "write")
+    worker.transfer_weights("shared_memory", "prove")
+    await engine.update_weights(WeightUpdate(version, "shared_memory", info))
+    worker.transfer_weights("shared_memory", "release", info["path"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_it_samples_from_the_policy_after_every_sync(cfg: Config, dtype: str) -> None:
     worker = worker_on("cuda", cfg, dtype)
@@ -45,10 +52,7 @@ async def test_it_samples_from_the_policy_after_every_sync(cfg: Config, dtype: s
         assert await gap(engine, worker, "0/") < NOISE[dtype]
         for version in (1, 2, 3):
             worker.update_policy(make_batch(seed=version))
-            info = worker.transfer_weights("shared_memory", "write")
-            worker.transfer_weights("shared_memory", "prove")
-            await engine.update_weights(WeightUpdate(version, "shared_memory", info))
-            worker.transfer_weights("shared_memory", "release", info["path"])
+            await by_shared_memory(worker, engine, version)
             assert await gap(engine, worker, f"{version}/") < NOISE[dtype]
     finally:
         await engine.shutdown()

@@ -18,13 +18,12 @@ from skyasync.weight_sync.transfers import cuda_ipc
 from skyasync.weight_sync.transfers.cuda_ipc import message
 from skyasync.weight_sync.update import CUDA_IPC, WeightUpdate
 from skyasync.workers.policy import PolicyWorker
-from tests.gpu.test_embedded_engine import NOISE, gap
+from tests.gpu.conftest import HEAD
+from tests.gpu.test_embedded_engine import NOISE, by_shared_memory, gap
 from tests.gpu.test_policy import worker_on
 from tests.workers.conftest import config_for, make_batch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-
-HEAD = 32
 
 
 @asynccontextmanager
@@ -37,13 +36,6 @@ async def started(path: str, dtype: str, **settings: Any) -> AsyncIterator[Any]:
         yield engine
     finally:
         await engine.shutdown()
-
-
-async def by_shared_memory(worker: PolicyWorker, engine: Any, version: int) -> None:
-    info = worker.transfer_weights("shared_memory", "write")
-    worker.transfer_weights("shared_memory", "prove")
-    await engine.update_weights(WeightUpdate(version, "shared_memory", info))
-    worker.transfer_weights("shared_memory", "release", info["path"])
 
 
 async def in_parts(worker: PolicyWorker, engine: Any, version: int) -> None:

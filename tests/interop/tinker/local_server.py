@@ -33,8 +33,8 @@ LENGTH = 64
 KEY = "tml-local"
 
 # A sampler made from a handle reports for the life of the process that its server is gone (the SDK cannot close it),
-# and its warnings would be read by the test that runs at that time. A filter stays when other libraries configure
-# logging; ``propagate`` does not.
+# and its warnings would be read by the test that runs at that time. A filter, since ``propagate = False`` did not hold
+# in a run of all tests.
 logging.getLogger("tinker.lib.internal_client_holder").addFilter(lambda record: False)
 
 
