@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -30,9 +30,6 @@ from skyasync.models.fsdp.sharding import local
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.roles import POLICY
-
-if TYPE_CHECKING:
-    from skyasync.models.fsdp.backend import FSDPBackend
 
 BASE = ""
 """In place of a model's id: adapters that add nothing, or what is loaded next; they are not retained."""
