@@ -10,6 +10,7 @@ rewards and metrics, and ``done`` as a bool; everything else raises ``InvalidEnv
 from __future__ import annotations
 
 import math
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -22,6 +23,7 @@ from skyasync.errors import NonFiniteRewardError, UserError, take_former_methods
 from skyasync.inference.interface import SamplingParams
 
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # UTF-16 writes some characters as a pair of these
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 Message = dict[str, str]
@@ -206,7 +208,7 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
             raise InvalidEnvOutputError(
                 f"{what} must be text, since the environment has raw_text; found {reprlib.repr(messages)}"
             )
-        return messages
+        return _whole(messages)
     if not isinstance(messages, list) or not all(
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)
@@ -217,9 +219,18 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
             f"{what} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
     try:
-        return cast(Conversation, read_messages(messages))
+        return cast(Conversation, read_messages(_whole(messages)))
     except UserError as error:  # of this episode's images
         raise InvalidEnvOutputError(f"{what}: {error}") from error
+
+
+def _whole(value: Any) -> Any:
+    """Half surrogate pairs are replaced in all text: no tokenizer takes them, and a tool may repeat a model's."""
+    if isinstance(value, str):
+        return _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, Mapping):
+        return {name: _whole(each) for name, each in value.items()}
+    return [_whole(each) for each in value] if isinstance(value, list) else value
 
 
 def _number(value: object, what: str) -> float:

@@ -23,6 +23,8 @@ ToolSchema = dict[str, Any]  # in OpenAI's form, which chat templates read
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 
 _MARK = "_is_tool"
+MOST_LEVELS = 64
+"""Of nested values in calls, which templates and clients read by recursion."""
 
 
 class ToolError(Exception):
@@ -70,8 +72,8 @@ def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
 def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text in front of the tool calls, and the calls in the form of templates, without ids.
 
-    A call that is no JSON object with a name and arguments leaves the whole text as it is, so that its reader sees what
-    was wrong.
+    A call that is no JSON object with a name and arguments, or that cannot be sent (``as_sent``), leaves the whole text
+    as it is, so that its reader sees what was wrong.
     """
     functions = []
     for part in between(text, "<tool_call>", "</tool_call>"):
@@ -84,10 +86,31 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
         arguments = call.get("arguments", {})
         if not isinstance(arguments, dict):
             return text, []
-        functions.append({"type": "function", "function": {"name": call["name"], "arguments": arguments}})
-    if not functions:
+        functions.append({"name": call["name"], "arguments": arguments})
+    try:
+        calls = [{"type": "function", "function": function} for function in as_sent(functions)]
+    except ValueError:
         return text, []
-    return text[: text.index("<tool_call>")].rstrip(), functions
+    return (text[: text.index("<tool_call>")].rstrip(), calls) if calls else (text, [])
+
+
+def as_sent(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as their JSON is read, in which all keys are text.
+
+    Raises:
+        ValueError: for what templates and clients would fail at: half a surrogate pair, numbers that JSON lacks, more
+            than ``MOST_LEVELS`` levels.
+    """
+    level: list[Any] = [functions]
+    for _ in range(MOST_LEVELS):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [value for values in inner for value in values]
+    if level:
+        raise ValueError(f"more than {MOST_LEVELS} levels")
+    written = json.dumps(functions, ensure_ascii=False, allow_nan=False)
+    written.encode()
+    read: list[dict[str, Any]] = json.loads(written)
+    return read
 
 
 def between(text: str, start: str, end: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ from examples.agents.tasks import CALCULATOR
 from skyasync.agents.parsers import (
     REASONING_PARSERS,
     TOOL_PARSERS,
+    ParsedReply,
     ReplyParser,
     check_parsers,
     reasoning_parser,
@@ -24,6 +25,7 @@ from skyasync.agents.parsers import (
 )
 from skyasync.agents.recorder import AgentChat, RecordedCall, Recorder, conversation, thoughts
 from skyasync.arrays import ints
+from skyasync.envs.tools import MOST_LEVELS
 from skyasync.errors import UserError
 from skyasync.rollout.types import Segment
 from tests.rollout.episodes import tokenizer
@@ -75,6 +77,32 @@ def test_a_call_that_is_cut_short_or_spoilt_is_text(name: str, text: str) -> Non
     spoilt = [text[: len(text) // 3], text.replace("add", "").replace('"name"', '"nom"'), text.replace("1", "1 1")]
     for wrong in [*spoilt, text.replace("}", "") if "}" in text else text.replace(")", "")]:
         assert parser.read(wrong, [CALCULATOR]) == (wrong, [])
+
+
+def read_reply(name: str, text: str) -> ParsedReply:
+    reader = ReplyParser(tokenizer(), tool_parser(name, tokenizer()))
+    tokens = ints(tokenizer()(text)["input_ids"])
+    return reader.read(tokens, [], [CALCULATOR], framed=True, opened=False, done=True, several=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>'),
+        ("mistral", r'[TOOL_CALLS]add{"a": "\ud83d"}'),
+        ("pythonic", r"[add(a='\ud83d')]"),
+        ("llama3_json", '{"name": "add", "parameters": {"a": ' + "[" * MOST_LEVELS + "]" * MOST_LEVELS + "}}"),
+        ("mistral", '[TOOL_CALLS]add{"a": -Infinity}'),
+    ],
+)
+def test_a_call_that_a_template_or_a_client_would_fail_at_is_text(name: str, text: str) -> None:
+    assert tool_parser(name, tokenizer()).read(text, [CALCULATOR])[1] or name == "hermes"
+    assert read_reply(name, text)[1:3] == (text, [])
+
+
+def test_a_dictionarys_keys_are_text_as_json_has_them() -> None:
+    [call] = read_reply("pythonic", "[add(a={1: 2, 'b': (3,)})]").functions
+    assert call == {"name": "add", "arguments": {"a": {"1": 2, "b": [3]}}}
 
 
 @pytest.mark.parametrize("name", sorted({*TOOL_PARSERS.names()}))

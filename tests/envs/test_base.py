@@ -57,6 +57,17 @@ def test_a_step_must_be_a_dictionary_with_its_parts():
         check_step({"reward": 1}, raw=False, most_chars=10)
 
 
+@pytest.mark.parametrize("raw", [True, False])
+def test_half_a_surrogate_pair_which_no_tokenizer_takes_is_replaced(raw):
+    found, shown = "not found: \ud83d \N{GRINNING FACE}", "not found: \N{REPLACEMENT CHARACTER} \N{GRINNING FACE}"
+    if raw:
+        assert check_step(GOOD | {"observations": found}, raw=True, most_chars=99)["observations"] == shown
+        return
+    parts = [{"role": "tool", "content": [{"type": "text", "text": found}]}, {"role": "user", "content": found}]
+    text, plain = check_step(GOOD | {"observations": parts}, raw=False, most_chars=99)["observations"]
+    assert (text["content"][0]["text"], plain["content"]) == (shown, shown)
+
+
 def test_an_environment_of_plain_text_gives_text():
     assert check_step(GOOD | {"observations": "text"}, raw=True, most_chars=10)["observations"] == "text"
     with pytest.raises(ValueError, match="must be text, since the environment has raw_text"):

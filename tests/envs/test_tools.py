@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.envs import BaseTextEnv, ToolError, make, tool
-from skyasync.envs.tools import read_tool_calls, schemas
+from skyasync.envs.tools import MOST_LEVELS, read_tool_calls, schemas
 from skyasync.errors import UserError
 
 
@@ -127,7 +127,18 @@ def test_what_a_tool_raises_is_an_error_of_the_environment():
         answers(call("leave"))
 
 
-@pytest.mark.parametrize("broken", ["{", "[]", '{"name": 3}', '{"name": "price", "arguments": 3}', "[" * 100_000])
+DEEP = '{"name": "price", "arguments": {"item": ' + "[" * MOST_LEVELS + "]" * MOST_LEVELS + "}}"
+NOT_SENT = [
+    '{"name": "price", "arguments": {"item": "\\ud83d"}}',
+    '{"name": "pri\\ud83dce", "arguments": {}}',
+    '{"name": "price", "arguments": {"item": NaN}}',
+    DEEP,
+]
+
+
+@pytest.mark.parametrize(
+    "broken", ["{", "[]", '{"name": 3}', '{"name": "price", "arguments": 3}', "[" * 100_000, *NOT_SENT]
+)
 def test_a_call_that_is_not_well_formed_leaves_the_text_as_it_is(broken):
     text = f"So: <tool_call>{broken}</tool_call>"
     assert read_tool_calls(text) == (text, [])

@@ -19,6 +19,7 @@ from inspect import isclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 from skyasync.arrays import Ints
+from skyasync.envs.tools import as_sent
 from skyasync.errors import MissingVLLMError, UserError, unknown
 from skyasync.registry import Registry
 from skyasync.rollout.chat import Tools
@@ -198,7 +199,11 @@ class ReplyParser:
         if self.reasoning is not None:
             reasoning, text = self.reasoning.split(text, opened=opened, done=done)
         if tools and done:
-            text, functions = self.tools.read(text, tools)
+            front, functions = self.tools.read(text, tools)
+            try:
+                text, functions = front, as_sent(functions)
+            except ValueError:
+                functions = []
         elif tools:
             text = self.tools.sure(text)
         reasoning_tokens = 0
