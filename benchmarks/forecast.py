@@ -290,7 +290,7 @@ def main() -> None:
     options = parser.parse_args()
     import_module(TASKS[options.task].model).build()
     found = jobs(options)
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=1) as pool:
         for job in pool.imap_unordered(run, [job for kind in found.values() for job in kind]):
             step_s = median(job.series("time/step_s")[FILLING:]) / (job.pace or 1.0)
             steps = steps_to(TASKS[options.task].target, job.series("reward/mean"))

@@ -102,7 +102,8 @@ class SessionBroker:
             AgentError: if the session fails or is not ended in time; or if the other slots of its task were played, and
                 no session was opened for this one.
         """
-        slot = SessionSlot(episode, data, api_key, is_eval, timeout_s)
+        row = json.loads(json.dumps(data, default=str))  # dates, for example, which JSON lacks
+        slot = SessionSlot(episode, row, api_key, is_eval, timeout_s)
         self._free[episode] = slot
         self._groups.setdefault(slot.group, set()).add(episode)
         if self._tasks.get(slot.group):

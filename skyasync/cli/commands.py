@@ -251,3 +251,11 @@ def whole_number(text: str, option: str, least: int = 1) -> int:
     if not text.isdecimal() or int(text) < least:
         raise UserError(f"{option} {text}: not a whole number of at least {least}")
     return int(text)
+
+
+_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+
+def visible(text: str) -> str:
+    """A model's or a dataset's text for a terminal, which would carry out control characters."""
+    return text.translate(_CONTROL)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyasync.cli.commands import Arguments, take_options, whole_number
+from skyasync.cli.commands import Arguments, take_options, visible, whole_number
 from skyasync.errors import UserError
 from skyasync.observability import jsonl
 from skyasync.observability.report.page import sample_of
@@ -199,12 +199,12 @@ def _print(row: Row, console: Console, *, tokens: bool) -> None:
     for version in versions:
         line.append(f" {version} ", style=_colour(version))
     console.print(line)
-    console.print(Text(sample.prompt, style="dim"))
+    console.print(Text(visible(sample.prompt), style="dim"))
     if not tokens:
         text = Text()
         for token in sample.tokens:
-            text.append(token.text, style=_FAINT if token.version < 0 else _colour(token.version))
-        console.print(text if sample.tokens else Text(sample.response))
+            text.append(visible(token.text), style=_FAINT if token.version < 0 else _colour(token.version))
+        console.print(text if sample.tokens else Text(visible(sample.response)))
         console.print()
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from skyasync.cli.commands import Arguments, take_options, whole_number
+from skyasync.cli.commands import Arguments, take_options, visible, whole_number
 
 if TYPE_CHECKING:
     from skyasync.rollout.tokenizer import Tokenizer
@@ -51,9 +51,9 @@ def rollout(argv: Arguments) -> None:
         for prompt in prompts:
             tokens = chat.prompt(prompt.messages).tolist()
             console.print(Text(f"{prompt.id}  {prompt.env_class}  {len(tokens)} tokens", style="bold"))
-            console.print(Text(tokenizer.decode(tokens), style="cyan"))
+            console.print(Text(visible(tokenizer.decode(tokens)), style="cyan"))
             for name, value in prompt.extras.items():
-                console.print(Text(f"  {name}: {str(value)[:200]}", style="dim"))
+                console.print(Text(visible(f"  {name}: {str(value)[:200]}"), style="dim"))
             console.print()
         return
     groups = run_or_exit(experiment, lambda: experiment.play(prompts))
@@ -90,7 +90,7 @@ def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
         rewards = ", ".join(f"{reward:.3g}" for reward in group.rewards)
         console.print(Text(f"{group.prompt.id}  rewards {rewards}", style="bold"))
         prompt = [s for s in group.trajectories[0].segments if s.kind == "prompt"]
-        console.print(Text("".join(tokenizer.decode(s.tokens.tolist()) for s in prompt), style="dim"))
+        console.print(Text(visible("".join(tokenizer.decode(s.tokens.tolist()) for s in prompt)), style="dim"))
         for trajectory in group.trajectories:
             reason = trajectory.stop_reason
             end = {"stop": "", "length": ", cut by its length"}.get(reason, f", {reason}")
@@ -98,7 +98,7 @@ def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
             console.print(Text(head + end, style="green" if trajectory.reward > 0 else "yellow"))
             for segment in trajectory.segments[1:]:
                 style = "" if segment.kind == "action" else "magenta"
-                console.print(Text(tokenizer.decode(segment.tokens.tolist()), style=style))
+                console.print(Text(visible(tokenizer.decode(segment.tokens.tolist())), style=style))
         console.print()
     for name, value in rollout_metrics(groups).items():
         console.print(f"{name:<28} {value:.4g}")

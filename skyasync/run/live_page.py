@@ -114,7 +114,8 @@ class LivePage:
         if problem := foreign_origin(host, origin, loopback=self._loopback):
             return web.Response(status=403, text=problem, headers=HEADERS)
         given = request.query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
+        sent = given.encode(errors="surrogateescape")  # a header may be any bytes
+        if self.token and not hmac.compare_digest(sent, self.token.encode()):
             return web.Response(
                 status=401,
                 text="this page needs its token: open the address that was printed, with ?token=...",

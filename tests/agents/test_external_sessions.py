@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,15 @@ async def opened(found: Any, **body: Any) -> Any:
     status, session = await found.post("/v1/sessions", found.broker.key, **body)
     assert status == 200, session
     return session
+
+
+async def test_a_row_may_have_what_json_lacks(tmp_path: Path) -> None:
+    async with online(tmp_path) as found:
+        playing = asyncio.ensure_future(
+            found.broker.play("e0-i0-r0", {"day": date(2024, 1, 1)}, "http://x", "k", is_eval=False, timeout_s=9.0)
+        )
+        assert (await opened(found))["data"] == {"day": "2024-01-01"}
+        playing.cancel()
 
 
 async def test_a_process_of_its_own_plays_and_scores_what_the_plan_asks_for(tmp_path: Path) -> None:

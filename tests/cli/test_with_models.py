@@ -170,10 +170,15 @@ def test_episodes_are_shown_token_by_token(run: Trained, capsys: Any) -> None:
 
 
 def test_without_recorded_trajectories_the_samples_are_shown(run: Trained, tmp_path: Path, capsys: Any) -> None:
-    for name in ("config.yaml", "samples.jsonl"):
-        (tmp_path / name).write_text((run.folder / name).read_text())
+    (tmp_path / "config.yaml").write_text((run.folder / "config.yaml").read_text())
+    rows = read_lines(run.folder / "samples.jsonl")
+    for row in rows:
+        row["response"] = "\x1b]0;title\x07 \x1b[2J and \x9b2J, on\n\ttwo lines"
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command(["replay", str(tmp_path), "--show"])
-    assert "step 3" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 3" in out and "]0;title" in out and "two lines" in out
+    assert not {"\x1b", "\x07", "\x9b"} & set(out), "a terminal would carry them out"
     with pytest.raises(SystemExit):
         command(["replay", str(tmp_path)])
     assert "has neither a schedule (schedule.jsonl) nor recorded trajectories" in capsys.readouterr().err

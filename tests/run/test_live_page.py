@@ -95,6 +95,10 @@ async def test_other_machines_need_the_token(tmp_path: Path, serve: Serve) -> No
             async with browser.get(base + path) as refused:
                 assert refused.status == 401
                 assert live.token not in await refused.text()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(port))
+        writer.write(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer \xff\xfe\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
         async with browser.get(f"{base}/?token={live.token}") as page:
             assert page.status == 200
         async with browser.get(f"{base}/metrics", headers={"Authorization": f"Bearer {live.token}"}) as page:

@@ -219,6 +219,8 @@ class SamplingQueue:
         prompt = self._prompt(request)
         samplings = self._samplings(request, len(prompt))
         last = request.prompt_logprobs_last_n
+        if last is not None and not 1 <= last < len(prompt):
+            raise UserError(f"prompt_logprobs_last_n is {last}, not from 1 to {len(prompt) - 1}")
         async with self._turns.at(snapshot), self._turns.engines():
             calls = [
                 self._client.generate(GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling))
