@@ -173,7 +173,7 @@ def test_without_recorded_trajectories_the_samples_are_shown(run: Trained, tmp_p
     (tmp_path / "config.yaml").write_text((run.folder / "config.yaml").read_text())
     rows = read_lines(run.folder / "samples.jsonl")
     for row in rows:
-        row["response"] = "\x1b]0;title\x07 \x1b[2J and \x9b2J, on\n\ttwo lines"
+        row["tokens"]["text"][0] = "\x1b]0;title\x07 \x1b[2J and \x9b2J, on\n\ttwo lines"
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command(["replay", str(tmp_path), "--show"])
     out = capsys.readouterr().out

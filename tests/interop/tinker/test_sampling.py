@@ -128,7 +128,7 @@ async def test_stops_lengths_and_the_last_prompt_tokens(model: str, tmp_path: Pa
         (PROMPT, {"num_samples": 0}, "num_samples is 0"),
         (
             PROMPT,
-            {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
+            {"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3},
             "prompt_logprobs_last_n is 3, not from 1 to 2",
         ),
         (PROMPT, {"sampling_params": types.SamplingParams(temperature=1e-40)}, "temperature is 1e-40"),
