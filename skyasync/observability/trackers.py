@@ -131,7 +131,8 @@ class JsonlTracker(Tracker):
     """``metrics.jsonl``: ``{"step": k, "time": seconds since 1970, "reward/mean": ..., ...}``.
 
     The last line is written again whenever its step gets more metrics. The first step that is logged says
-    where a resumed run goes on: lines of later steps, from the interrupted run, are dropped.
+    where a resumed run goes on: lines of later steps, from the interrupted run, are dropped, and that of this step too
+    if it has one of the same metrics.
     """
 
     def __init__(self, context: TrackerContext) -> None:
@@ -143,7 +144,9 @@ class JsonlTracker(Tracker):
 
     def log(self, metrics: Metrics, step: int) -> None:
         if self._last is None:
-            earlier = [row for row in jsonl.read_rows(self._path) if row["step"] <= step]
+            rows = jsonl.read_rows(self._path)
+            repeats = any(row["step"] == step and metrics.keys() & row.keys() for row in rows)
+            earlier = [row for row in rows if row["step"] <= step - repeats]
             self._last = self._settle([*earlier, {"step": step}])
         row = {"step": step, "time": round(time.time(), 3), **metrics}
         if step < self._last["step"]:

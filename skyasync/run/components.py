@@ -96,7 +96,7 @@ class Components:
         experiment, cfg, settings = self._experiment, self._experiment.cfg, self._experiment.cfg.trainer
         updates, stream = trainer.context.length.updates, trainer.context.prompts
         chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
-        rows = (stream.prompt(position).messages for position in range(stream.rows))
+        rows = (stream.preview(position).messages for position in range(stream.rows))
         prompts = (ImageTokens(chat.prompt(messages).tolist(), images_of(messages)) for messages in rows)
         sees = reads_images(path := settings.policy.model.path)
         probe = choose_probe(prompts, PROBE_TOKENS, cuts=not sees)

@@ -181,12 +181,20 @@ class Phases:
         self.step, self.began = 0, 0.0
         self.limit_s = limit_s
         self.timeline = Timeline(None)
+        self._weights: dict[str, float] = {}  # of the metrics that ``mean`` adds to
         self._under_way: set[object] = set()
         self._last_s = 0.0  # when a step was under way
 
     def begin_step(self, step: int) -> None:
         """From here on phases and metrics are those of this step."""
         self.metrics, self.step, self.name, self.began = {}, step, "training", self.now()
+        self._weights = {}
+
+    def mean(self, name: str, value: float, weight: float) -> None:
+        """A metric of a part of the step's batch: the metric of the step is the mean of its parts."""
+        total = self._weights[name] = self._weights.get(name, 0.0) + weight
+        before = self.metrics.get(name, value)
+        self.metrics[name] = before + (value - before) * (weight / total if total else 0.0)
 
     @contextmanager
     def under_way(self) -> Iterator[None]:

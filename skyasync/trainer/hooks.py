@@ -83,7 +83,7 @@ class AlgorithmHooks:
         )
         if batch.rewards is not before:
             rows = len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
-            self.metrics["reward/shaped_mean"] = float(batch.rewards.sum()) / rows
+            self.context.phases.mean("reward/shaped_mean", float(batch.rewards.sum()) / rows, rows)
         if algorithm.truncated_responses == "mask":
             batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated)
         return batch
@@ -111,7 +111,8 @@ class AlgorithmHooks:
             estimator=algorithm.kl_estimator_type,
             bound=algorithm.kl_clamp,
         )
-        self.metrics.update({"reward/kl": float(kl), "reward/kl_coef": controller.value})
+        self.context.phases.mean("reward/kl", float(kl), int(batch.loss_mask.any(1).sum()))
+        self.metrics["reward/kl_coef"] = controller.value
         controller.update(float(kl), len(batch))
         return batch
 
@@ -151,7 +152,7 @@ class AlgorithmHooks:
             )
         taught, kl = teacher_advantages(batch.proximal_logprobs, batch.teacher_logprobs, batch.loss_mask)
         batch.advantages = batch.advantages + self.cfg.trainer.teacher.weight * taught
-        self.metrics["teacher/kl"] = float(kl)
+        self.context.phases.mean("teacher/kl", float(kl), int(batch.loss_mask.sum()))
         return batch
 
 

@@ -265,6 +265,8 @@ class Learner:
                 metrics |= {f"critic/{name}": value for name, value in critic.items()}
         self.trained = self.parts
         self._update_metrics, self.parts, self.updates, self._computed = {}, [], 0, False
+        if self.control and self._lr_scale is None:
+            self.control.stand()
         self._lr_scale = None
         return metrics
 

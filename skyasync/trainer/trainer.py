@@ -405,7 +405,9 @@ class RayPPOTrainer(AlgorithmHooks):
                 checkpointer.ledger.undone = LEFT_OUT
         if guard.must_undo(self.metrics):
             guard.undone(restored := await checkpointer.roll_back())
-            checkpointer.ledger.undo(restored, read_rows(run_dir.ledger) if run_dir is not None else ())
+            rows = read_rows(run_dir.ledger) if run_dir is not None else ()
+            own_rows = [row for row in rows if row["step"] <= self.global_step]  # others are of before a resume
+            checkpointer.ledger.undo(restored, own_rows)
         self.context.progress.trained(rollout.position, rollout.trained_early)
         self.metrics.update(self.context.prompts.observe(rollout.results, rollout.position))
         if self.cfg.data.replay_groups:

@@ -57,6 +57,12 @@ def test_the_chance_is_highest_at_a_pass_rate_of_a_half_and_never_below_the_floo
     assert right == wrong == 0.1 and half > 0.95 and 0.6 < quarter < half
 
 
+def test_a_look_at_the_data_before_the_run_takes_no_prompt() -> None:
+    looked_at = stream()
+    assert {looked_at.preview(position).id.row for position in range(ROWS)} == set(range(ROWS))
+    assert looked_at.offered == 0 and looked_at.state_dict() == stream().state_dict()
+
+
 def test_a_pool_judges_prompts_that_have_not_been_sampled() -> None:
     sampler = PassRateSampler(config(sampler_pool_key="level"))
     for row in range(30):

@@ -276,6 +276,33 @@ def test_the_ledger_counts_what_was_undone_as_given_up(tmp_path: Path) -> None:
     assert {ends[name][0].partition("@")[0] for name in of[:8] + of[16:]} == {"trained"}
 
 
+def test_the_ledgers_lines_of_before_a_resume_are_not_undone(tmp_path: Path) -> None:
+    first = spiking(PLANS[0], tmp_path, {}, trainer__on_spike="rollback", run_dir=RunDirectory(tmp_path, "run"))
+    first.faults["update", 4] = ZeroDivisionError("a bug")
+    with pytest.raises(ZeroDivisionError):
+        first.train()
+    folder = RunDirectory(tmp_path, "run", resume=True)
+    options: dict[str, Any] = {"trainer__on_spike": "rollback", "trainer__resume_mode": "latest", "run_dir": folder}
+    run = spiking(PLANS[0], tmp_path, {1: 0.75}, **options).train()
+    ends = audit(read_rows(folder.ledger))
+    assert {len(found) for found in ends.values()} == {1}
+    assert {name for name, found in ends.items() if found == ["given_up@3"]} == set(map(str, run.trained[:4]))
+
+
+@pytest.mark.parametrize("mode", ["2", "step_000002"])
+def test_a_rollback_goes_to_the_checkpoint_that_was_resumed_until_there_is_a_newer_one(
+    mode: str, tmp_path: Path
+) -> None:
+    """``weights`` count updates: those of steps that were trained before the resume are not restored."""
+    spiking(PLANS[0], tmp_path / "one", {}, trainer__ckpt_keep=0).train()
+    own = tmp_path / "one" if mode == "2" else tmp_path / "two"
+    mode = mode if mode == "2" else str(tmp_path / "one" / mode)
+    options: dict[str, Any] = {"trainer__on_spike": "rollback", "trainer__resume_mode": mode}
+    run = spiking(PLANS[0], own, {1: 0.75, 4: 0.75}, **options).train()
+    assert run.tracker.of("spikes/rolled_back_to") == {3: 2.0, 6: 4.0}
+    assert run.dispatch.weights == 2 + 1, "steps 3, 5 and 6 are undone: 2, then 4 and what it had of step 4"
+
+
 def test_steps_undone_in_a_row_end_the_run(tmp_path: Path) -> None:
     run = spiking(PLANS[0], tmp_path, {3: 1.0, 4: 1.0}, trainer__on_spike="rollback", trainer__max_bad_steps=2)
     with pytest.raises(UserError, match=r"step 4: rolled back 2 steps in a row \(trainer\.max_bad_steps=2\): "):
@@ -287,6 +314,33 @@ def test_a_limit_for_a_metric_that_there_is_not_names_the_nearest(tmp_path: Path
     run.trainer.cfg.trainer.spike_limits["policy/aprox_kl"] = 1.0
     with pytest.raises(UserError, match=r"spike_limits names policy/aprox_kl, .* did you mean policy/approx_kl\?"):
         run.train()
+
+
+def test_a_documented_metric_that_some_steps_lack_is_no_mistake_also_after_a_resume(tmp_path: Path) -> None:
+    """``gap/mean`` is of the first step alone, in which the trainer's version is the sampler's."""
+    settings: dict[str, Any] = {"trainer__policy_mini_batch_size": 2, "trainer__spike_limits": {"gap/mean": 1.0}}
+    settings |= {"prompts": 24, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    first = make_run(PLANS[1], trainer__max_training_steps=3, **settings).train()
+    assert list(first.tracker.of("gap/mean")) == [1]
+    second = make_run(PLANS[1], trainer__resume_mode="latest", **settings).train()
+    assert [step for step, _ in second.tracker.rows] == [4, 5, 6]
+
+
+def test_a_metric_of_the_users_loss_that_a_step_had_may_be_absent_after_a_resume(tmp_path: Path) -> None:
+    def run(names: set[int], **settings: Any) -> Run:
+        run = spiking(PLANS[0], tmp_path, {}, **settings)
+        run.trainer.cfg.trainer.spike_limits["policy/mine"] = 1.0
+        step = run.dispatch.optimizer_step
+
+        async def own(schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+            found = await step(schedule_step, scale)
+            return found | ({"mine": 0.5} if run.trainer.global_step + 1 in names else {})
+
+        run.dispatch.optimizer_step = own  # type: ignore[method-assign]
+        return run
+
+    run({1, 2}, trainer__max_training_steps=2).train()
+    assert run({5}, trainer__resume_mode="latest").train().tracker.of("policy/mine") == {5: 0.5}
 
 
 @pytest.mark.parametrize(

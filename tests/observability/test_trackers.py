@@ -71,6 +71,20 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_does_again(run):
     assert [(row["step"], row["reward/mean"]) for row in lines(run)] == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
 
 
+def test_the_first_step_that_is_done_again_has_nothing_of_the_interrupted_run(run):
+    first = JsonlTracker(TrackerContext(run))
+    first.log({"reward/mean": 1.0}, 1)
+    first.log({"reward/mean": 1.0, "eval/score": 0.9, "spikes/count": 1.0}, 2)
+    JsonlTracker(TrackerContext(run)).log({"reward/mean": 2.0}, 2)
+    assert without_time(lines(run)) == [{"step": 1, "reward/mean": 1.0}, {"step": 2, "reward/mean": 2.0}]
+
+
+def test_other_metrics_of_the_last_step_are_added_by_a_run_that_begins_with_it(run):
+    JsonlTracker(TrackerContext(run)).log({"reward/mean": 1.0}, 1)
+    JsonlTracker(TrackerContext(run)).log({"mine/score": 2.0}, 1)
+    assert without_time(lines(run)) == [{"step": 1, "reward/mean": 1.0, "mine/score": 2.0}]
+
+
 def test_readers_leave_a_torn_line_out(run):
     run.metrics.write_bytes(b'{"step": 1, "a": 2}\n[1]\nnull\n{"a": 1}\n\n{"step": 2, "a"')
     assert read_rows(run.metrics) == [{"step": 1, "a": 2}]

@@ -18,7 +18,7 @@ from skyasync.errors import UserError
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state, refusal
 from skyasync.trainer.checkpoint.settings_check import check_recorded, record
 from skyasync.trainer.context import Metrics, RunContext
-from skyasync.trainer.extensions import load_states, nearest_metric, save_states
+from skyasync.trainer.extensions import is_documented, load_states, nearest_metric, save_states
 from skyasync.trainer.extensions.prompt_ledger import PromptLedger
 from skyasync.trainer.learner import Learner
 from skyasync.utils import manifest
@@ -62,6 +62,7 @@ class Checkpointer:
         self._learner, self._extensions = learner, extensions
         self.saves_on_exit = context.cfg.trainer.ckpt_on_exit
         self._failures = 0  # in a row
+        self._resumed_from: Path | None = None  # until this run has saved
         self._task: asyncio.Task[Path] | None = None  # writes while training goes on
         self._task_step, self._write_s = 0, 0.0
         self._metric_seen = False  # ``ckpt_best_metric``, ever
@@ -105,13 +106,14 @@ class Checkpointer:
         if self.checkpoints is None or not name or (name.startswith("eval/") and not evaluated):
             return False
         if name not in metrics:
-            if self._metric_seen:
+            best = self.checkpoints.best
+            if self._metric_seen or is_documented(name) or (best is not None and best.metric == name):
                 return False  # no group of this step was worth training, for example
             hint = nearest_metric(name, metrics)
             raise UserError(f"trainer.ckpt_best_metric={name}: step {step} has no such metric: {hint}")
         self._metric_seen = True
         value, before, best = metrics[name], list(self._better.values()), self.checkpoints.best
-        if best is not None and best.metric == name:
+        if best is not None and best.metric == name and best.folder != f"step_{step:06d}":  # which is written again
             before.append(best.value)
         better = max if self._cfg.ckpt_best_mode == "max" else min
         if value != value or (before and better([value, *before]) in before):
@@ -209,7 +211,7 @@ class Checkpointer:
                 self._cfg.ckpt_patience,
             )
             return None
-        self.saved_step, self._failures, self.problem = step, 0, ""
+        self.saved_step, self._failures, self.problem, self._resumed_from = step, 0, "", None
         if (value := self._better.pop(step, None)) is not None and self.checkpoints is not None:
             self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
         self.complete.append(folder)
@@ -244,18 +246,20 @@ class Checkpointer:
             self._context.solved.resume(folder, self._context.prompts.of_identity)
             load_states(self._extensions, folder)
         self._context.progress.resumed(state.step, state.position, state.trained_early)
-        self.saved_step = state.step
+        self.saved_step, self._resumed_from = state.step, folder
         return True
 
     async def roll_back(self) -> int:
-        """Make the models what they were in the newest whole checkpoint, and skip the current data; its step.
+        """Make the models what they were in the newest whole checkpoint of this run, or the one that it resumed from,
+        and skip the current data; its step.
 
         Raises:
             UserError: if there is none.
         """
         async with self._phases.limited("loading of the checkpoint"):
             await self.arrived(wait=True)
-            folder = self.checkpoints and await self._undamaged(Resume(requested=True), self.checkpoints)
+            newest = Resume(requested=True, folder=self._resumed_from)
+            folder = self.checkpoints and await self._undamaged(newest, self.checkpoints)
             if not folder:
                 raise UserError("trainer.on_spike=rollback: there is no checkpoint to restore")
             state = self._state(folder)

@@ -176,6 +176,9 @@ class Unfinished:
                     file.write(json.dumps(content, indent=2, default=str).encode())
         manifest.write(self.path, sums)
         former = _set_aside(self.final) if self.final.exists() else None
+        if former is not None and self.checkpoints.best is not None and self.checkpoints.best.folder == self.final.name:
+            self.checkpoints.best = None  # it was another one of this step, before a resume
+            (self.checkpoints.folder / BEST).unlink()
         os.replace(self.path, self.final)
         manifest.sync_folder(self.final.parent)
         if former is not None:  # the new one is safe

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from skyasync.callbacks import RunExtension
 from skyasync.errors import UserError, nearest
+from skyasync.observability.metric_names import entry_of
 
 if TYPE_CHECKING:
     from skyasync.trainer.trainer import RayPPOTrainer
@@ -41,6 +42,13 @@ def nearest_metric(name: str, metrics: Mapping[str, float]) -> str:
     """The end of an error about a metric that does not exist: the nearest name."""
     close = nearest(name, metrics, count=1)
     return f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+
+
+def is_documented(name: str) -> bool:
+    """Whether the library has a metric of this name: not every step need have it. Others are of losses, environments
+    and evaluations, or mistakes."""
+    entry = entry_of(name)
+    return entry is not None and (not entry.name.endswith(("<name>", "<statistic>")) or "<n>" in entry.name)
 
 
 def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:

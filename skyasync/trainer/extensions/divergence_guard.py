@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import NonFiniteError, UserError
 from skyasync.rollout.types import Group, Trajectory
 from skyasync.trainer.context import RunContext
-from skyasync.trainer.extensions import nearest_metric
+from skyasync.trainer.extensions import is_documented, nearest_metric
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +58,16 @@ class DivergenceGuard(RunExtension):
         self.spikes(metrics)
         if "policy/loss" in metrics:  # else nothing was trained
             for name in self._cfg.spike_limits.keys() - self._seen - metrics.keys():
-                if not name.startswith(("eval/", "sync/")):  # which are not in every step
+                if not name.startswith("eval/") and not is_documented(name):  # which are not in every step
                     hint = nearest_metric(name, metrics)
                     raise UserError(f"trainer.spike_limits names {name}, and a step has no such metric: {hint}")
         self._checked = {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"seen": sorted(self._seen)} if self._seen else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._seen = set(state["seen"])
 
     # ---------------------------------------------------------------- not finite
 

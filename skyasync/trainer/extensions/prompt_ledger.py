@@ -45,6 +45,7 @@ class PromptLedger(RunExtension):
         self._saves = context.cfg.trainer.ckpt_rollouts and saves(context.cfg.trainer)
         self._ids: dict[str, PromptId] = {}  # of open prompts
         self._rejected: dict[str, str] = {}  # in the current step, and why
+        self._released: set[str] = set()  # open prompts that a plan has rejected, without waiting for the step
         self.undone = ""
 
     def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
@@ -62,6 +63,10 @@ class PromptLedger(RunExtension):
         if len(after) < len(before):
             left = {str(group.prompt.id) for group in after}
             self._rejected |= {name: why for group in before if (name := str(group.prompt.id)) not in left}
+
+    def release(self, groups: Sequence[Group]) -> None:
+        """Note that a plan replaces these. A checkpoint keeps the groups, but no version: nothing waits for them."""
+        self._released |= {str(group.prompt.id) for group in groups}
 
     def undo(self, step: int, lines: Iterable[Line]) -> None:
         """The models are what they were after that step again, and so the current step trains nothing either.
@@ -88,6 +93,7 @@ class PromptLedger(RunExtension):
         self.ledger.close(sorted(failed), "given_up", FAILED)
         self._rejected, self.undone = {}, ""
         self._ids = {name: identity for name, identity in self._ids.items() if name in self.ledger.versions}
+        self._released &= self.ledger.versions.keys()
         return self.ledger.line()
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -103,7 +109,8 @@ class PromptLedger(RunExtension):
         partial = await self._generator.partial_rollouts() if isinstance(self._generator, TrajectoryGenerator) else []
         if not self.ledger.versions:
             return
-        versions = {self._ids[name]: version for name, version in self.ledger.versions.items()}
+        waited_for = self.ledger.versions.keys() - self._released
+        versions = {self._ids[name]: v for name, v in self.ledger.versions.items() if name in waited_for}
         in_flight = self.ledger.versions.keys() - self.ledger.finished.keys()
         partial = [trajectory for trajectory in partial if str(trajectory.id.prompt) in in_flight]
         state = saved.RolloutState(versions, list(self.ledger.finished.values()), partial)

@@ -58,7 +58,7 @@ class StepSize:
         bound: versions that a sample may be old by the run's settings.
         noise: KL divergence of tokens of staleness 0: what engine and trainer compute differently.
         speed: KL divergence of one full step.
-        factors: of the latest training steps, the newest last.
+        factors: of the latest training steps, the newest last; 0 if the policy was not trained.
         full_kl: KL divergence that batches like the last would have after full steps, the noise left out.
         staleness: S of the last batch.
     """
@@ -80,13 +80,13 @@ class StepSize:
         known = {s: drift for s, drift in batch.items() if s >= 0 and math.isfinite(drift.kl)}
         if fresh := known.pop(0, None):
             self.noise = _average(self.noise, fresh.kl)
-        if known:
-            moved = sum(drift.tokens * self._moved(s) ** 2 for s, drift in known.items())
+        moved = sum(drift.tokens * self._moved(s) ** 2 for s, drift in known.items())
+        if moved:
             kl = sum(drift.tokens * max(drift.kl - (self.noise or 0.0), 0.0) for drift in known.values())
             self.speed = _average(self.speed, kl / moved)
         tokens = sum(drift.tokens for drift in batch.values())
         square = sum(drift.tokens * s**2 for s, drift in batch.items()) / max(tokens, 1)
-        if len(self.factors) < self.bound:
+        if len(list(filter(None, self.factors))) < self.bound:
             square = max(square, self.bound**2)
         self.staleness = math.sqrt(square)
         least = 1.0 / (1.0 + self.staleness / 2)
@@ -96,6 +96,10 @@ class StepSize:
             factor = max(least, math.sqrt(self.kl_limit / self.full_kl))
         self.factors = [*self.factors, factor][-REMEMBERED:]
         return factor
+
+    def stand(self) -> None:
+        """The policy was not trained in this training step."""
+        self.factors = [*self.factors, 0.0][-REMEMBERED:]
 
     def _moved(self, staleness: int) -> float:
         """Full steps by which the policy has moved in so many training steps."""
@@ -174,6 +178,10 @@ class StalenessControl(RunExtension):
     def staleness_bound(self) -> int | None:
         """Versions that a prompt may be old which is submitted from now on; None: as many as the settings say."""
         return self._bound.bound if self._bound else None
+
+    def stand(self) -> None:
+        """The policy was not trained in this training step."""
+        self._rule.stand()
 
     def choose(self, parts: Sequence[UpdateBatch], step: int, weights: Sequence[Tensor] = ()) -> float:
         """The factor of the learning rate of a training step, from the batches of its first optimizer step.

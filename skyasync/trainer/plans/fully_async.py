@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from math import inf
 from typing import Any, ClassVar
 
 from skyasync.config.schema import Config
@@ -30,7 +31,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     |-----------------|--------------------------------------------|---------------------------------------------------|
     | generation loop | a free slot                                | training loop, after each sync; a finished        |
     |                 |                                            | rollout, if only the concurrency was at its       |
-    |                 |                                            | limit; one that is rejected                       |
+    |                 |                                            | limit; one that is rejected; a batch that begins  |
     | a rollout       | the engines                                | they answer or fail; a sync holds them back       |
     |                 |                                            | briefly                                           |
     | a rollout       | the gate (partial_rollout=wait, evaluation | the sync or evaluation that closed it, which      |
@@ -70,7 +71,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             progress, prompts = self.context.progress, self.context.prompts
             refill, rejecting = self.context.refill, dict[str, float]()
             if refill.active:
-                rejecting = {"steps": self.total_steps - self.global_step, "most_rejected": refill.most_rejected}
+                steps = self.cfg.trainer.max_training_steps  # else small batches leave more to be trained
+                rejecting = {"steps": steps - self.global_step if steps else inf, "most_rejected": refill.most_rejected}
             limits = AdmissionLimits.of(self.cfg, prompts.total, **rejecting)
             early, ledger = progress.trained_early, self.checkpointer.ledger
             interrupted = ledger.open_positions(progress.position, early)  # in the run before
@@ -105,6 +107,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         groups, metrics = await self.roll_out([self.context.prompts.prompt(position)])
         if self.context.refill.active and not self.filter_groups(groups):
             self._rejected += groups
+            self.checkpointer.ledger.release(groups)
             self.admission.reject(position)
             self._slot_freed.set()
         else:
@@ -118,6 +121,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         while (batch := self.admission.take()) is None:
             self._rollout_finished.clear()
             await self._rollout_finished.wait()
+        self._slot_freed.set()  # the next batch may reject as many as this one
         finished = [self._finished.pop(position) for position in batch.positions]
         rejected, self._rejected = self._rejected, []
         metrics = merged([metrics for _, metrics in finished]) | {

@@ -187,6 +187,25 @@ def test_a_step_or_a_folder_may_be_named(mode: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_best_checkpoint_that_is_written_again_after_a_resume_is_judged_again(tmp_path: Path) -> None:
+    def scored(scores: dict[int, float], **settings: Any) -> None:
+        run = run_of(tmp_path, trainer__ckpt_best_metric="policy/score", trainer__ckpt_interval=2, **settings)
+        step = run.dispatch.optimizer_step
+
+        async def scoring(schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+            return await step(schedule_step, scale) | {"score": scores.get(run.trainer.global_step + 1, 0.0)}
+
+        run.dispatch.optimizer_step = scoring  # type: ignore[method-assign]
+        run.train()
+
+    scored({2: 0.1, 4: 0.2, 6: 0.9})
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert (best["folder"], best["value"]) == ("step_000006", 0.9)
+    scored({5: 0.25, 6: 0.3}, trainer__resume_mode="4")
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert (best["folder"], best["value"]) == ("step_000006", 0.3)
+
+
 def test_a_named_checkpoint_of_another_run_is_gone_on_from_in_ones_own_folder(tmp_path: Path) -> None:
     run_of(tmp_path / "a", trainer__max_training_steps=3).train()
     mode = str(tmp_path / "a" / "step_000002")

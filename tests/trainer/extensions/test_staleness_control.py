@@ -90,6 +90,17 @@ def test_steps_are_as_small_as_for_the_whole_bound_before_batches_are_so_stale(b
     assert factors[1:] == pytest.approx([steady] * (2 * bound - 1))
 
 
+def test_steps_in_which_the_policy_was_not_trained_move_nothing_and_are_none_of_the_first_ones() -> None:
+    rule = StepSize(4)
+    for _ in range(6):  # the critic's warm-up
+        rule.stand()
+    assert rule.choose({4: Drift(1000, 0.0)}) == pytest.approx(1 / 3)
+    assert rule.speed is None, "nothing has moved: the divergence of 0 says nothing of full steps"
+    rule.stand()
+    rule.choose({2: Drift(1000, 0.01)})
+    assert rule.speed == pytest.approx(0.01 / (1 / 3) ** 2)
+
+
 def test_tokens_count_by_their_number_and_their_staleness() -> None:
     rule = StepSize(factors=[0.5, 0.25])  # distances of 0.25, 0.75, and 1.75 with the step that is not remembered
     rule.choose({1: Drift(3, 0.1), 3: Drift(1, 0.5)})

@@ -143,6 +143,26 @@ def test_one_step_off_ends_although_there_are_fewer_batches_than_planned(depth: 
     assert run.trained == stream(20)[:4]
 
 
+@pytest.mark.parametrize("plan", BOUNDED)
+def test_the_limit_of_rejected_prompts_holds_per_step_also_with_few_syncs(plan: type[RayPPOTrainer]) -> None:
+    """Between two syncs nothing else frees a slot for the batch that follows one with too many rejected prompts."""
+    all_right = frozenset(identity.row for identity in stream(60)[2:50])
+    run = refilling(plan, all_right, prompts=60, trainer__sync_interval=2, trainer__max_staleness=1).train()
+    assert sorted(run.trained) == sorted(i for i in stream(60) if i.row not in all_right)
+
+
+@pytest.mark.parametrize("plan", BOUNDED)
+@pytest.mark.parametrize("concurrent", [1, 2])
+def test_batches_that_make_do_leave_prompts_for_more_steps_than_were_planned(
+    plan: type[RayPPOTrainer], concurrent: int
+) -> None:
+    run = refilling(
+        plan, frozenset(identity.row for identity in stream(24)[::3]), prompts=24, trainer__max_staleness=1,
+        sampling={"max_sample_batches": 1}, generator__max_concurrent_rollouts=concurrent,
+    ).train()  # fmt: skip
+    assert sorted(run.trained) == sorted(identity for k, identity in enumerate(stream(24)) if k % 3)
+
+
 def test_without_staleness_the_streaming_plan_trains_the_synchronous_plans_batches() -> None:
     streaming = refilling(FullyAsyncRayPPOTrainer, trainer__max_staleness=0, generating=[1.0, 3.0, 2.0]).train()
     assert streaming.dispatch.trained == refilling(RayPPOTrainer).train().dispatch.trained

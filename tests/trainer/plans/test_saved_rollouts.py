@@ -127,6 +127,26 @@ def test_the_ledger_of_an_interrupted_run_has_every_prompt_once(plan: type, tmp_
     assert all(len(ends) == 1 and ends[0].startswith("trained@") for ends in found.values())
 
 
+def test_a_prompt_that_is_replaced_has_no_version_in_a_checkpoint_since_its_slot_is_free(tmp_path: Path) -> None:
+    """With it the resumed run would have more open prompts than slots, and forget when all of them were started."""
+    right = frozenset(range(0, 40, 2))
+    sampling = {
+        f"trainer__algorithm__dynamic_sampling__{k}": v for k, v in {"type": "variance", "mode": "refill"}.items()
+    }
+    run = make_run(
+        FullyAsyncRayPPOTrainer, prompts=40, all_right=right, generating=(1.0, 0.5, 2.5), trainer__ckpt_interval=1,
+        trainer__ckpt_path=str(tmp_path), trainer__ckpt_keep=0, **sampling,
+    ).train()  # fmt: skip
+    given_back = set()
+    for file in tmp_path.glob(f"step_*/{saved.FILE}"):
+        state = saved.read(file, run.trainer.context.prompts.of_identity)
+        rejected = {group.prompt.id for group in state.groups if group.prompt.id.row in right}
+        assert not rejected & state.versions.keys()
+        assert len(state.versions) <= run.trainer.admission.slots
+        given_back |= rejected
+    assert given_back, "their groups are kept, and rejected again in their turn"
+
+
 def test_what_a_filter_rejects_stands_in_the_ledger(tmp_path: Path) -> None:
     folder = RunDirectory(tmp_path, "run")
     run = make_run(

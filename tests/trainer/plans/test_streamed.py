@@ -86,6 +86,19 @@ def test_groups_may_be_trained_in_the_order_of_their_prompts() -> None:
     assert run.tracker.of("time/step_s")[1] == pytest.approx(9.0 + 2 * 2.0)  # all wait for the first one
 
 
+def test_metrics_of_rewards_are_of_the_whole_batch() -> None:
+    """Prompts whose samples are all right arrive first, half of the others' samples are right."""
+    right = frozenset(identity.row for identity in stream(8)[::2])
+    settings: dict[str, Any] = {"prompts": 8, "all_right": right, "generating": (1.0, 9.0, 3.0, 20.0)}
+    settings |= {"trainer__algorithm__reward_scale": 10.0, "trainer__algorithm__use_kl_in_reward": True}
+    streamed, synchronous = (
+        make_run(plan, **settings).train().tracker for plan in (StreamedRayPPOTrainer, RayPPOTrainer)
+    )
+    for name in ("reward/mean", "reward/shaped_mean", "reward/kl"):
+        assert streamed.of(name) == pytest.approx(synchronous.of(name))
+    assert synchronous.of("reward/shaped_mean") == pytest.approx({1: 7.5, 2: 7.5})
+
+
 def test_a_batch_trains_while_its_stragglers_are_generated() -> None:
     run = make_run(
         StreamedRayPPOTrainer, prompts=4, generating=[1.0, 1.0, 1.0, 9.0], updating=[2.0], syncing=[0.0]
