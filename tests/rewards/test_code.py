@@ -155,3 +155,26 @@ def test_tests_that_are_no_plain_data_are_refused_in_a_line(label: Any) -> None:
 def test_the_last_block_counts_or_all_of_the_text() -> None:
     assert code_of("```python\na\n```\n or better\n```py\nb\n```") == "b\n"
     assert code_of("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Run it:\n```bash\npython a.py\n```\nThe code:\n```python\nb\n```\n",
+        "Run ```python a.py``` or write ``` around it:\n```python\nb\n```\n",
+        "```python\nb\n```\nIt prints:\n```\n6\n```",
+        "```python\nb\n```\nIt prints: ```text\n6\n```",
+        "```text\n6\n```\n```\nb\n```",
+        "Here: ``` Python3 \nb\n```",
+        "```PY\r\nb\r\n```\r\n",
+        "````py3\nb\n````",
+        "```python\na\n```\n```text\nnot closed\n```python\nb\n```",
+        "```python\nb\n```\n```python\ncut off",
+    ],
+)
+def test_other_blocks_are_not_the_code(response: str) -> None:
+    assert code_of(response) == "b\n"
+
+
+def test_backticks_inside_the_code_do_not_end_it() -> None:
+    assert code_of("```python\nprint('```')\nb```") == "print('```')\nb"
