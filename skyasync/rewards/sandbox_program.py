@@ -19,6 +19,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 
 TYPE_CHECKING = False  # without typing, which takes longer to import than the rest
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def instructions(machine: str, own: int) -> Iterator[bytes]:
 def run(task: dict[str, Any]) -> Iterator[str]:
     """What each test gives, as JSON: what was printed or returned, or the error. It is compared in another process."""
     try:
-        code = compile(task["code"], "<response>", "exec")
+        code = compile(task["code"], "<response>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         yield from (json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) for _ in task["tests"])
         return
@@ -222,8 +223,11 @@ class Printed(io.BytesIO):
 
 
 def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
-    """Run one test in a namespace of its own."""
-    names: dict[str, Any] = {"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}
+    """Run one test in a module of its own."""
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    names: dict[str, Any] = module.__dict__
+    names |= {"exit": sys.exit, "quit": sys.exit, "open": opened}
+    before = threading.enumerate()
     given, printed = test.get("stdin", "").encode("utf-8", "replace"), Printed()
     sys.stdin = io.TextIOWrapper(io.BytesIO(given), "utf-8")
     sys.stdout = output = io.TextIOWrapper(printed, "utf-8", "replace", newline="\n")
@@ -257,6 +261,7 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             exec(compile(test["check"], "<test>", "exec"), names)
             answer["passed"] = True
         else:
+            join_threads(before)
             output.flush()
             answer["printed"] = printed.getvalue().decode("utf-8", "replace")
         return json.dumps(answer, default=repr)
@@ -264,6 +269,20 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    """``open``, for which standard input is the test's."""
+    if file in (0, "/dev/stdin"):
+        return sys.stdin.buffer if "b" in mode else sys.stdin
+    return open(file, mode, *arguments, **options)
+
+
+def join_threads(before: list[threading.Thread]) -> None:
+    """Wait for those that Python waits for at a program's end; those of a pool have then nothing to do."""
+    pool = "ThreadPoolExecutor"
+    while own := [t for t in threading.enumerate() if not (t in before or t.daemon or t.name.startswith(pool))]:
+        own[0].join()
 
 
 def plain(value: object) -> object:

@@ -55,6 +55,37 @@ def test_the_usual_formats_of_tests_are_read(program: str, label: Any) -> None:
     assert rewarded(program, label)["reward"] == 1.0
 
 
+THREAD = "import threading, time\ndef main():\n    n = input()\n    time.sleep(0.1)\n    print(n)\n"
+DATA = (
+    "from dataclasses import dataclass\nfrom typing import ClassVar\n"
+    "@dataclass\nclass A:\n    n: ClassVar[int] = 3\n    x: int\n"
+)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(open(0).read())",
+        "for line in open(0): print(line, end='')",
+        "print(open('/dev/stdin', 'rb').read().decode())",
+        f"{THREAD}threading.Thread(target=main).start()",
+        f"{THREAD}threading.Thread(target=lambda: threading.Thread(target=main).start()).start()",
+        "from concurrent.futures import ThreadPoolExecutor\nprint(ThreadPoolExecutor(2).submit(input).result())",
+        f"{DATA}print(A(input()).x)",
+        f"from __future__ import annotations\n{DATA}print(A(input()).x)",
+        "import __main__\nn = input()\nprint(__main__.n)",
+    ],
+)
+def test_a_program_runs_as_under_python(program: str) -> None:
+    assert rewarded(program, {"inputs": ["é 1", "2"], "outputs": ["é 1", "2"]})["passed"] == 1.0
+
+
+def test_a_program_whose_threads_do_not_end_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "SECONDS_PER_TEST", 0.5)
+    program = "import threading, time\nif input():\n    threading.Thread(target=time.sleep, args=[9]).start()\nprint(3)"
+    assert rewarded(program, {"inputs": ["1", "\n"], "outputs": ["3", "3"]})["passed"] == 0.5
+
+
 @pytest.mark.parametrize(
     "program",
     [
