@@ -264,7 +264,7 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             join_threads(before)
             output.flush()
             answer["printed"] = printed.getvalue().decode("utf-8", "replace")
-        return json.dumps(answer, default=repr)
+        return json.dumps(answer, default=lambda value: getattr(value, "tolist", value.__repr__)())
     except BaseException as error:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
     finally:

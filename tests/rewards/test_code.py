@@ -87,6 +87,17 @@ def test_a_program_whose_threads_do_not_end_has_not_ended(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    "returned", ["np.int64(3)", "np.array([1, 2]).sum()", "np.bool_(True) + 2", "sum(np.array([3]))"]
+)
+def test_a_function_may_return_a_number_of_numpy(returned: str) -> None:
+    label = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [3, [[3], 0]]}
+    program = (
+        f"import numpy as np\ndef f(x):\n    y = {returned}\n    return y if x == 1 else [np.array([y]), np.int8(0)]"
+    )
+    assert rewarded(program, label)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
     "program",
     [
         "import socket; socket.socket()",
