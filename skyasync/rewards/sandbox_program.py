@@ -73,6 +73,9 @@ ALLOWED_WITH: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
 OPEN: dict[str, tuple[int, int | None, int]] = {"open": (2, None, 1), "openat": (257, 56, 2)}  # and where its flags are
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 VALUES = "__values__"  # what a check has the values by
+#: Other types of values that a test may compare, and their modules.
+OTHER_TYPES = {"range": "builtins", "deque": "collections", "Decimal": "decimal", "Fraction": "fractions"}
+OTHER_TYPES |= dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime")
 TGKILL, PRLIMIT, CLONE3 = (234, 131), (302, 261), 435
 
 
@@ -286,14 +289,25 @@ def join_threads(before: list[threading.Thread]) -> None:
 
 
 def plain(value: object) -> object:
-    """A value as JSON that tells tuples, sets and dictionaries apart; of subclasses and arrays what they hold."""
+    """A value as JSON that tells its types apart; of subclasses and arrays what they hold.
+
+    Raises:
+        TypeError: for a value of any other type than a test compares.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [plain(item) for item in value]}
-    if isinstance(value, range) or hasattr(value, "__next__") or type(value).__name__ in ("deque", "dict_keys"):
+    name = type(value).__name__
+    if hasattr(value, "__next__") or name in ("dict_keys", "dict_values", "dict_items"):
         return {"list": [plain(item) for item in value]}  # type: ignore[attr-defined]
+    if name in OTHER_TYPES:
+        if name == "deque":
+            return {name: [plain([*value])]}  # type: ignore[misc]
+        if isoformat := getattr(value, "isoformat", None):
+            return {name: [plain(isoformat())]}
+        return {name: [plain(item) for item in value.__reduce__()[1]]}
     if isinstance(value, dict):
         return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):
@@ -306,7 +320,7 @@ def plain(value: object) -> object:
 
 
 def from_plain(value: object) -> object:
-    """The value that ``plain`` made this of, of built-in types alone.
+    """The value that ``plain`` made this of, of built-in types and ``OTHER_TYPES`` alone.
 
     Raises:
         ValueError, TypeError: for anything else.
@@ -322,6 +336,9 @@ def from_plain(value: object) -> object:
         return complex(*items)
     if kind == "dict":
         return {from_plain(key): from_plain(item) for key, item in items}
+    if kind in OTHER_TYPES:
+        made = getattr(__import__(OTHER_TYPES[kind]), kind)
+        return getattr(made, "fromisoformat", made)(*map(from_plain, items))
     types: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in types:
         raise ValueError("no plain value")

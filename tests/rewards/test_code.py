@@ -98,6 +98,28 @@ def test_a_function_may_return_a_number_of_numpy(returned: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "value",
+    [
+        "Decimal('1.5')",
+        "Fraction(1, 2)",
+        "datetime.date(2020, 1, 2)",
+        "datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.UTC)",
+        "datetime.timedelta(1, 2)",
+        "deque([1, (2, 3)])",
+        "range(0, 9, 2)",
+        "[{1: Decimal(2)}]",
+    ],
+)
+def test_asserts_compare_values_of_the_standard_library(value: str) -> None:
+    imports = (
+        "import datetime\nfrom collections import deque\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    )
+    tests = [f"{imports}assert f({value}) == {value}", f"{imports}assert str(f(1)) == str({value})"]
+    assert rewarded(f"{imports}def f(x): return {value}", tests)["reward"] == 1.0
+    assert rewarded(f"{imports}def f(x): return [{value}]", tests)["passed"] == 0.0
+
+
+@pytest.mark.parametrize(
     "program",
     [
         "import socket; socket.socket()",
