@@ -16,7 +16,10 @@ from skyasync.errors import MissingExtraError, UserError
 from skyasync.rewards import REWARDS, Capabilities, quick
 
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
-_CHOICES = re.compile(r"\\boxed\{\s*\(?([A-Za-z])\)?\s*\}|[Aa]nswer(?:\s+is|\s*:)\s*\**\(?([A-Za-z])\b")
+_CHOICES = re.compile(
+    r"\\boxed\{\s*(?:\\(?:text|math)[a-z]*\{)?\(?([A-Za-z])\)?\s*\}"
+    r"|[Aa]nswer\**(?:\s+is|\s*:)[\s:*$]*\(?([A-Zb-z]|a(?! +\w))\b"  # "the answer is a city" has an article
+)
 _ONLY = re.compile(r"^\W*([A-Za-z])()\W*$")
 _NUMBER_AT_THE_END = re.compile(r"####\s*-?[\d,]*\.?\d+\s*")
 _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")  # of mathematics
@@ -55,7 +58,8 @@ def gsm8k_format(response: str) -> float:
 def multiple_choice(response: str, label: object) -> float:
     """1 if the last letter that the response gives as its choice is the label.
 
-    Read are ``\\boxed{B}``, ``answer: B``, ``answer is (B)``, and a letter alone on the last line.
+    Read are ``\\boxed{B}``, ``answer: B``, ``answer is (B)``, and a letter alone on the last line; not the article in
+    ``answer is a city``.
     """
     truth = str(_known(label, "multiple_choice")).strip().strip("()").upper()
     last = response.strip().splitlines()[-1] if response.strip() else ""

@@ -8,7 +8,6 @@ fails its tests, and changes nothing else.
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from skyasync.rewards.sandbox_program import plain
 
 SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it
 SECONDS_PER_TEST = 2.0
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_PYTHON = ("python", "py", "python3", "py3")  # tags of a code block
 
 
 def _check_row(known: Mapping[str, Any]) -> None:
@@ -32,7 +31,7 @@ def _check_row(known: Mapping[str, Any]) -> None:
 @REWARDS.register("code_tests")
 @Capabilities(check=_check_row)
 def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict[str, float]:
-    """1 if the last code block of the response (all of it, if there is none) passes every test of the label.
+    """1 if the last Python block of the response (see ``code_of``) passes every test of the label.
 
     ``passed`` is the share of tests that pass, ``ended`` whether its time or memory ran out.
 
@@ -66,9 +65,21 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
 
 
 def code_of(response: str) -> str:
-    """The last block between three backticks, or all of it."""
-    blocks = _BLOCK.findall(response)
-    return str(blocks[-1]) if blocks else response
+    """The last block between three backticks that is tagged as Python, or else has no tag; or all of the response."""
+    blocks: dict[str, str] = {}
+    tag: str | None = None  # of the block that the line is in
+    lines: list[str] = []
+    for line in response.replace("\r\n", "\n").split("\n"):
+        before, fence, word = line.rpartition("```")
+        word = word.strip().lower()
+        if fence and (word in _PYTHON or (tag is None and "```" not in before and " " not in word)):
+            tag, lines = "python" if word in _PYTHON else word, []
+        elif fence and not word and tag is not None:
+            blocks[tag] = "\n".join([*lines, before.rstrip("`")])
+            tag = None
+        else:
+            lines.append(line)
+    return blocks.get("python", blocks.get("", response))
 
 
 def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:

@@ -37,11 +37,10 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "exactly": lambda count, target: count == target,
 }
 _SHORTENED = re.compile(r"(?:\b(?i:mr|mrs|ms|dr|prof|vs|jr|sr|e\.g|i\.e|cf|approx)|\b[A-Z])\.$")
-_SENTENCE_STOPS = re.compile(r"[.!?]+[\"')\]]*(?=\s|$)")
+_SENTENCE_STOPS = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+(?=\s|$)")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*\n]|-).*$", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*")
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n?(.*?)\n?\s*```\s*\Z", re.DOTALL | re.IGNORECASE)
 
 
 def _check_row(known: Mapping[str, Any]) -> None:
@@ -231,9 +230,12 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 def _json(text: str) -> bool:
     """Whether the text is JSON, with or without a fence around it."""
-    fenced = _FENCE.match(text)
+    text = text.strip()
+    if text.startswith("```") and text.endswith("```"):
+        text = text[3:-3]
+        text = text[4:] if text[:4].lower() == "json" else text
     try:
-        json.loads(fenced[1] if fenced else text)
+        json.loads(text.strip())
     except (ValueError, RecursionError):
         return False
     return True

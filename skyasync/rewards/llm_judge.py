@@ -304,12 +304,11 @@ class ChatServer:
 
     def _content(self, text: str) -> str:
         try:
-            message = json.loads(text)["choices"][0]["message"]
-            content = message["content"]
-        except (ValueError, LookupError, TypeError):
+            content = json.loads(text)["choices"][0]["message"]["content"]
+            if isinstance(content, list):
+                content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise TemporaryServerError(f"this is not a chat completion: {self._shown(text)}") from None
-        if isinstance(content, list):
-            content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
         return str(content or "")
 
     def _shown(self, text: str) -> str:

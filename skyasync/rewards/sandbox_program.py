@@ -19,6 +19,7 @@ import resource
 import signal
 import struct
 import sys
+import threading
 
 TYPE_CHECKING = False  # without typing, which takes longer to import than the rest
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ ALLOWED_WITH: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
 OPEN: dict[str, tuple[int, int | None, int]] = {"open": (2, None, 1), "openat": (257, 56, 2)}  # and where its flags are
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 VALUES = "__values__"  # what a check has the values by
+#: Other types of values that a test may compare, and their modules.
+OTHER_TYPES = {"range": "builtins", "deque": "collections", "Decimal": "decimal", "Fraction": "fractions"}
+OTHER_TYPES |= dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime")
 TGKILL, PRLIMIT, CLONE3 = (234, 131), (302, 261), 435
 
 
@@ -206,7 +210,7 @@ def instructions(machine: str, own: int) -> Iterator[bytes]:
 def run(task: dict[str, Any]) -> Iterator[str]:
     """What each test gives, as JSON: what was printed or returned, or the error. It is compared in another process."""
     try:
-        code = compile(task["code"], "<response>", "exec")
+        code = compile(task["code"], "<response>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         yield from (json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) for _ in task["tests"])
         return
@@ -222,8 +226,11 @@ class Printed(io.BytesIO):
 
 
 def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
-    """Run one test in a namespace of its own."""
-    names: dict[str, Any] = {"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}
+    """Run one test in a module of its own."""
+    module = sys.modules["__main__"] = type(sys)("__main__")
+    names: dict[str, Any] = module.__dict__
+    names |= {"exit": sys.exit, "quit": sys.exit, "open": opened}
+    before = threading.enumerate()
     given, printed = test.get("stdin", "").encode("utf-8", "replace"), Printed()
     sys.stdin = io.TextIOWrapper(io.BytesIO(given), "utf-8")
     sys.stdout = output = io.TextIOWrapper(printed, "utf-8", "replace", newline="\n")
@@ -257,24 +264,50 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             exec(compile(test["check"], "<test>", "exec"), names)
             answer["passed"] = True
         else:
+            join_threads(before)
             output.flush()
             answer["printed"] = printed.getvalue().decode("utf-8", "replace")
-        return json.dumps(answer, default=repr)
+        return json.dumps(answer, default=lambda value: getattr(value, "tolist", value.__repr__)())
     except BaseException as error:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
+def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+    """``open``, for which standard input is the test's."""
+    if file in (0, "/dev/stdin"):
+        return sys.stdin.buffer if "b" in mode else sys.stdin
+    return open(file, mode, *arguments, **options)
+
+
+def join_threads(before: list[threading.Thread]) -> None:
+    """Wait for those that Python waits for at a program's end; those of a pool have then nothing to do."""
+    pool = "ThreadPoolExecutor"
+    while own := [t for t in threading.enumerate() if not (t in before or t.daemon or t.name.startswith(pool))]:
+        own[0].join()
+
+
 def plain(value: object) -> object:
-    """A value as JSON that tells tuples, sets and dictionaries apart; of subclasses and arrays what they hold."""
+    """A value as JSON that tells its types apart; of subclasses and arrays what they hold.
+
+    Raises:
+        TypeError: for a value of any other type than a test compares.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return {kind.__name__: [plain(item) for item in value]}
-    if isinstance(value, range) or hasattr(value, "__next__") or type(value).__name__ in ("deque", "dict_keys"):
+    name = type(value).__name__
+    if hasattr(value, "__next__") or name in ("dict_keys", "dict_values", "dict_items"):
         return {"list": [plain(item) for item in value]}  # type: ignore[attr-defined]
+    if name in OTHER_TYPES:
+        if name == "deque":
+            return {name: [plain([*value])]}  # type: ignore[misc]
+        if isoformat := getattr(value, "isoformat", None):
+            return {name: [plain(isoformat())]}
+        return {name: [plain(item) for item in value.__reduce__()[1]]}
     if isinstance(value, dict):
         return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
     if isinstance(value, bytes | bytearray):
@@ -287,7 +320,7 @@ def plain(value: object) -> object:
 
 
 def from_plain(value: object) -> object:
-    """The value that ``plain`` made this of, of built-in types alone.
+    """The value that ``plain`` made this of, of built-in types and ``OTHER_TYPES`` alone.
 
     Raises:
         ValueError, TypeError: for anything else.
@@ -303,6 +336,9 @@ def from_plain(value: object) -> object:
         return complex(*items)
     if kind == "dict":
         return {from_plain(key): from_plain(item) for key, item in items}
+    if kind in OTHER_TYPES:
+        made = getattr(__import__(OTHER_TYPES[kind]), kind)
+        return getattr(made, "fromisoformat", made)(*map(from_plain, items))
     types: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in types:
         raise ValueError("no plain value")

@@ -60,6 +60,14 @@ def test_mathematics_in_a_thread_of_its_own():
         "\\boxed{(b)}",
         "A seems so, but the answer is B.",
         "Answer: **B**",
+        "**Answer:** B",
+        "**Answer**: B",
+        "The answer is: B",
+        "The answer is **(b)**.",
+        "Final answer: $B$",
+        "\\boxed{\\text{B}}",
+        "\\boxed{\\mathrm{(B)}}",
+        "Answer: B. Paris. The answer is a capital city.",
         "so\n\n(B)",
         "B",
         "B.",
@@ -69,6 +77,12 @@ def test_a_choice_is_the_letter_that_a_response_settles_on(response):
     assert text.multiple_choice(response, "B") == 1.0
     assert text.multiple_choice(response, "(b)") == 1.0
     assert text.multiple_choice(response, "A") == 0.0
+
+
+@pytest.mark.parametrize("response", ["a", "Answer: a", "The answer is a.", "answer is a) a city", "Answer: A city"])
+def test_a_letter_a_is_a_choice_unless_it_is_an_article(response):
+    assert text.multiple_choice(response, "A") == 1.0
+    assert text.multiple_choice("The answer is a city", "A") == 0.0
 
 
 @pytest.mark.parametrize("response", ["", "I do not know", "Bananas are the best", "Both"])

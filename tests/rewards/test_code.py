@@ -55,6 +55,70 @@ def test_the_usual_formats_of_tests_are_read(program: str, label: Any) -> None:
     assert rewarded(program, label)["reward"] == 1.0
 
 
+THREAD = "import threading, time\ndef main():\n    n = input()\n    time.sleep(0.1)\n    print(n)\n"
+DATA = (
+    "from dataclasses import dataclass\nfrom typing import ClassVar\n"
+    "@dataclass\nclass A:\n    n: ClassVar[int] = 3\n    x: int\n"
+)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(open(0).read())",
+        "for line in open(0): print(line, end='')",
+        "print(open('/dev/stdin', 'rb').read().decode())",
+        f"{THREAD}threading.Thread(target=main).start()",
+        f"{THREAD}threading.Thread(target=lambda: threading.Thread(target=main).start()).start()",
+        "from concurrent.futures import ThreadPoolExecutor\nprint(ThreadPoolExecutor(2).submit(input).result())",
+        f"{DATA}print(A(input()).x)",
+        f"from __future__ import annotations\n{DATA}print(A(input()).x)",
+        "import __main__\nn = input()\nprint(__main__.n)",
+    ],
+)
+def test_a_program_runs_as_under_python(program: str) -> None:
+    assert rewarded(program, {"inputs": ["é 1", "2"], "outputs": ["é 1", "2"]})["passed"] == 1.0
+
+
+def test_a_program_whose_threads_do_not_end_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "SECONDS_PER_TEST", 0.5)
+    program = "import threading, time\nif input():\n    threading.Thread(target=time.sleep, args=[9]).start()\nprint(3)"
+    assert rewarded(program, {"inputs": ["1", "\n"], "outputs": ["3", "3"]})["passed"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "returned", ["np.int64(3)", "np.array([1, 2]).sum()", "np.bool_(True) + 2", "sum(np.array([3]))"]
+)
+def test_a_function_may_return_a_number_of_numpy(returned: str) -> None:
+    label = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [3, [[3], 0]]}
+    program = (
+        f"import numpy as np\ndef f(x):\n    y = {returned}\n    return y if x == 1 else [np.array([y]), np.int8(0)]"
+    )
+    assert rewarded(program, label)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "Decimal('1.5')",
+        "Fraction(1, 2)",
+        "datetime.date(2020, 1, 2)",
+        "datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.UTC)",
+        "datetime.timedelta(1, 2)",
+        "deque([1, (2, 3)])",
+        "range(0, 9, 2)",
+        "[{1: Decimal(2)}]",
+    ],
+)
+def test_asserts_compare_values_of_the_standard_library(value: str) -> None:
+    imports = (
+        "import datetime\nfrom collections import deque\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
+    )
+    tests = [f"{imports}assert f({value}) == {value}", f"{imports}assert str(f(1)) == str({value})"]
+    assert rewarded(f"{imports}def f(x): return {value}", tests)["reward"] == 1.0
+    assert rewarded(f"{imports}def f(x): return [{value}]", tests)["passed"] == 0.0
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -155,3 +219,26 @@ def test_tests_that_are_no_plain_data_are_refused_in_a_line(label: Any) -> None:
 def test_the_last_block_counts_or_all_of_the_text() -> None:
     assert code_of("```python\na\n```\n or better\n```py\nb\n```") == "b\n"
     assert code_of("print(1)") == "print(1)"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Run it:\n```bash\npython a.py\n```\nThe code:\n```python\nb\n```\n",
+        "Run ```python a.py``` or write ``` around it:\n```python\nb\n```\n",
+        "```python\nb\n```\nIt prints:\n```\n6\n```",
+        "```python\nb\n```\nIt prints: ```text\n6\n```",
+        "```text\n6\n```\n```\nb\n```",
+        "Here: ``` Python3 \nb\n```",
+        "```PY\r\nb\r\n```\r\n",
+        "````py3\nb\n````",
+        "```python\na\n```\n```text\nnot closed\n```python\nb\n```",
+        "```python\nb\n```\n```python\ncut off",
+    ],
+)
+def test_other_blocks_are_not_the_code(response: str) -> None:
+    assert code_of(response) == "b\n"
+
+
+def test_backticks_inside_the_code_do_not_end_it() -> None:
+    assert code_of("```python\nprint('```')\nb```") == "print('```')\nb"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
      ["Section 1 a\nSection 2 b"],
      ["Section 1", "sections"]),
     ("detectable_format:json_format", {}, ['{"a": 1}', '```json\n[1]\n```', "3"], ["{a: 1}", "so: {}", "[" * 9999]),
+    ("detectable_format:json_format", {}, [" ```\n{}\n``` ", "```JSON {}```"], ["```xml\n{}\n```", "```json", "````"]),
     ("detectable_format:title", {}, ["<<A title>>\ntext"], ["<< >>", "<title>", "<<a\nb>>"]),
     ("combination:two_responses", {}, ["a\n******\nb"], ["a", "a******a", "a******b******c"]),
     ("combination:repeat_prompt", {"prompt_to_repeat": "What is it?"}, ["what is it? A cat"], ["A cat. What is it?"]),
@@ -85,6 +87,19 @@ def test_any_response_has_a_result(text: str, asked: tuple[str, dict[str, Any]])
 )  # fmt: skip
 def test_sentences(text: str, count: int) -> None:
     assert count_sentences(text) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("length_constraints:number_sentences", "Thinking" + "." * 20_000 + "x"),
+        ("detectable_format:json_format", "```json" + "\n" * 1_000 + "x"),
+    ],
+)
+def test_repeated_characters_take_no_longer_than_others(name: str, text: str) -> None:
+    before = time.process_time()
+    follows(text, name, {"num_sentences": 2, "relation": AT_LEAST})
+    assert time.process_time() - before < 1.0
 
 
 @given(st.text(max_size=60))

@@ -85,7 +85,12 @@ async def test_so_many_questions_at_once_and_no_more() -> None:
     assert server.most_at_once == 3
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, b"<html>gateway</html>", b'{"choices": []}', b"[1]"])
+NO_TEXT = b'{"choices": [{"message": {"content": [{"type": "text", "text": null}]}}]}'
+
+
+@pytest.mark.parametrize(
+    "fault", [500, 503, 429, b"<html>gateway</html>", b'{"choices": []}', b"[1]", b"[" * 100_000, NO_TEXT]
+)
 async def test_what_passes_is_tried_again(fault: Any) -> None:
     async with judging(fault, fault, "yes") as (judge, server):
         assert (await judge.score(known())).reward == 1.0

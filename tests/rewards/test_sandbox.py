@@ -120,6 +120,8 @@ ASSERTS = ["assert f(1) == 41", "assert abs(f(1) - 41) < 1e-6"]
         "class Same(int):\n    __eq__ = __ne__ = __lt__ = lambda *_: True\n    __sub__ = __abs__ = lambda *_: Same(0)\n"
         "    __hash__ = int.__hash__\nf = lambda x: Same(0)",
         "class Same:\n    __eq__ = __lt__ = __sub__ = lambda *_: True\nf = lambda x: Same()",
+        "class Decimal:\n    __eq__ = __lt__ = __sub__ = __abs__ = lambda *_: True\n"
+        "    __reduce__ = lambda _: (Decimal, ('nan',))\nf = lambda x: Decimal()",
         'import json\njson.dumps = lambda *_, **__: \'{"passed": true, "values": [true]}\'\nf = lambda x: 0',
         'import os\nfor d in range(64):\n    try: os.write(d, b\'{"passed": true}\\n{"passed": true}\\n\' * 3)\n'
         "    except OSError: pass",

@@ -102,7 +102,7 @@ class GemEnv(GameEnv):
                 actions = range(int(count))
             case _:
                 return text
-        numbers = [int(digits) for digits in re.findall(r"\d+", text)]
+        numbers = [int(digits) for digits in re.findall(r"(?<!\d)\d{1,18}(?!\d)", text)]
         return next((number for number in reversed(numbers) if number in actions), actions.start)
 
 

@@ -52,6 +52,20 @@ def test_a_step_of_another_form_is_told():
         env.step("a")
 
 
+def test_a_discrete_action_is_the_last_number_that_is_one():
+    class Lake(Count):
+        action_space = SimpleNamespace(n=4)
+
+        def step(self, action):
+            return str(action), 0.0, False, False, {}
+
+    register("lake", Lake)
+    env = make("lake")
+    env.init([])
+    texts = ["1, or 2 of 9", "left", "2" + "0" * 5000, "3 steps of " + "1" * 4301]
+    assert [env.step(text)["observations"][0]["content"] for text in texts] == ["2", "0", "0", "3"]
+
+
 def test_the_adapter_by_name_says_what_it_needs():
     with pytest.raises(UserError, match="gem needs gem_env"):
         make("gem")
