@@ -214,6 +214,35 @@ def test_rows_of_skyrl_s_gsm8k_are_judged_by_the_reward_function_though_they_nam
     assert found["environment.env_class_from_rows"] is False
 
 
+ACTOR = "actor_rollout_ref.actor."
+CISPO = f"{ACTOR}policy_loss.loss_mode=cispo"
+
+
+@pytest.mark.parametrize(
+    ("system", "words", "bounds"),
+    [
+        ("verl", [CISPO], (0.2, 0.2)),
+        ("verl", [CISPO, f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_low=null"], (0.3, 0.3)),
+        ("verl", [CISPO, f"{ACTOR}clip_ratio_low=10", f"{ACTOR}clip_ratio_high=0.28"], (10, 0.28)),
+        ("trl", ["--loss_type", "cispo", "--epsilon_high", "2.5"], (1, 1.5)),
+        ("trl", ["--loss_type", "cispo", "--epsilon", "3.1"], (1, 2.1)),
+        ("roll", ["actor_train.pg_variant=cispo"], (0.1, 0.1)),
+        ("roll", ["pg_variant=cispo", "cispo_epsilon_high=0.3"], (0.1, 0.3)),
+    ],
+)
+def test_cispo_has_their_bounds(system: str, words: list[str], bounds: tuple[float, float], tmp_path: Path) -> None:
+    found = of(tmp_path, system, *words)
+    assert found[f"{A}policy_loss_type"] == "cispo"
+    assert (found[f"{A}cispo.cispo_eps_clip_low"], found[f"{A}cispo.cispo_eps_clip_high"]) == bounds
+    assert "without a counterpart" not in found.text
+
+
+def test_a_bound_of_cispo_below_1_is_said(tmp_path: Path) -> None:
+    given = of(tmp_path, "trl", "--loss_type", "cispo", "--epsilon_high", "0.28")
+    assert "no weight exceeds 0.28 there" in given.why("epsilon_high")
+    assert "no weight exceeds 0.2 there" in of(tmp_path, "trl", "--loss_type", "cispo").why("epsilon")
+
+
 def test_gsm8k_has_the_columns_that_its_loader_reads(tmp_path: Path) -> None:
     found = of(tmp_path, "areal", "train_dataset.path=openai/gsm8k", "valid_dataset.path=openai/gsm8k")
     assert (found["data.train_data"], found["data.val_data"]) == (

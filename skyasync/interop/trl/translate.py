@@ -36,6 +36,8 @@ def finish(draft: Draft) -> None:
         draft.put("trainer.max_staleness", draft.given.get("max_staleness", 4), "max_staleness")
         draft.put(CORRECTION, "none")
         draft.put("trainer.allow_uncorrected", True)
+    if draft.value(f"{A}policy_loss_type") == "cispo":
+        _cispo(draft)
     reductions = {"grpo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     draft.put(f"{A}loss_reduction", reductions.get(str(loss), "token_mean"), "loss_type")
     if loss == "dr_grpo":
@@ -62,6 +64,18 @@ def finish(draft: Draft) -> None:
         draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
         draft.left.pop("dataset_config", None)
     draft.set_split("data.train_data", "dataset_train_split")
+
+
+def _cispo(draft: Draft) -> None:
+    """The upper bound of a weight there is 1 + ours; a lower bound is in neither."""
+    name = "epsilon" if draft.theirs("epsilon_high") is None else "epsilon_high"
+    bound = draft.theirs(name)
+    for end in ("low", "high"):
+        draft.ours.pop(f"{A}eps_clip_{end}", None)
+    if isinstance(bound, int | float) and bound > 1:
+        draft.put(f"{A}cispo.cispo_eps_clip_high", round(bound - 1, 9), name)
+    elif isinstance(bound, int | float):
+        draft.left[name] = f"no weight exceeds {bound:g} there, which scales the loss; here the bound is above 1"
 
 
 def _rloo(draft: Draft) -> None:
