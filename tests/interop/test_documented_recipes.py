@@ -243,6 +243,33 @@ def test_a_bound_of_cispo_below_1_is_said(tmp_path: Path) -> None:
     assert "no weight exceeds 0.2 there" in of(tmp_path, "trl", "--loss_type", "cispo").why("epsilon")
 
 
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=gspo"]),
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=sapo"]),
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=geo_mean"]),
+        ("openrlhf", ["--actor.policy_loss_type", "gspo"]),
+        ("openrlhf", ["--policy_loss_type", "gspo"]),
+        ("trl", ["--loss_type", "sapo"]),
+    ],
+)
+def test_a_loss_whose_sequences_count_alike_there_is_averaged_so(system: str, words: list[str], tmp_path: Path) -> None:
+    found = of(tmp_path, system, *words)
+    assert found[f"{A}loss_reduction"] == "sequence_mean"
+    assert f"loss_reduction: sequence_mean  # {words[0].partition('=')[0].lstrip('-')}" in found.text
+
+
+def test_a_reduction_that_the_loss_overrules_is_said(tmp_path: Path) -> None:
+    found = of(tmp_path, "verl", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-sum")
+    assert found[f"{A}loss_reduction"] == "sequence_mean"
+    assert "policy_loss.loss_mode decides" in found.why(f"{ACTOR}loss_agg_mode")
+    same = of(tmp_path, "verl", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean")
+    assert "loss_reduction: sequence_mean  # actor_rollout_ref.actor.loss_agg_mode" in same.text
+    other = of(tmp_path, "verl", CISPO, f"{ACTOR}loss_agg_mode=seq-mean-token-sum")
+    assert other[f"{A}loss_reduction"] == "sequence_token_sum"
+
+
 def test_gsm8k_has_the_columns_that_its_loader_reads(tmp_path: Path) -> None:
     found = of(tmp_path, "areal", "train_dataset.path=openai/gsm8k", "valid_dataset.path=openai/gsm8k")
     assert (found["data.train_data"], found["data.val_data"]) == (

@@ -38,7 +38,7 @@ def finish(draft: Draft) -> None:
         draft.put("trainer.allow_uncorrected", True)
     if draft.value(f"{A}policy_loss_type") == "cispo":
         _cispo(draft)
-    reductions = {"grpo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
+    reductions = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     draft.put(f"{A}loss_reduction", reductions.get(str(loss), "token_mean"), "loss_type")
     if loss == "dr_grpo":
         draft.put(f"{A}max_seq_len", draft.value(f"{SAMPLING}.max_generate_length"), "loss_type")

@@ -40,6 +40,11 @@ def finish(draft: Draft) -> None:
         for end in ("low", "high"):
             if setting := draft.ours.pop(f"{A}eps_clip_{end}", None):
                 draft.ours[f"{A}cispo.cispo_eps_clip_{end}"] = setting
+    if draft.value(f"{A}policy_loss_type") in ("gspo", "sapo", "gmpo"):
+        reduction = f"{A}loss_reduction"
+        if draft.value(reduction) != "sequence_mean":
+            draft.drop(reduction, f"not for the policy's loss there: {mode} decides")
+            draft.put(reduction, "sequence_mean", mode)
     rewards = "environment.reward_funcs"
     for name in [name for name in draft.given if name.endswith(_FUNCTION)]:
         if rewards in draft.ours:
