@@ -234,7 +234,6 @@ def test_cispo_has_their_bounds(system: str, words: list[str], bounds: tuple[flo
     found = of(tmp_path, system, *words)
     assert found[f"{A}policy_loss_type"] == "cispo"
     assert (found[f"{A}cispo.cispo_eps_clip_low"], found[f"{A}cispo.cispo_eps_clip_high"]) == bounds
-    assert "without a counterpart" not in found.text
 
 
 def test_a_bound_of_cispo_below_1_is_said(tmp_path: Path) -> None:
@@ -350,6 +349,34 @@ def test_a_program_that_reads_its_command_line_has_the_flags_that_its_docstring_
     assert found[f"{A}policy_loss_type"] == "gspo"
     assert found["trainer.policy.lora.rank"] == 16
     assert found["trainer.policy.lora.target_modules"] == ["q_proj", "v_proj"]
+
+
+FLAGS = "--use_vllm true --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --steps_per_generation 8"
+
+
+@pytest.mark.parametrize(
+    ("start", "nodes", "per_node"),
+    [
+        ("accelerate launch --num_processes 8 train.py", 1, 8),
+        ("accelerate launch --config_file zero3.yaml --num_processes=8 --num_machines 2 train.py", 2, 4),
+        ("torchrun --nproc-per-node 4 --nnodes 2 -m acme.train", 2, 4),
+        ("torchrun --nproc_per_node=8 train.py", 1, 8),
+        ("trl grpo --num_processes 8", 1, 8),
+    ],
+)
+def test_trls_batches_are_those_of_all_processes(start: str, nodes: int, per_node: int, tmp_path: Path) -> None:
+    found = Translation(script(tmp_path, f"{start} {FLAGS} --vllm_mode colocate\n"), tmp_path, "trl")
+    assert (found[f"{P}policy_num_nodes"], found[f"{P}policy_num_gpus_per_node"]) == (nodes, per_node)
+    assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (16, 8)
+    assert found["generator.num_inference_engines"] == 8
+    assert "one process" not in found.text
+
+
+@pytest.mark.parametrize("start", ["trl grpo", "accelerate launch --num_processes $N train.py", "python train.py"])
+def test_batches_of_one_process_are_said_to_be(start: str, tmp_path: Path) -> None:
+    found = Translation(script(tmp_path, f"{start} {FLAGS}\n"), tmp_path, "trl")
+    assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (2, 1)
+    assert "batch sizes are those of one process" in found.why("num_processes")
 
 
 def test_a_program_without_a_key_has_the_defaults(tmp_path: Path) -> None:
