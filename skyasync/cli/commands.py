@@ -248,8 +248,9 @@ def take_options(
 
 def whole_number(text: str, option: str, least: int = 1) -> int:
     """Raises ``UserError`` unless the text is a whole number of at least ``least``."""
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{option} {text}: not a whole number of at least {least}")
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        digits = " with up to 18 digits" if len(text) > 18 else ""
+        raise UserError(f"{option} {text[:40]}: not a whole number of at least {least}{digits}")
     return int(text)
 
 

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from skyasync.config.keys import MISSING, REMOVED, RENAMED, Key, Keys
-from skyasync.config.values import Value, parse, type_name, value_or_text, written
+from skyasync.config.values import Value, compose, parse, type_name, value_or_text, written
 from skyasync.errors import UserError, nearest
 from skyasync.other_frameworks import UNKNOWN, other_frameworks
 
@@ -116,7 +116,7 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
 def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
     """A YAML file's leaves as assignments; groups may be nested or written as dotted keys."""
     try:
-        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        root = compose(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         problems.append(f"cannot read {file}: {(isinstance(error, OSError) and error.strerror) or error}")
         return []

@@ -23,11 +23,24 @@ _INT = re.compile(r"[-+]?\d+(_\d+)*")
 _FLOAT = re.compile(r"[-+]?((\d+(_\d+)*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _NULL = {"null", "Null", "NULL", "~", ""}
+_LONGEST_NUMBER = 4000  # characters: Python reads integers of up to 4,300 digits
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
 
 class WrongTypeError(Exception):
     """The message says what was expected and what was found."""
+
+
+def compose(text: str) -> yaml.Node | None:
+    """A YAML text as nodes, None for an empty one.
+
+    Raises:
+        yaml.YAMLError: if it is not valid, or nested too deeply to be read.
+    """
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except RecursionError:
+        raise yaml.MarkedYAMLError(problem="it is nested too deeply") from None
 
 
 def parse(text: str) -> yaml.Node:
@@ -38,7 +51,7 @@ def parse(text: str) -> yaml.Node:
     """
     text = text.strip()
     if text[:1] in tuple("\"'[{"):
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = compose(text)
         assert node is not None
         return node
     return yaml.ScalarNode("", text, style=None)
@@ -95,7 +108,7 @@ def convert(node: yaml.Node, expected: Any) -> object:  # noqa: ANN401  (an anno
         return free(node)
     elif expected is str and text is not None and not (plain and text in _NULL - {"~"}):
         return text
-    elif text is not None and plain:
+    elif text is not None and plain and len(text) <= _LONGEST_NUMBER:
         if expected is int and _INT.fullmatch(text):
             return int(text)
         if expected is float and _FLOAT.fullmatch(text):
@@ -116,7 +129,7 @@ def free(node: yaml.Node) -> Value:
     if isinstance(node, yaml.MappingNode):
         return typing.cast(dict[str, Value], {free(name): free(value) for name, value in node.value})
     text = node.value
-    if node.style is not None:
+    if node.style is not None or len(text) > _LONGEST_NUMBER:
         return text
     if text in _NULL:
         return None
@@ -196,6 +209,8 @@ def _described(node: yaml.Node) -> str:
         return "a list"
     if isinstance(node, yaml.MappingNode):
         return "a mapping"
+    if len(node.value) > _LONGEST_NUMBER:
+        return f"a text of {len(node.value)} characters"
     value = free(node)
     if value is None:
         return "null"

@@ -96,7 +96,7 @@ def _each(value: Value, context: ConversionContext) -> list[Value]:
 
 
 def _int(value: Value, context: ConversionContext) -> list[Value]:
-    if isinstance(value, float | int) and value == int(value):
+    if isinstance(value, float | int) and value % 1 == 0:  # neither infinite nor NaN
         return [int(value)]
     raise NoCounterpartError("a whole number here")
 

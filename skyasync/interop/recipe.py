@@ -81,7 +81,7 @@ def _file(path: Path) -> SourceRecipe:
 def _script(text: str, folder: Path) -> SourceRecipe:
     """The command with most keys; a YAML file that it names is read with it."""
     script = shell.read(text, folder=folder)
-    recipes = [SourceRecipe(flags(_program_arguments(words)), " ".join(words)) for words in script.commands]
+    recipes = [SourceRecipe(_flags_of_command(words), " ".join(words)) for words in script.commands]
     best = max(recipes, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
     known = {name for system in systems().values() for name in system.table.variables}
     best.keys |= {n: value_or_text(v) for n, v in script.variables.items() if n in known and isinstance(v, str)}
@@ -114,6 +114,20 @@ def _config(keys: dict[str, Value], folder: Path) -> Path | None:
     if names and not any(system.table.find(key) for system in systems().values() for key in others):
         raise UserError(f"{names[0]}={keys[names[0]]} is not next to {folder}: give the YAML file itself")
     return None
+
+
+#: Flags of ``accelerate launch`` and ``torchrun`` that a batch depends on.
+_LAUNCHER = {"num_processes", "num_machines", "nproc_per_node", "nnodes"}
+
+
+def _flags_of_command(words: list[str]) -> dict[str, Value]:
+    """The program's flags, and its launcher's numbers of processes and machines."""
+    arguments = _program_arguments(words)
+    keys = flags(arguments)
+    for written, value in flags(words[: len(words) - len(arguments)]).items():
+        if (name := written.replace("-", "_")) in _LAUNCHER:  # a program's name may follow its value
+            keys.setdefault(name, value[0] if isinstance(value, list) else value)
+    return keys
 
 
 def _program_arguments(words: list[str]) -> list[str]:

@@ -36,7 +36,7 @@ def translate(argv: Sequence[str]) -> None:
     """The subcommand: print the translation.
 
     Raises:
-        UserError: for an unreadable recipe or an unknown system.
+        UserError: for an unreadable or too deeply nested recipe, or an unknown system.
     """
     arguments, name = list(argv), ""
     if not arguments or arguments[0] in ("--help", "-h"):
@@ -51,8 +51,11 @@ def translate(argv: Sequence[str]) -> None:
             raise UserError(f"--from needs a system: {', '.join(systems())}")
         if name.lower() not in systems():
             raise UserError(unknown("system", name, systems()))
-    recipe = read_recipe(arguments)
-    print(translated(recipe, name.lower() or detect(recipe)), end="")
+    try:
+        recipe = read_recipe(arguments)
+        print(translated(recipe, name.lower() or detect(recipe)), end="")
+    except RecursionError:
+        raise UserError("the recipe is nested too deeply") from None
 
 
 def translated(recipe: SourceRecipe, system: str) -> str:

@@ -90,8 +90,8 @@ def _with(options: Options, name: str, value: str) -> Options:
                 f"{name} {value}: no card that is known, which are {', '.join(CARDS)}: or give --gpu-memory"
             )
         return replace(options, card=value)
-    if not value.isdecimal():
-        raise UserError(f"{name} {value}: not a number of GPUs; 0 plans for a machine without")
+    if not value.isdecimal() or len(value) > 9:
+        raise UserError(f"{name} {value[:40]}: not a number of GPUs; 0 plans for a machine without")
     return replace(options, gpus=int(value))
 
 

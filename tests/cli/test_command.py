@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.cli.commands import LISTED, SUBCOMMANDS
+from skyasync.cli.commands import LISTED, SUBCOMMANDS, whole_number
+from skyasync.errors import UserError
 
 HEAVY = {"torch", "ray", "transformers", "datasets", "matplotlib", "numpy", "omegaconf", "rich", "yaml", "jinja2"}
 
@@ -49,6 +50,20 @@ def test_a_verb_without_the_arguments_that_it_needs_shows_its_help_as_an_error(
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.out == "" and f"skyasync {subcommand}" in said.err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x", "--step x: not a whole number of at least 1"),
+        ("0", "--step 0: not a whole number of at least 1"),
+        ("1" * 5000, f"--step {'1' * 40}: not a whole number of at least 1 with up to 18 digits"),
+    ],
+)
+def test_an_option_that_is_no_whole_number_is_said(text: str, message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        whole_number(text, "--step")
+    assert str(refused.value) == message
 
 
 def test_evaluate_names_the_run_that_is_not_there(

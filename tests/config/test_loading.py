@@ -183,6 +183,7 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Pa
         ("algorithm:\n  kl_ctrl:\n    kl_coef: 0.1\n", "settings.yaml:3: unknown key 'algorithm.kl_ctrl.kl_coef': "
          "that is how verl spells it; here it is trainer.algorithm.kl_loss_coef"),
         ("trainer: [\n", "settings.yaml:2: not valid YAML"),
+        ("a: " + "[" * 5000, "settings.yaml: not valid YAML: it is nested too deeply"),
         ("- 1\n", "settings.yaml: expected groups and keys"),
     ],
 )  # fmt: skip

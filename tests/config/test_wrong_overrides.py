@@ -29,6 +29,7 @@ WRONG = [
     ("environment.env_config.=3", "environment.env_config is a value, not a group; write environment.env_config=VALUE"),
     ("environment.env_config.a[0]=3", "environment.env_config is a value, not a group"),
     ("trainer.seed.value=1", "trainer.seed is a value, not a group; write trainer.seed=VALUE"),
+    ("trainer.train_batch_size=" + "1" * 5000, "expected int, found a text of 5000 characters"),
     # other libraries' spellings
     ("rollout.max_head_offpolicyness=4", "AReaL spells it; here it is trainer.max_staleness"),
     ("async_generation_ratio=1", "here it is trainer.async_generation_ratio=1 and trainer.plan=fully_async"),

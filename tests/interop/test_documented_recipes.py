@@ -214,6 +214,61 @@ def test_rows_of_skyrl_s_gsm8k_are_judged_by_the_reward_function_though_they_nam
     assert found["environment.env_class_from_rows"] is False
 
 
+ACTOR = "actor_rollout_ref.actor."
+CISPO = f"{ACTOR}policy_loss.loss_mode=cispo"
+
+
+@pytest.mark.parametrize(
+    ("system", "words", "bounds"),
+    [
+        ("verl", [CISPO], (0.2, 0.2)),
+        ("verl", [CISPO, f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_low=null"], (0.3, 0.3)),
+        ("verl", [CISPO, f"{ACTOR}clip_ratio_low=10", f"{ACTOR}clip_ratio_high=0.28"], (10, 0.28)),
+        ("trl", ["--loss_type", "cispo", "--epsilon_high", "2.5"], (1, 1.5)),
+        ("trl", ["--loss_type", "cispo", "--epsilon", "3.1"], (1, 2.1)),
+        ("roll", ["actor_train.pg_variant=cispo"], (0.1, 0.1)),
+        ("roll", ["pg_variant=cispo", "cispo_epsilon_high=0.3"], (0.1, 0.3)),
+    ],
+)
+def test_cispo_has_their_bounds(system: str, words: list[str], bounds: tuple[float, float], tmp_path: Path) -> None:
+    found = of(tmp_path, system, *words)
+    assert found[f"{A}policy_loss_type"] == "cispo"
+    assert (found[f"{A}cispo.cispo_eps_clip_low"], found[f"{A}cispo.cispo_eps_clip_high"]) == bounds
+
+
+def test_a_bound_of_cispo_below_1_is_said(tmp_path: Path) -> None:
+    given = of(tmp_path, "trl", "--loss_type", "cispo", "--epsilon_high", "0.28")
+    assert "no weight exceeds 0.28 there" in given.why("epsilon_high")
+    assert "no weight exceeds 0.2 there" in of(tmp_path, "trl", "--loss_type", "cispo").why("epsilon")
+
+
+@pytest.mark.parametrize(
+    ("system", "words"),
+    [
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=gspo"]),
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=sapo"]),
+        ("verl", [f"{ACTOR}policy_loss.loss_mode=geo_mean"]),
+        ("openrlhf", ["--actor.policy_loss_type", "gspo"]),
+        ("openrlhf", ["--policy_loss_type", "gspo"]),
+        ("trl", ["--loss_type", "sapo"]),
+    ],
+)
+def test_a_loss_whose_sequences_count_alike_there_is_averaged_so(system: str, words: list[str], tmp_path: Path) -> None:
+    found = of(tmp_path, system, *words)
+    assert found[f"{A}loss_reduction"] == "sequence_mean"
+    assert f"loss_reduction: sequence_mean  # {words[0].partition('=')[0].lstrip('-')}" in found.text
+
+
+def test_a_reduction_that_the_loss_overrules_is_said(tmp_path: Path) -> None:
+    found = of(tmp_path, "verl", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-sum")
+    assert found[f"{A}loss_reduction"] == "sequence_mean"
+    assert "policy_loss.loss_mode decides" in found.why(f"{ACTOR}loss_agg_mode")
+    same = of(tmp_path, "verl", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean")
+    assert "loss_reduction: sequence_mean  # actor_rollout_ref.actor.loss_agg_mode" in same.text
+    other = of(tmp_path, "verl", CISPO, f"{ACTOR}loss_agg_mode=seq-mean-token-sum")
+    assert other[f"{A}loss_reduction"] == "sequence_token_sum"
+
+
 def test_gsm8k_has_the_columns_that_its_loader_reads(tmp_path: Path) -> None:
     found = of(tmp_path, "areal", "train_dataset.path=openai/gsm8k", "valid_dataset.path=openai/gsm8k")
     assert (found["data.train_data"], found["data.val_data"]) == (
@@ -294,6 +349,34 @@ def test_a_program_that_reads_its_command_line_has_the_flags_that_its_docstring_
     assert found[f"{A}policy_loss_type"] == "gspo"
     assert found["trainer.policy.lora.rank"] == 16
     assert found["trainer.policy.lora.target_modules"] == ["q_proj", "v_proj"]
+
+
+FLAGS = "--use_vllm true --per_device_train_batch_size 2 --gradient_accumulation_steps 4 --steps_per_generation 8"
+
+
+@pytest.mark.parametrize(
+    ("start", "nodes", "per_node"),
+    [
+        ("accelerate launch --num_processes 8 train.py", 1, 8),
+        ("accelerate launch --config_file zero3.yaml --num_processes=8 --num_machines 2 train.py", 2, 4),
+        ("torchrun --nproc-per-node 4 --nnodes 2 -m acme.train", 2, 4),
+        ("torchrun --nproc_per_node=8 train.py", 1, 8),
+        ("trl grpo --num_processes 8", 1, 8),
+    ],
+)
+def test_trls_batches_are_those_of_all_processes(start: str, nodes: int, per_node: int, tmp_path: Path) -> None:
+    found = Translation(script(tmp_path, f"{start} {FLAGS} --vllm_mode colocate\n"), tmp_path, "trl")
+    assert (found[f"{P}policy_num_nodes"], found[f"{P}policy_num_gpus_per_node"]) == (nodes, per_node)
+    assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (16, 8)
+    assert found["generator.num_inference_engines"] == 8
+    assert "one process" not in found.text
+
+
+@pytest.mark.parametrize("start", ["trl grpo", "accelerate launch --num_processes $N train.py", "python train.py"])
+def test_batches_of_one_process_are_said_to_be(start: str, tmp_path: Path) -> None:
+    found = Translation(script(tmp_path, f"{start} {FLAGS}\n"), tmp_path, "trl")
+    assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (2, 1)
+    assert "batch sizes are those of one process" in found.why("num_processes")
 
 
 def test_a_program_without_a_key_has_the_defaults(tmp_path: Path) -> None:

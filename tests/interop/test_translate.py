@@ -243,6 +243,22 @@ def test_what_cannot_be_translated_is_said_in_one_line(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["a: " + "[" * 5000, "loss_type: grpo\ntrain_dataset: " + "[" * 400 + "]" * 400])
+def test_a_recipe_that_is_nested_too_deeply_is_said(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deep.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        command(["translate", "--from", "trl", str(tmp_path / "deep.yaml")])
+    assert capsys.readouterr().err == "error: the recipe is nested too deeply\n"
+
+
+@pytest.mark.parametrize("value", ["1" * 5000, ".inf", ".nan"])
+def test_a_number_without_a_whole_value_is_left_out(value: str) -> None:
+    text = translated(SourceRecipe(flags(["--num_train_epochs", value])), "trl")
+    assert next(line for line in text.splitlines() if "num_train_epochs" in line).endswith(": a whole number here")
+
+
 def test_help_names_the_systems(capsys: pytest.CaptureFixture[str]) -> None:
     command(["translate", "--help"])
     assert ", ".join(systems()) in capsys.readouterr().out

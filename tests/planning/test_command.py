@@ -76,6 +76,7 @@ def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(model: str, capsys:
         (["plan", "--gpu-memory"], "--gpu-memory needs a value"),
         (["plan", "--gpus", "2", "--gpu-memory", "much"], "--gpu-memory much: not a size"),
         (["plan", "--gpus", "two"], "not a number of GPUs"),
+        (["plan", "--gpus", "1" * 5000], f"--gpus {'1' * 40}: not a number of GPUs"),
         (["plan", "--gpus", "2", "--card", "H99"], "--card H99: no card that is known, which are A100, H100"),
         (["plan", "--card", "H100"], "--card also needs --gpus N"),
         (["plan", "trainer.sead=3"], "did you mean trainer.seed"),

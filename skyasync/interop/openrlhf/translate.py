@@ -31,6 +31,8 @@ def finish(draft: Draft) -> None:
     bounds = ("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold")
     enabled = enabled or bool(draft.given.get("use_icepop"))
     draft.set_correction(enabled, draft.theirs(*bounds), *kind, *bounds)
+    if draft.value(f"{A}policy_loss_type") == "gspo":
+        draft.put(f"{A}loss_reduction", "sequence_mean", "actor.policy_loss_type", "policy_loss_type")
     draft.set_kl(bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef"))
     total = draft.theirs("data.max_len", "max_len")
     response = draft.theirs("rollout.max_new_tokens", "max_new_tokens")

@@ -6,7 +6,7 @@ import re
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, N, NoCounterpartError, as_list
-from skyasync.interop.draft import CORRECTION, MINI, PLAN, SAMPLING, A, Draft
+from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, SAMPLING, A, Draft
 
 
 def _rewards(value: Value, context: ConversionContext) -> list[Value]:
@@ -36,7 +36,9 @@ def finish(draft: Draft) -> None:
         draft.put("trainer.max_staleness", draft.given.get("max_staleness", 4), "max_staleness")
         draft.put(CORRECTION, "none")
         draft.put("trainer.allow_uncorrected", True)
-    reductions = {"grpo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
+    if draft.value(f"{A}policy_loss_type") == "cispo":
+        _cispo(draft)
+    reductions = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
     draft.put(f"{A}loss_reduction", reductions.get(str(loss), "token_mean"), "loss_type")
     if loss == "dr_grpo":
         draft.put(f"{A}max_seq_len", draft.value(f"{SAMPLING}.max_generate_length"), "loss_type")
@@ -53,6 +55,7 @@ def finish(draft: Draft) -> None:
     )
     per_device, steps = draft.theirs(device), draft.given.get(accumulation, 1)
     if isinstance(per_device, int) and isinstance(steps, int):
+        per_device *= _processes(draft)
         generations = draft.theirs(generation) or steps
         if "generation_batch_size" not in draft.given and isinstance(generations, int):
             draft.set_prompts(BATCH, per_device * generations, device, generation)
@@ -62,6 +65,34 @@ def finish(draft: Draft) -> None:
         draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
         draft.left.pop("dataset_config", None)
     draft.set_split("data.train_data", "dataset_train_split")
+
+
+def _processes(draft: Draft) -> int:
+    """How many processes the launcher starts, each with its share of a batch and, colocated, of the engines."""
+    per_node, nodes = f"{PLACEMENT}policy_num_gpus_per_node", int(draft.number(f"{PLACEMENT}policy_num_nodes"))
+    processes, names = int(draft.number(per_node)), draft.origin(per_node)
+    if not names:
+        draft.left["num_processes"] = "the recipe names no number: batch sizes are those of one process"
+    if "num_processes" in names:  # of all machines
+        draft.put(per_node, max(processes // max(nodes, 1), 1), *names)
+    else:
+        processes *= nodes
+    engines = processes // int(draft.number("generator.inference_engine_tensor_parallel_size"))
+    if draft.value(f"{PLACEMENT}colocate_all") and engines > 1:
+        draft.put("generator.num_inference_engines", engines, *names)
+    return processes
+
+
+def _cispo(draft: Draft) -> None:
+    """The upper bound of a weight there is 1 + ours; a lower bound is in neither."""
+    name = "epsilon" if draft.theirs("epsilon_high") is None else "epsilon_high"
+    bound = draft.theirs(name)
+    for end in ("low", "high"):
+        draft.ours.pop(f"{A}eps_clip_{end}", None)
+    if isinstance(bound, int | float) and bound > 1:
+        draft.put(f"{A}cispo.cispo_eps_clip_high", round(bound - 1, 9), name)
+    elif isinstance(bound, int | float):
+        draft.left[name] = f"no weight exceeds {bound:g} there, which scales the loss; here the bound is above 1"
 
 
 def _rloo(draft: Draft) -> None:

@@ -36,6 +36,15 @@ def finish(draft: Draft) -> None:
     mode = f"{_ACTOR}policy_loss.loss_mode"
     if str(draft.given.get(mode)).startswith("dppo_"):
         draft.put(f"{A}dppo.divergence", str(draft.given[mode])[-2:], mode)
+    if draft.value(f"{A}policy_loss_type") == "cispo":
+        for end in ("low", "high"):
+            if setting := draft.ours.pop(f"{A}eps_clip_{end}", None):
+                draft.ours[f"{A}cispo.cispo_eps_clip_{end}"] = setting
+    if draft.value(f"{A}policy_loss_type") in ("gspo", "sapo", "gmpo"):
+        reduction = f"{A}loss_reduction"
+        if draft.value(reduction) != "sequence_mean":
+            draft.drop(reduction, f"not for the policy's loss there: {mode} decides")
+            draft.put(reduction, "sequence_mean", mode)
     rewards = "environment.reward_funcs"
     for name in [name for name in draft.given if name.endswith(_FUNCTION)]:
         if rewards in draft.ours:
