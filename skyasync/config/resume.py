@@ -38,7 +38,7 @@ class Resume:
             mode = "latest" if trainer.run_name and _has_checkpoints(trainer) else "none"
         if mode in ("none", "latest"):
             return cls(requested=mode == "latest")
-        if mode.isdecimal():
+        if mode.isdecimal() and len(mode) < 18:
             return cls(requested=True, step=int(mode))
         return cls(requested=True, folder=Path(mode).expanduser().resolve())
 

@@ -72,8 +72,8 @@ def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
 def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text in front of the tool calls, and the calls in the form of templates, without ids.
 
-    A call that is no JSON object with a name and arguments, or that cannot be sent (``as_sent``), leaves the whole text
-    as it is, so that its reader sees what was wrong.
+    A call that is no JSON object with a name and arguments leaves the whole text as it is, so that its reader sees what
+    was wrong. So does one that cannot be sent (``as_sent``).
     """
     functions = []
     for part in between(text, "<tool_call>", "</tool_call>"):
