@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.cuda._utils import _get_device_index
 
 from skyasync.config.schema import Config
 from skyasync.inference.backends.transformers.engine import TransformersEngine
@@ -22,7 +23,7 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, specs_of, to_message, unpack
 from skyasync.weight_sync.transfers import broadcast
 from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer
-from skyasync.weight_sync.transfers.groups import interrupt
+from skyasync.weight_sync.transfers.groups import interrupt, meet
 from skyasync.weight_sync.update import TransferInterruptedError, WeightsMovedError, WeightSyncError, WeightUpdate
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import make_model
@@ -151,6 +152,34 @@ def test_a_member_that_comes_after_its_group_has_ended_does_not_wait() -> None:
     assert sender.send(info["rendezvous"]) == ""
     thread.join()
     assert found[0].keys() == {"a"}
+
+
+class NCCL:
+    """In place of ``ProcessGroupNCCL``, which needs a GPU."""
+
+    class Options:
+        pass
+
+    def __init__(self, *place: Any) -> None:
+        _, self.rank, self.size, _ = place
+
+    def abort(self) -> None: ...
+
+
+def test_a_rank_that_sees_one_gpu_meets_a_worker_that_sees_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device)))
+    sender = BroadcastSender(lambda: Tensors({}, {}), 0, torch.device("cuda"))  # type: ignore[arg-type,return-value]
+    rendezvous = sender.open("127.0.0.1", 1, 20.0)
+    worker = meet(None, rendezvous, torch.device("cuda", 3))
+    thread, found = alongside(worker.join)
+    rank = meet(sender._group, rendezvous, torch.device("cuda"), 0)
+    rank.join()
+    thread.join()
+    assert found == [None]
+    assert [(group._groups[0].rank, group._groups[0].size) for group in (rank, worker)] == [(0, 2), (1, 2)]
+    assert chosen == [3], "torch cannot choose a GPU without a number"
 
 
 class Policy:

@@ -110,7 +110,8 @@ class TensorGroup:
         if self._device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
 
-            torch.cuda.set_device(self._device)
+            if self._device.index is not None:  # a rank of the policy sees one GPU, whose number it does not name
+                torch.cuda.set_device(self._device)
             options: Any = ProcessGroupNCCL.Options()
             options._timeout = timeout
             return ProcessGroupNCCL(store, rank, size, options)
