@@ -101,6 +101,16 @@ def test_members_get_all_in_the_dtypes_that_were_announced_and_again_in_the_same
             assert all(torch.equal(found[0][name], expected[name]) for name in expected)
 
 
+def test_an_engine_on_a_gpu_receives_from_a_cpu_in_host_memory() -> None:
+    tensors = {"a": torch.randn(9, 5), "n": torch.arange(7)}
+    sender, info = sending(tensors, 1)
+    thread, found = alongside(lambda: BroadcastReader(torch.device("cuda", 0)).read(info))
+    assert sender.send(info["rendezvous"]) == ""
+    thread.join()
+    assert found[0].keys() == tensors.keys()
+    assert all(found[0][name].device == CPU and torch.equal(found[0][name], tensors[name]) for name in tensors)
+
+
 def test_other_bytes_than_were_sent_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, info = sending({"a": torch.ones(4), "b": torch.ones(4)}, 1)
 
