@@ -164,6 +164,22 @@ def test_a_member_that_comes_after_its_group_has_ended_does_not_wait() -> None:
     assert found[0].keys() == {"a"}
 
 
+def test_ranks_that_meet_by_loopback_are_reached_at_their_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: list[dict[str, str]] = []
+    create_device = torch.distributed.ProcessGroupGloo.create_device
+
+    def created(**address: str) -> Any:
+        addresses.append(address)
+        return create_device(hostname="127.0.0.1")
+
+    monkeypatch.setattr(torch.distributed.ProcessGroupGloo, "create_device", created)
+    for interface, address in [("lo", {"hostname": "127.0.0.2"}), ("eth7", {"interface": "eth7"})]:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        sender = BroadcastSender(lambda: Tensors({}, {}), 0, CPU)  # type: ignore[arg-type,return-value]
+        meet(None, sender.open("127.0.0.2", 0, 20.0), CPU, 0).join()
+        assert addresses.pop() == address, interface
+
+
 class NCCL:
     """In place of ``ProcessGroupNCCL``, which needs a GPU."""
 

@@ -120,7 +120,8 @@ class TensorGroup:
         gloo: Any = ProcessGroupGloo  # its stub lacks the options
         options = gloo._Options()
         options._timeout = timeout
-        if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if interface not in ("", "lo", "lo0"):  # loopback is for ranks on one node; engines may be on others
             options._devices = [gloo.create_device(interface=interface)]
         else:
             own_address = self.rendezvous["host"]
