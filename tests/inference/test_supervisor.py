@@ -168,6 +168,9 @@ class Weights:
                 raise self.fault
             yield WeightUpdate(self.version, "shared_memory", {})
 
+    def quiet(self):
+        return self.turn
+
 
 class Run:
     """Two engines (or another number), a client, and the supervisor that replaces failed engines."""
