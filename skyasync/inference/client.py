@@ -5,7 +5,8 @@ with its id. Requests made in one turn of the event loop travel to their engine 
 
 A request that ``cut`` has ended early, or whose engine has failed, continues here: prompt and tokens so far are sent as
 a new request, which the engines start with the weights they have then. Its caller gets one answer, with the pieces
-joined (``inflight``).
+joined (``inflight``). It starts over if its sampling looks at the response so far (``COUNTS_RESPONSE``), because an
+engine takes the tokens that it is sent for the prompt's.
 
 An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late (``EnginePool.fail``).
 If failures are handled (``EnginePool.on_failure``), it is not called any more, and its requests continue at the others
@@ -34,6 +35,7 @@ from math import inf, isfinite
 from typing import Any, NamedTuple
 
 from skyasync.arrays import TURN_TOKENS
+from skyasync.config.schema.sampling import COUNTS_RESPONSE
 from skyasync.inference.inflight import InflightRequest, InflightTable, continuation, join
 from skyasync.inference.interface import (
     EngineFailedError,
@@ -142,9 +144,11 @@ class InferenceClient:
 
     async def _finish(self, request: GenerationRequest, answer: GenerationOutput) -> GenerationOutput:
         """The whole answer: as long as it is cut, the rest is requested."""
+        starts_over = any(getattr(request.sampling, name) for name in COUNTS_RESPONSE)
         try:
             while answer.finish_reason == "abort" and answer.request_id in self._cut:
                 self._cut.discard(answer.request_id)
+                answer = GenerationOutput(request.request_id) if starts_over else answer
                 self._inflight.before[request.request_id] = answer
                 joined = join(answer, await self._ask(continuation(request, answer), request.request_id))
                 answer = cut_at_stop_string(request, joined, len(answer.token_ids), self._tokenizer)

@@ -2,7 +2,7 @@
 
 ```
  a line is added   ──▶ made, started ──▶ given the others' weights, proven by digests ──▶ takes requests.
- a line is removed ──▶ gets no request any more ──▶ its requests continue at the others ──▶ shut down.
+ a line is removed ──▶ between two syncs: gets no request ──▶ its requests continue at the others ──▶ shut down.
 ```
 
 Invariant: the file lists the engines by their names, one per line: a server's address, or the number of one of the
@@ -13,6 +13,7 @@ engine does not leave. An engine that joined fails and is replaced as the others
 |------------|---------------------------------------|--------------------------------------------------------------|
 | ``_watch`` | a change of the file                  | the clock, every ``interval_s``                              |
 | ``_join``  | its engine's start, the end of a sync | the engine; the sync; ``limit_s`` from its start on          |
+| ``_leave`` | the end of a sync                     | the sync                                                     |
 | ``_leave`` | its requests' answers so far          | the engine; ``LEAVING_S``, then what is known of them is used |
 """
 
@@ -144,11 +145,12 @@ class ElasticEngines(RunExtension):
 
     async def _leave(self, name: str) -> None:
         index = self._indexes[name]
-        if not [other for other in self._client.pool.healthy if other != index]:
-            self._warn(f"engine {name} stays: it is the last healthy one")
-            return
-        self._supervisor.forget(index)
-        moved = await self._client.remove(index, LEAVING_S)
+        async with self._weights.quiet():  # in a sync by NCCL the others would wait for it
+            if not [other for other in self._client.pool.healthy if other != index]:
+                self._warn(f"engine {name} stays: it is the last healthy one")
+                return
+            self._supervisor.forget(index)
+            moved = await self._client.remove(index, LEAVING_S)
         del self._indexes[name]
         self.left += 1
         log.info("engine %s has left; %d requests continue on the others", name, moved)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import methodcaller
 from typing import Any, ClassVar
@@ -166,10 +166,13 @@ class RayEngine(InferenceEngine):
         return RayEngine(self.backend, self.config, self.options, self._start_timeout_s)
 
     @staticmethod
-    def one_more(engines: Sequence[InferenceEngine], devices: int, *, may_grow: bool = False) -> RayEngine:
+    def one_more(
+        engines: Sequence[InferenceEngine], left: Iterable[bool], devices: int, *, may_grow: bool = False
+    ) -> RayEngine:
         """Another engine like these, with the resources of one that has left, or else free ones of Ray. Blocks.
 
         Args:
+            left: of each engine, whether it has left; the resources of a failed one are its replacement's.
             devices: GPUs of an engine; 0 without GPUs: engines then share the cores.
             may_grow: request GPUs that Ray does not have, until the engine's start times out: Ray's autoscaler may add
                 a node.
@@ -177,12 +180,12 @@ class RayEngine(InferenceEngine):
         Raises:
             UserError: if Ray has too few free GPUs, and ``may_grow`` is false.
         """
-        ours = [engine for engine in engines if isinstance(engine, RayEngine)]
-        taken = [id(engine.options) for engine in ours if engine._actor is not None]
+        ours = {engine: gone for engine, gone in zip(engines, left, strict=True) if isinstance(engine, RayEngine)}
+        taken = [id(engine.options) for engine, gone in ours.items() if not gone]
         free = [engine.options for engine in ours if id(engine.options) not in taken]
         options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
         available = ray.available_resources().get("GPU", 0.0)
-        first = ours[0]
+        first = next(iter(ours))
         if not free and available < devices:
             lacking = f"another engine takes {devices} GPUs, and Ray has {available:g} that are free"
             if not may_grow:

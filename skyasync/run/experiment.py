@@ -179,7 +179,8 @@ class BasePPOExp:
         from skyasync.inference.ray_engine import RayEngine
 
         devices, joined = generator.devices_per_engine if self.gpus else 0, bool(self.cfg.ray.address)
-        return await asyncio.to_thread(RayEngine.one_more, self.parts.client.engines, devices, may_grow=joined)
+        engines, left = self.parts.client.engines, self.parts.client.pool.router.left
+        return await asyncio.to_thread(RayEngine.one_more, engines, left, devices, may_grow=joined)
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
         """The generator of trajectories: with environments, or with the program of ``generator.agent_program``."""

@@ -229,6 +229,10 @@ class WeightSync:
                 self._late_engine = True
                 return
 
+    def quiet(self) -> AbstractAsyncContextManager[None]:
+        """Entering waits for the end of a sync; none begins inside."""
+        return self._turn
+
     async def release_retained(self) -> None:
         """No engine will join late any more: free what was kept for one. A file with a name would stay otherwise."""
         if self._published is not None:

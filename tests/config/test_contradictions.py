@@ -148,6 +148,9 @@ NOT_READ = ["trainer.algorithm.off_policy_correction=none", "trainer.allow_uncor
         (["trainer.plan=fully_async", "trainer.partial_rollout=recompute", *NOT_READ,
           "generator.sampling_params.frequency_penalty=0.5"],
          ["sampling_params.frequency_penalty", "trainer.partial_rollout=keep"]),
+        (["trainer.plan=fully_async", "trainer.partial_rollout=recompute",
+          "generator.eval_sampling_params.bad_words=[no]"],
+         ["eval_sampling_params.bad_words", "trainer.partial_rollout=keep"]),
         (["trainer.algorithm.dynamic_sampling.mode=refill"],
          ["dynamic_sampling.mode=refill", "dynamic_sampling.type=none", "variance or mean"]),
         (["trainer.algorithm.dynamic_sampling.early_end=true", "trainer.algorithm.dynamic_sampling.metric=score",
@@ -219,6 +222,11 @@ def test_a_contradiction_names_both_keys_and_the_way_out(overrides: list[str], n
 )
 def test_an_uncorrected_asynchronous_run_has_ways_out(way_out: str) -> None:
     load_config([*UNCORRECTED, way_out])
+
+
+def test_responses_of_evaluations_that_no_weight_sync_cuts_may_have_penalties() -> None:
+    load_config(["trainer.plan=fully_async", "trainer.partial_rollout=recompute", "trainer.eval_mode=pause",
+                 "generator.eval_sampling_params.frequency_penalty=0.5"])  # fmt: skip
 
 
 #: One step off policy, as its tutorial is started.

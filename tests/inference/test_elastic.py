@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ import pytest
 from skyasync.errors import UserError
 from skyasync.inference.elastic import ElasticEngines, read_engine_list, write_engine_list, wrong_name
 from skyasync.inference.interface import EngineFailedError, GenerationRequest, SamplingParams
+from skyasync.weight_sync.sync import WeightSync
+from skyasync.weight_sync.transfers.broadcast import BroadcastTransfer
 from skyasync.weight_sync.update import WeightSyncError
 from tests.inference.test_supervisor import Engine, Run, ask, check
 from tests.virtual_time import virtual_time
@@ -92,6 +97,61 @@ async def test_what_a_leaving_one_has_goes_on_at_the_others_and_no_token_is_made
         await run.sync()
         assert run.machine.killed == 0 and run.supervisor.failures == 0, "leaving is no failure"
         assert asyncio.get_running_loop().time() < 60
+
+
+class Ranks:
+    """Of a policy that sends by NCCL, in which a failure ends them."""
+
+    lost = ""
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "node":
+            return [("here", "127.0.0.1")]
+        await asyncio.sleep(1)
+        return [""]
+
+    async def call_first(self, method: str, *args: Any) -> dict[str, Any]:
+        return {}
+
+    def give_up(self, reason: str, cause: BaseException | None = None) -> None:
+        self.lost = reason
+
+
+@virtual_time
+async def test_one_that_shall_leave_during_a_sync_gets_its_weights_and_leaves_afterwards(tmp_path: Path) -> None:
+    async with Changing(tmp_path, engines=3) as run:
+        ranks, source = Ranks(), SimpleNamespace()
+        source.transfer = BroadcastTransfer(ranks, 1, lambda: run.client.pool.awake)
+        sync = run.membership._weights = WeightSync(source, run.client, ())
+        tasks = ask(run, 6, tokens=40)
+
+        @asynccontextmanager
+        async def paused() -> AsyncIterator[None]:
+            run.want("0", "2")
+            await asyncio.sleep(5)
+            yield
+
+        leaving = run.client.engines[1]
+        await sync.sync(1, paused)
+        assert ranks.lost == "" and leaving.version == 1 and run.supervisor.failures == 0
+        await asyncio.sleep(2)
+        assert run.healthy == [0, 2] and leaving.gone.is_set()
+        await sync.sync(2)
+        assert [run.client.engines[index].version for index in run.healthy] == [2, 2]
+        check(await asyncio.gather(*tasks), tokens=40)
+
+
+@virtual_time
+async def test_no_sync_begins_while_one_leaves(tmp_path: Path) -> None:
+    async with Changing(tmp_path) as run:
+        tasks = ask(run, 4, tokens=20)
+        await asyncio.sleep(2.5)
+        run.hang(0)
+        run.want("1")
+        await asyncio.sleep(1)
+        await run.sync()
+        assert run.membership.left == 1 and run.healthy == [1] and run.client.engines[1].version == 1
+        check(await asyncio.gather(*tasks), tokens=20)
 
 
 @virtual_time

@@ -144,6 +144,20 @@ async def test_with_a_seed_cuts_change_no_token(client: InferenceClient) -> None
     assert [answer.token_ids.tolist() for answer in answers] == [expected.token_ids.tolist() for expected in whole]
 
 
+@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+async def test_with_a_penalty_cuts_change_no_token(penalty: str, client: InferenceClient) -> None:
+    sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.0, **{penalty: 1.5})
+    asked = [GenerationRequest(f"p{i}", [1 + i, 2, 3], sampling) for i in range(8)]
+    whole = await asyncio.gather(*map(client.generate, asked))
+    before, tasks = (await client.stats())[0].generated_tokens, [asyncio.create_task(client.generate(r)) for r in asked]
+    await until_all_run(client, before + 40 * len(asked))
+    await client.cut()
+    await client.resume()
+    answers = await asyncio.gather(*tasks)
+    assert all(answer.cuts for answer in answers)
+    assert [answer.token_ids.tolist() for answer in answers] == [expected.token_ids.tolist() for expected in whole]
+
+
 def test_a_continuation_asks_for_what_is_missing_and_where_streams_begin_anew_with_a_seed_of_its_own() -> None:
     sampling = SamplingParams(max_tokens=10, min_tokens=4, seed=7)
     request = GenerationRequest("r", [1, 2], sampling, session_id="s")

@@ -1,5 +1,7 @@
 """An engine in a Ray actor: its process answers, however many requests wait in it."""
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
@@ -8,6 +10,7 @@ import pytest
 import ray.exceptions
 
 from skyasync.errors import UserError
+from skyasync.inference import ray_engine
 from skyasync.inference.interface import EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
 from skyasync.inference.ray_engine import RayEngine
 from skyasync.weight_sync.update import WeightUpdate
@@ -32,10 +35,41 @@ async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None
             await engine.resume()
             assert await asyncio.gather(*answers) == [1] * REQUESTS
         with pytest.raises(UserError, match="takes 1000 GPUs, and Ray has"):
-            RayEngine.one_more([engine], 1000)
-        RayEngine.one_more([engine], 1000, may_grow=True).kill()  # it waits for a node
+            RayEngine.one_more([engine], [False], 1000)
+        RayEngine.one_more([engine], [False], 1000, may_grow=True).kill()  # it waits for a node
     finally:
         await engine.shutdown()
+
+
+class Actors:
+    """In place of Ray, without a free GPU."""
+
+    def remote(self, *_: object) -> Actors:
+        return self
+
+    def options(self, **_: object) -> Actors:
+        return self
+
+    def kill(self, actor: object) -> None: ...
+
+    def available_resources(self) -> dict[str, float]:
+        return {}
+
+
+def test_one_that_joins_takes_the_slot_of_one_that_has_left_and_not_of_one_that_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_engine, "ray", Actors())
+    slots = [{"num_gpus": 1, "slot": number} for number in range(3)]
+    engines = [RayEngine("transformers", EngineConfig("no model", max_model_len=16), slot) for slot in slots]
+    engines[0].kill()  # its replacement loads
+    with pytest.raises(UserError, match="takes 1 GPUs, and Ray has 0 that are free"):
+        RayEngine.one_more(engines, [False, False, False], 1)
+    joined = RayEngine.one_more(engines, [False, False, True], 1)
+    assert joined.options is slots[2]
+    with pytest.raises(UserError, match="takes 1 GPUs"):
+        RayEngine.one_more([*engines, joined], [False, False, True, False], 1)
+    assert RayEngine.one_more([*engines, joined], [True, False, True, False], 1).options is slots[0]
 
 
 @pytest.mark.slow

@@ -168,6 +168,9 @@ class Weights:
                 raise self.fault
             yield WeightUpdate(self.version, "shared_memory", {})
 
+    def quiet(self):
+        return self.turn
+
 
 class Run:
     """Two engines (or another number), a client, and the supervisor that replaces failed engines."""
@@ -225,6 +228,38 @@ async def test_requests_of_a_failed_engine_continue_at_the_other_from_their_know
         check(await asyncio.gather(*tasks))
         took = asyncio.get_running_loop().time() - before
     assert took < 12, "a failure costs the tokens since the last heartbeat, not the whole answer"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"bad_words": ["x"]},
+        {"structured_outputs": {"regex": "x*"}},
+    ],
+)
+@virtual_time
+async def test_a_response_starts_over_if_its_sampling_looks_at_the_response_so_far(sampling: dict) -> None:
+    sent: list[tuple[int, int]] = []
+
+    class Seeing(Engine):
+        def generate(self, requests):
+            sent.extend((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
+            return super().generate(requests)
+
+    run = Run()
+    run.client.engines[:] = [Seeing(run.machine), Seeing(run.machine)]
+    request = GenerationRequest("r0", [1] * PROMPT, SamplingParams(max_tokens=12, **sampling))
+    async with run:
+        task = asyncio.create_task(run.client.generate(request))
+        await asyncio.sleep(7.5)
+        run.kill(0)
+        check([await task])
+        assert sent == [(PROMPT, 12)] * 2
+        partial = GenerationOutput("r0", [7] * 5, [-0.5] * 5, [0] * 5)  # of a checkpoint
+        check([await run.client.go_on(request, partial)])
+        assert sent == [(PROMPT, 12)] * 3
 
 
 @virtual_time

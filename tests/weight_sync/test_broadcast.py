@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.cuda._utils import _get_device_index
 
 from skyasync.config.schema import Config
 from skyasync.inference.backends.transformers.engine import TransformersEngine
@@ -22,7 +23,7 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, specs_of, to_message, unpack
 from skyasync.weight_sync.transfers import broadcast
 from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer
-from skyasync.weight_sync.transfers.groups import interrupt
+from skyasync.weight_sync.transfers.groups import interrupt, meet
 from skyasync.weight_sync.update import TransferInterruptedError, WeightsMovedError, WeightSyncError, WeightUpdate
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import make_model
@@ -100,6 +101,16 @@ def test_members_get_all_in_the_dtypes_that_were_announced_and_again_in_the_same
             assert all(torch.equal(found[0][name], expected[name]) for name in expected)
 
 
+def test_an_engine_on_a_gpu_receives_from_a_cpu_in_host_memory() -> None:
+    tensors = {"a": torch.randn(9, 5), "n": torch.arange(7)}
+    sender, info = sending(tensors, 1)
+    thread, found = alongside(lambda: BroadcastReader(torch.device("cuda", 0)).read(info))
+    assert sender.send(info["rendezvous"]) == ""
+    thread.join()
+    assert found[0].keys() == tensors.keys()
+    assert all(found[0][name].device == CPU and torch.equal(found[0][name], tensors[name]) for name in tensors)
+
+
 def test_other_bytes_than_were_sent_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, info = sending({"a": torch.ones(4), "b": torch.ones(4)}, 1)
 
@@ -151,6 +162,50 @@ def test_a_member_that_comes_after_its_group_has_ended_does_not_wait() -> None:
     assert sender.send(info["rendezvous"]) == ""
     thread.join()
     assert found[0].keys() == {"a"}
+
+
+def test_ranks_that_meet_by_loopback_are_reached_at_their_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: list[dict[str, str]] = []
+    create_device = torch.distributed.ProcessGroupGloo.create_device
+
+    def created(**address: str) -> Any:
+        addresses.append(address)
+        return create_device(hostname="127.0.0.1")
+
+    monkeypatch.setattr(torch.distributed.ProcessGroupGloo, "create_device", created)
+    for interface, address in [("lo", {"hostname": "127.0.0.2"}), ("eth7", {"interface": "eth7"})]:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+        sender = BroadcastSender(lambda: Tensors({}, {}), 0, CPU)  # type: ignore[arg-type,return-value]
+        meet(None, sender.open("127.0.0.2", 0, 20.0), CPU, 0).join()
+        assert addresses.pop() == address, interface
+
+
+class NCCL:
+    """In place of ``ProcessGroupNCCL``, which needs a GPU."""
+
+    class Options:
+        pass
+
+    def __init__(self, *place: Any) -> None:
+        _, self.rank, self.size, _ = place
+
+    def abort(self) -> None: ...
+
+
+def test_a_rank_that_sees_one_gpu_meets_a_worker_that_sees_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device)))
+    sender = BroadcastSender(lambda: Tensors({}, {}), 0, torch.device("cuda"))  # type: ignore[arg-type,return-value]
+    rendezvous = sender.open("127.0.0.1", 1, 20.0)
+    worker = meet(None, rendezvous, torch.device("cuda", 3))
+    thread, found = alongside(worker.join)
+    rank = meet(sender._group, rendezvous, torch.device("cuda"), 0)
+    rank.join()
+    thread.join()
+    assert found == [None]
+    assert [(group._groups[0].rank, group._groups[0].size) for group in (rank, worker)] == [(0, 2), (1, 2)]
+    assert chosen == [3], "torch cannot choose a GPU without a number"
 
 
 class Policy:

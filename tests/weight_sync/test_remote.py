@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,10 @@ def test_every_worker_of_an_engine_with_pipeline_stages_joins_the_group() -> Non
     assert asyncio.run(members()) == 6
 
 
+def has_file(update: WeightUpdate) -> bool:
+    return Path(update.info["path"]).exists()
+
+
 class Cluster:
     def __init__(self, made: str, nodes: list[str]) -> None:
         self.rank_0, self.engines = Rank0(), [Engine(node) for node in nodes]
@@ -111,6 +116,12 @@ class Cluster:
         """Load into all engines; the rest is as in a weight sync."""
         loads = [self.engines[place].load(update) for place in self.running]
         return (await asyncio.gather(self.transfer.send(update), *loads, return_exceptions=True))[1:]
+
+    async def fails_in(self, update: WeightUpdate, place: int) -> None:
+        """An engine fails while all load the update."""
+        self.engines[place].fails = True
+        assert any(isinstance(each, TransferInterruptedError) for each in await self.load(update))
+        self.running.remove(place)
 
     def right(self, found: Weights) -> bool:
         return all(torch.equal(found[name], tensor) for name, tensor in self.rank_0.weights.items())
@@ -163,6 +174,27 @@ async def test_no_one_waits_for_a_failed_engine_and_the_others_get_all_weights_a
     assert all(map(cluster.right, await cluster.load(whole)))
     for each in (whole, update):
         await cluster.transfer.release(each)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("made", ["shared memory", "full", "delta"])
+async def test_the_others_get_all_weights_also_if_engines_fail_one_after_the_other(made: str, late: bool) -> None:
+    cluster = Cluster(made, [HOME, THERE, THERE, THERE])
+    cluster.transfer.expects_late_engines = late
+    update = await cluster.transfer.publish(1)
+    await cluster.fails_in(update, 1)
+    whole = await cluster.transfer.publish_whole(update)
+    await cluster.fails_in(whole, 2)
+    await cluster.transfer.release(whole)
+    whole = await cluster.transfer.publish_whole(update)
+    assert all(map(cluster.right, await cluster.load(whole)))
+    for each in (whole, update):
+        await cluster.transfer.release(each)
+    assert made == "shared memory" or not has_file(update)
+    if late:
+        update = await cluster.transfer.for_late_engine(1)
+        assert cluster.right(await Engine(THERE).load(update))
+        await cluster.transfer.release(update)
 
 
 async def test_other_bytes_than_rank_0_proved_are_found_by_the_digests(cluster: Cluster) -> None:

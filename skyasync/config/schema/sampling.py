@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 INT32 = 2**31 - 1
 
-#: Those that look at the response so far, which a request started over from its tokens takes for its prompt.
+#: Those that look at the response so far, which a request that continues from its tokens takes for its prompt.
 COUNTS_RESPONSE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
 #: Those that the models can apply to their own logits (``trainer.algorithm.filter_logprobs``).
 FILTERS = ("top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids")
@@ -152,11 +152,13 @@ def check_sampling(cfg: Config) -> Iterator[str]:
             f"{'it' if len(names) == 1 else 'them'} out, or choose trainer.algorithm.off_policy_correction=none and a "
             f"loss without the behaviour policy (with trainer.allow_uncorrected=true where samples may be stale)"
         )
-    for name in _used(sampling, COUNTS_RESPONSE) if cfg.trainer.partial_rollout == "recompute" else ():
-        yield (
-            f"generator.sampling_params.{name} looks at the response so far, and trainer.partial_rollout=recompute "
-            f"starts a response over with its tokens as a prompt: set trainer.partial_rollout=keep"
-        )
+    overlap = cfg.trainer.eval_mode == "overlap"
+    for group, settings in groups.items() if cfg.trainer.partial_rollout == "recompute" else ():
+        for name in _used(settings, COUNTS_RESPONSE) if settings is sampling or overlap else ():
+            yield (
+                f"generator.{group}.{name} looks at the response so far, and trainer.partial_rollout=recompute cuts "
+                f"responses, which would start over at each weight sync: set trainer.partial_rollout=keep"
+            )
     samples = generator.eval_n_samples_per_prompt
     if samples > 1 and evaluation(generator).temperature == 0:
         if generator.eval_sampling_params.temperature is None:

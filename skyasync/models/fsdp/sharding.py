@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from skyasync.models import MeshShape
+from skyasync.weight_sync.full_tensors import Quantized
 
 PIPELINE, DATA, CONTEXT, TENSOR, EXPERT = "pipeline", "data", "context", "tensor", "expert"
 REPLICA, SHARD = "replica", "shard"
@@ -170,7 +170,7 @@ class OffloadBuffers:
         """A tensor that is on the device already is not copied. ``place`` names the tensor in every offload."""
         if tensor.device.type == device.type:
             return tensor
-        if device.type != HOST.type or is_traceable_wrapper_subclass(local(tensor)):  # quantized weights
+        if device.type != HOST.type or isinstance(local(tensor), Quantized):
             return tensor.to(device, non_blocking=True)
         return self.on_host(tensor, place)
 

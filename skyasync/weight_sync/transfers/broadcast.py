@@ -84,6 +84,7 @@ class BroadcastSender:
             "host": host,
             "port": self._store.port,
             "name": f"group-{next(self._groups)}",
+            "device": self._device.type,
             "senders": list(senders),
             "receivers": receivers,
             "timeout_s": timeout_s,
@@ -166,7 +167,7 @@ class BroadcastSender:
 
 
 class BroadcastReader:
-    """In each process that has a model."""
+    """In each process that has a model. If the senders are on CPUs, the weights arrive in host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -184,14 +185,15 @@ class BroadcastReader:
     def chunks(self, info: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         """The same, in chunks as they arrive; the check follows the last one."""
         specs, rendezvous = from_message(info["specs"]), info["rendezvous"]
-        group = self._group = meet(self._group, rendezvous, self._device)
+        device = torch.device("cpu") if rendezvous["device"] == "cpu" else self._device
+        group = self._group = meet(self._group, rendezvous, device)
         group.join()
         chunks, sums = chunks_of(specs, rendezvous["chunk_bytes"]), [dict[str, Tensor]() for _ in range(group.senders)]
 
         def start(number: int) -> None:
             if number < len(chunks):
                 size = sum(bytes_of(specs[name]) for name in chunks[number])
-                group.start(number % group.senders, torch.empty(size, dtype=torch.uint8, device=self._device))
+                group.start(number % group.senders, torch.empty(size, dtype=torch.uint8, device=device))
 
         for number in range(group.most_in_flight):
             start(number)
@@ -204,7 +206,7 @@ class BroadcastReader:
         wrong: list[str] = []
         for sender, received in enumerate(sums):
             if received:
-                group.start(sender, torch.empty(len(received), dtype=torch.int64, device=self._device))
+                group.start(sender, torch.empty(len(received), dtype=torch.int64, device=device))
                 right = torch.stack(list(received.values())) == group.finish(sender)
                 wrong += [name for name, same in zip(received, right.tolist(), strict=True) if not same]
         refuse(wrong, "the engine received")

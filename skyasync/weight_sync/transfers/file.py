@@ -64,9 +64,10 @@ class FileTransfer(WeightTransfer):
         super().__init__(policy)
         self._encoding, self._remote = encoding, remote
         self._last: WeightUpdate | None = None
+        self._resent = 0  # updates besides the first that name its file, and are to be released
 
     async def publish(self, version: int) -> WeightUpdate:
-        self._last = None
+        self._last, self._resent = None, 0
         update = _update(version, (await self._ranks("write", self._encoding))[0])
         return update if self._remote is None else await self._remote.announce(update)
 
@@ -77,10 +78,14 @@ class FileTransfer(WeightTransfer):
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
         if self._encoding == "delta":
             update = _update(update.version, await self._rank_0("write_whole", True))
-        return update if self._remote is None else await self._remote.announce_again(update)
+        whole = update if self._remote is None else await self._remote.announce_again(update)
+        self._resent += self._encoding != "delta"
+        return whole
 
     async def release(self, update: WeightUpdate) -> None:
-        if not self.expects_late_engines or self._encoding == "delta":
+        if self._resent:
+            self._resent -= 1
+        elif not self.expects_late_engines or self._encoding == "delta":
             await self._rank_0("remove", update.info["path"])
         elif self._last is None:
             path = await self._rank_0("keep", update.info["path"])

@@ -110,7 +110,8 @@ class TensorGroup:
         if self._device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
 
-            torch.cuda.set_device(self._device)
+            if self._device.index is not None:  # a rank of the policy sees one GPU, whose number it does not name
+                torch.cuda.set_device(self._device)
             options: Any = ProcessGroupNCCL.Options()
             options._timeout = timeout
             return ProcessGroupNCCL(store, rank, size, options)
@@ -119,7 +120,8 @@ class TensorGroup:
         gloo: Any = ProcessGroupGloo  # its stub lacks the options
         options = gloo._Options()
         options._timeout = timeout
-        if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        if interface not in ("", "lo", "lo0"):  # loopback is for ranks on one node; engines may be on others
             options._devices = [gloo.create_device(interface=interface)]
         else:
             own_address = self.rendezvous["host"]

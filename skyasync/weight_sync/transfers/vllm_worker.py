@@ -100,7 +100,7 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         if "broken_off" in info or "handle" in info:
             assert self._parts is not None
             self._parts.load(info)
-        elif "rendezvous" in info and self.device.type != "cpu" and "digests" not in info:
+        elif "rendezvous" in info and info["rendezvous"]["device"] != "cpu":
             self._load(tensor for chunk in self._reader.broadcast.chunks(info) for tensor in chunk.items())
         else:
             self.interrupted = ""

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.fsdp.backend import FSDPBackend
+from skyasync.models.fsdp.quantized_base import QuantizedRows
 from skyasync.models.fsdp.sharding import HOST, OffloadBuffers
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
@@ -159,6 +160,18 @@ def test_from_a_gpu_every_offload_copies_into_pinned_memory_that_the_first_has_a
                 assert len(allocated) == 3 + 6 and all(pinned for pinned, _ in allocated)
                 allocated.clear()
     assert not allocated
+
+
+def test_from_a_gpu_and_back_quantized_weights_are_moved_as_codes() -> None:
+    cuda, buffers = torch.device("cuda"), OffloadBuffers()
+    with FakeTensorMode():
+        rows: Tensor = QuantizedRows(
+            torch.zeros(4, 12, dtype=torch.uint8, device=cuda), ("int8", 8), (4, 8), torch.float32
+        )
+        for device in (HOST, cuda):
+            rows = buffers.moved(rows, device, ("weight",))
+            assert isinstance(rows, QuantizedRows) and rows.packed.shape == (4, 12)
+            assert rows.device.type == rows.packed.device.type == device.type
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -348,6 +348,9 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
             update = publish(engine.model, version)
             yield update
             remove_weights(update.info["path"])
+
+        def quiet(self) -> AbstractAsyncContextManager[None]:
+            return nullcontext()
 
     async def make(name: str) -> VLLMServerEngine:
         return VLLMServerEngine(replace(config(server), extra=config(server).extra | {"url": name}))
