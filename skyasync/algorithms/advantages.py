@@ -31,6 +31,7 @@ def compute_advantages(
     group_ids: Tensor,
     values: Tensor | None = None,
     trajectory_ids: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Estimate:
     """Estimate, then whiten and clip, all as ``cfg`` says.
 
@@ -38,6 +39,7 @@ def compute_advantages(
         rewards: ``[batch, length]``, shaped (``shape_rewards``), KL penalty already subtracted if there is one.
         values: the critic's ``[batch, length]``; needed by "gae" only.
         trajectory_ids: ``[batch]``; rows that share one are laid end to end and estimated as one sample.
+        lengths: ``[batch]``, sampled tokens, those outside the mask too; by default the mask's.
 
     Raises:
         ValueError: if the estimator needs values and there are none.
@@ -45,13 +47,17 @@ def compute_advantages(
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)
         whole = samples.join(values) if values is not None else None
-        estimate = compute_advantages(cfg, samples.join(rewards), samples.join(mask), samples.first(group_ids), whole)
+        sampled = samples.join(lengths[:, None]).sum(1) if lengths is not None else None
+        estimate = compute_advantages(
+            cfg, samples.join(rewards), samples.join(mask), samples.first(group_ids), whole, lengths=sampled
+        )
         return samples.split(estimate[0]), samples.split(estimate[1])
     name = setting(cfg, "advantage_estimator", "grpo")
     estimator = bind(ADVANTAGE_ESTIMATORS[name], cfg)
     if "values" in estimator.inputs and values is None:
         raise ValueError(f"advantage estimator {name!r} needs a critic's values")
-    advantages, returns = estimator({"rewards": rewards, "mask": mask, "group_ids": group_ids, "values": values})
+    tensors = {"rewards": rewards, "mask": mask, "group_ids": group_ids, "values": values, "lengths": lengths}
+    advantages, returns = estimator(tensors)
     if setting(cfg, "advantage_batch_normalize", False):
         advantages = whiten(advantages, mask)
     clip = setting(cfg, "advantage_clip", 0.0)
@@ -189,11 +195,17 @@ def generalized(
 
 
 @ADVANTAGE_ESTIMATORS.register("opo", group_relative=True)
-def opo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
-    """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al. 2025 (OPO)."""
-    total, lengths = scores(rewards), mask.sum(1).double()
+def opo(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, lengths: Tensor | None = None, *, singleton_raw: bool = False
+) -> Estimate:
+    """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al. 2025 (OPO).
+
+    Args:
+        lengths: ``[batch]``, sampled tokens; responses that are masked as truncated have theirs too.
+    """
+    total, weights = scores(rewards), (mask.sum(1) if lengths is None else lengths).double()
     pool = Pools(group_ids, ~total.isnan())
-    baseline = pool.sum(lengths * total.double()) / pool.sum(lengths).clamp(min=1)
+    baseline = pool.sum(weights * total.double()) / pool.sum(weights).clamp(min=1)
     baseline = torch.where(pool.constant(total.double()), total.double(), baseline)
     if singleton_raw:
         baseline = torch.where(pool.sizes == 1, 0, baseline)

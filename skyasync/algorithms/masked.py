@@ -81,13 +81,14 @@ def whiten(
         eps: keeps a constant input finite: added to the variance, or with ``eps_on="deviation"`` (AReaL) to
             the standard deviation.
     """
-    centred = torch.where(mask, values - masked_mean(values, mask), 0)
+    exact = values.double()  # equal values then differ from their mean by less than eps
+    centred = torch.where(mask, exact - masked_mean(exact, mask), 0)
     if not scale:
-        return centred
+        return centred.to(values.dtype)
     count = mask.sum()
     variance = centred.square().sum() / (count - int(unbiased)).clamp(min=1)
     deviation = variance.sqrt() + eps if eps_on == "deviation" else (variance + eps).sqrt()
-    return centred / deviation
+    return (centred / deviation).to(values.dtype)
 
 
 class JoinedRows:

@@ -175,11 +175,16 @@ def attention_inputs(
     return {"attention_mask": stand_in, "attention_plan": plan}
 
 
+_WITHOUT_PLAN = ("nemotron", "doge")
+"""Families whose layers do not pass the plan on to the attention, or make a mask of their own from the stand-in."""
+
+
 def pack_rows(model: PreTrainedModel) -> bool:
     """Give a model, or its language model, the attention that takes blocks, if it can have it; whether it has."""
     model = model.get_decoder() if model.config.sub_configs else model
     config = model.config
-    if config._attn_implementation == "sdpa" and model._supports_attention_backend and not config.sub_configs:
+    takes_plan = model._supports_attention_backend and config.model_type not in _WITHOUT_PLAN
+    if config._attn_implementation == "sdpa" and takes_plan and not config.sub_configs:
         model.set_attn_implementation(NAME)
     return bool(config._attn_implementation == NAME)
 

@@ -37,6 +37,17 @@ from skyasync.models.token_model import ATTENTION, SCORE_LAYER, training_config
 from skyasync.models.vision import is_vision
 
 
+@contextmanager
+def _without_sdpa(path: str, config: PreTrainedConfig) -> Iterator[None]:
+    """transformers' error for a family without this attention advises an argument that no setting is."""
+    try:
+        yield
+    except ValueError as error:
+        if "scaled_dot_product_attention" not in str(error):
+            raise
+        raise UserError(f"{path}: models of type {config.model_type} have no sdpa attention in transformers") from error
+
+
 class Head:
     """A causal language model with the head of its files; the base class of other kinds.
 
@@ -69,7 +80,8 @@ class Head:
     def empty(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
         """The model with nothing loaded, on torch's current device."""
         config = self.config(path)
-        model: PreTrainedModel = self.auto(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        with _without_sdpa(path, config):
+            model: PreTrainedModel = self.auto(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
         return model
 
     def load(
@@ -86,7 +98,7 @@ class Head:
             options: more arguments of ``from_pretrained``.
         """
         config = self.config(path)
-        with ONE_AT_A_TIME, self.loading():
+        with ONE_AT_A_TIME, self.loading(), _without_sdpa(path, config):
             model, info = (factory or self.auto(config)).from_pretrained(
                 path,
                 config=config,

@@ -61,7 +61,10 @@ class Adapters:
             task_type="CAUSAL_LM",
             base_model_name_or_path=path,
         )
-        peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
+        try:
+            peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise UserError(f"{KEY}.target_modules: {error}: list it in {KEY}.exclude_modules") from error
         self._layers = [
             _AdaptedLayer(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name, module)
             for name, module in model.named_modules()
@@ -238,6 +241,9 @@ def check_targets(path: str, config_kwargs: Mapping[str, Any], settings: LoraCon
         _targets(HEADS[VOCABULARY].with_config(config_kwargs).empty(path, torch.float32), settings)
 
 
+_PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # a router may be a subclass that returns something else
+
+
 def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
     """The layers that get an adapter, by their full names: peft would match experts' matrices by the last parts alone.
     They are in the language model and in its head, not in a tower for other inputs.
@@ -250,7 +256,7 @@ def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module in own
+        if isinstance(module, nn.Linear | Conv1D) and module in own and type(module).forward in _PRODUCTS
     }
     options = {layer.rpartition(".")[2] for layer in layers}
     for key, names in (("target_modules", settings.target_modules), ("exclude_modules", settings.exclude_modules)):

@@ -87,8 +87,8 @@ class _Collation:
                     self._loss_mask[index, start:end] = True
                     self._logprobs[index, start:end] = segment.logprobs
                     self._versions[index, start:end] = segment.versions
-                if segment.reward and len(segment.tokens):
-                    self._rewards[index, end - 1] = segment.reward
+                if segment.reward:  # of a response without tokens: on the token before
+                    self._rewards[index, end - 1] += segment.reward
             self._attention_mask[index, :end] = True
             written += self._tokens.shape[1]
         yield

@@ -391,6 +391,8 @@ def _read_output(output: GeneratorOutput, requested: list[TrajectoryId], version
                 segments.append(Segment("action", tokens[span], logprobs[span], versions[span], total))
             else:
                 segments.append(Segment("observation", tokens[span], reward=total))
+        if not count and isinstance(reward, Real):
+            segments.append(Segment("action", tokens, logprobs, versions, float(reward)))
         metrics = (output.get("trajectory_metrics") or {row: {}})[row]
         trajectory = Trajectory(identity, segments, output["stop_reasons"][row], metrics)
         if identity in trajectories:

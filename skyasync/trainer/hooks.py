@@ -113,7 +113,8 @@ class AlgorithmHooks:
         )
         self.context.phases.mean("reward/kl", float(kl), int(batch.loss_mask.any(1).sum()))
         self.metrics["reward/kl_coef"] = controller.value
-        controller.update(float(kl), len(batch))
+        samples = len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
+        controller.update(float(kl), samples)
         return batch
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
@@ -132,6 +133,7 @@ class AlgorithmHooks:
             batch.group_ids,
             batch.values,
             batch.trajectory_ids,
+            (batch.versions >= 0).sum(1),
         )
         learned = None if batch.values is None else returns
         return batch.to_stage(TrainingBatch, advantages=advantages, returns=learned)

@@ -162,13 +162,17 @@ class Learner:
             complete: the part is its whole mini-batch, so its loss weights are final. If not, the next optimizer step
                 divides by the denominator that all parts before it have together, and the gradient is the same.
         """
+        import torch
+
         from skyasync.algorithms.reductions import loss_numerators, loss_weights
         from skyasync.models.batch import UpdateBatch
 
         algorithm, ids = self._cfg.algorithm, part.trajectory_ids
         if complete:
             weights = loss_weights(algorithm, part.loss_mask, part.group_ids, trajectory_ids=ids)
-            selection = self.objective.prepare(part).get("selection")
+            with torch.random.fork_rng(devices=[]):  # what a loss draws, a resumed run draws again
+                torch.manual_seed(hash((self._cfg.seed, self._context.progress.step, self.updates)))
+                selection = self.objective.prepare(part).get("selection")
             batch = part.to_stage(UpdateBatch, loss_weights=weights, selection=selection)
         else:
             weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)

@@ -86,6 +86,36 @@ def test_a_sample_without_loss_tokens_still_counts_in_its_groups_baseline() -> N
     assert advantages.tolist() == [[0, -1], [0, 0]]
 
 
+def test_responses_that_are_masked_keep_their_length_in_the_optimal_baseline() -> None:
+    """Lengths 3, 5, 5 and rewards 1, 0, 0; the last two are truncated, and have no loss token."""
+    mask = torch.tensor([[True] * 3 + [False] * 2, [False] * 5, [False] * 5])
+    rewards = torch.zeros(3, 5, dtype=torch.float64)
+    rewards[0, 2] = 1.0
+    sampled, groups = torch.tensor([3, 5, 5]), torch.zeros(3, dtype=torch.int64)
+    advantages, _ = compute_advantages(config(advantage_estimator="opo"), rewards, mask, groups, lengths=sampled)
+    torch.testing.assert_close(advantages[0, :3], torch.full((3,), 1 - 3 / 13, dtype=torch.float64))
+    rows = torch.tensor([0, 1, 2, 2])  # the last trajectory is two rows
+    mask, rewards = torch.cat([mask, mask[:1] & False]), torch.cat([rewards, rewards[:1] * 0])
+    advantages, _ = compute_advantages(
+        config(advantage_estimator="opo"), rewards, mask, torch.zeros(4, dtype=torch.int64), None, rows,
+        torch.tensor([3, 5, 2, 3]),
+    )  # fmt: skip
+    torch.testing.assert_close(advantages[0, :3], torch.full((3,), 1 - 3 / 13, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("reward", [5.3, 100.3, 1000.1])
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++_baseline", "gae"])
+def test_a_batch_of_equal_rewards_has_no_signal_in_float32(name: str, reward: float) -> None:
+    mask = torch.arange(64)[None] < torch.arange(1, 65)[:, None]
+    rewards = torch.zeros(64, 64)
+    rewards[torch.arange(64), torch.arange(64)] = reward
+    values = torch.zeros(64, 64) if name == "gae" else None
+    advantages, _ = compute_advantages(
+        config(advantage_estimator=name), rewards, mask, torch.arange(64), values
+    )  # fmt: skip
+    assert advantages.dtype == torch.float32 and advantages.abs().max() < 1e-6
+
+
 def test_returns_skip_tool_outputs_without_discounting_them() -> None:
     rewards = torch.tensor([[0.0, 1.0, 9.0, 9.0, 2.0, 9.0]])
     mask = torch.tensor([[True, True, False, False, True, False]])

@@ -27,7 +27,7 @@ TENSORS = {
         "current", "anchor", "proximal", "behaviour", "reference", "advantages", "mask", "entropy", "selection",
     },
     "CORRECTIONS": {"proximal", "behaviour", "advantages", "mask"},
-    "ADVANTAGE_ESTIMATORS": {"rewards", "values", "mask", "group_ids"},
+    "ADVANTAGE_ESTIMATORS": {"rewards", "values", "mask", "group_ids", "lengths"},
     "KL_ESTIMATORS": {"current", "reference"},
     "LOSS_REDUCTIONS": {"mask", "group_ids"},
 }  # fmt: skip

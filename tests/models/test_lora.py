@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
@@ -23,7 +23,7 @@ from skyasync.weight_sync.transfers.file import read_weights, remove_weights
 from skyasync.workers.frozen import ReferenceWorker
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
-from tests.planning.models import configuration
+from tests.planning.models import COMMON, configuration
 from tests.workers.calls import digest, equal
 from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
@@ -285,6 +285,32 @@ def test_a_resumed_run_is_the_run_bit_for_bit_with_dropout_as_well(tied_model: s
     dropping = start(cfg)
     dropping.update_policy(make_batch())
     assert any(not torch.equal(without.seen[name], gradient) for name, gradient in dropping.seen.items())
+
+
+def test_ranks_that_split_matrices_drop_the_same_inputs(untied_model: str, ranks: Callable[[int], Ranks]) -> None:
+    """Else the gradients of the half that each of them has whole would differ, which ends the run."""
+    cfg = lora_config(untied_model, dropout=0.2)
+    cfg.trainer.parallel.tensor = 2
+    two = ranks(2)
+    two.set_up(PolicyWorker, cfg)
+    first, second = two.call(excited_norm)
+    assert first == second > 0
+
+
+def excited_norm(rank: Rank) -> float:
+    excite(rank.worker)
+    return rank.worker.update_policy(make_batch())["grad_norm"]
+
+
+def test_a_router_that_is_no_plain_product_has_no_adapter(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings = {"num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 128}
+    config = AutoConfig.for_model("phimoe", **(COMMON | settings))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    worker = start(lora_config(str(tmp_path)))
+    assert worker.logprobs(make_batch()).isfinite().all()
+    adapted = {name for name, _ in worker.backend.model.named_parameters() if ".lora_" in name}
+    assert adapted and not [name for name in adapted if "router" in name]
 
 
 def test_layers_are_chosen_by_the_ends_of_their_names(untied_model: str) -> None:

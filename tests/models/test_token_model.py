@@ -4,16 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import SamplingConfig
+from skyasync.errors import UserError
 from skyasync.models import token_model as model_module
 from skyasync.models.backend import ENTROPY, LOGPROBS, OutputRequest
 from skyasync.models.heads import load_causal_lm
 from skyasync.models.packing import plain_layout
 from skyasync.models.token_model import TokenModel, can_share_prefixes, gather_logprobs
-from tests.workers.conftest import make_batch
+from skyasync.workers.policy import PolicyWorker
+from tests.workers.conftest import config_for, make_batch
 
 WITH_ENTROPY = OutputRequest.of(LOGPROBS, ENTROPY)
 
@@ -109,6 +112,42 @@ def test_sliding_windows_do_not_share_prefixes() -> None:
     assert not can_share_prefixes(windowed)
     windowed.layer_types = ["full_attention", "sliding_attention"]
     assert not can_share_prefixes(windowed)
+
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+
+
+def save_small(folder: Path, family: str, **settings: int) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **settings)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_routers_add_no_noise_also_where_activations_are_recomputed(tmp_path: Path, recomputes: bool) -> None:
+    cfg = config_for(save_small(tmp_path, "phimoe", num_local_experts=4, num_experts_per_tok=2))
+    cfg.trainer.policy.gradient_checkpointing = recomputes
+    worker, batch = PolicyWorker(cfg, threads=1), make_batch()
+    worker.setup()
+    layers = [m for m in worker.backend.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert [layer.gradient_checkpointing and layer.training for layer in layers] == [recomputes] * 2
+    assert torch.equal(worker.logprobs(batch), worker.logprobs(batch))
+
+
+@pytest.mark.parametrize("family", ["nemotron", "doge"])
+def test_families_that_pass_no_plan_to_their_attention_are_computed_with_masks(tmp_path: Path, family: str) -> None:
+    path, batch = save_small(tmp_path, family), make_batch()
+    worker = PolicyWorker(config_for(path), threads=1)
+    worker.setup()
+    expected, _ = plain_forward(path, batch, dtype=torch.float32)
+    torch.testing.assert_close(worker.logprobs(batch), expected.detach(), atol=1e-5, rtol=0)
+
+
+def test_a_family_without_sdpa_is_named(tmp_path: Path) -> None:
+    path = save_small(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+    with pytest.raises(UserError, match="models of type gpt_oss have no sdpa attention in transformers"):
+        load_causal_lm(path, torch.float32)
 
 
 def test_dropout_is_switched_off(tmp_path: Path) -> None:

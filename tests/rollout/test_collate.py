@@ -29,6 +29,13 @@ def batch():
     )
 
 
+def test_the_reward_of_a_response_without_tokens_stands_on_the_token_before():
+    empty = trajectory(action([], -1.0))
+    turns = trajectory(action([5], 0.5), Segment("observation", [9, 8]), action([], 1.0), repetition=1)
+    found = collate([Group(prompt(0), [empty, turns])])
+    assert found.rewards.sum(1).tolist() == [-1.0, 1.5] == [t.reward for t in (empty, turns)]
+
+
 async def turns_during(groups):
     """How often another task ran while the groups were collated."""
     turns = []

@@ -82,6 +82,14 @@ def test_no_reward_is_lost_where_the_mask_leaves_tokens_out(mask, reward):
     assert first.rewards == [1.0]
 
 
+def test_a_response_without_tokens_has_its_reward():
+    empty = {name: [[], output()[name][1]] for name in ("response_ids", "loss_masks")}
+    for name in ("rollout_logprobs", "rollout_versions"):
+        empty[name] = [[], output()[name][1]]
+    first, second = convert(output(rewards=[-1.0, 2.0], **empty))
+    assert (first.rewards, second.rewards) == ([-1.0], [2.0])
+
+
 def test_rewards_may_be_numpys():
     first, _ = convert(output(rewards=[np.float32(0.5), [np.float32(0), np.int64(0), np.float64(1)]]))
     assert first.rewards == [0.5]

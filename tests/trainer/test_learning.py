@@ -46,6 +46,22 @@ def test_masked_truncated_responses_have_no_loss_token_and_stay_in_the_baseline(
     assert batch.advantages.sum(1).tolist() == [0, 1.0] * 4  # 1 - 0.5 on two tokens
 
 
+def test_masked_truncated_responses_keep_their_length_in_the_optimal_baseline() -> None:
+    batch = one_step(frozenset({0}), truncated_responses="mask", advantage_estimator="opo").dispatch.batches[0]
+    assert batch.advantages.sum(1).tolist() == [0, 1.0] * 4  # 1 - 0.5: both have two tokens
+
+
+def test_what_a_loss_draws_depends_on_the_seed_and_the_step_alone() -> None:
+    settings: dict[str, Any] = {"policy_loss_type": "clip_cov", "advantage_estimator": "dr_grpo"}
+    settings |= {"clip_cov__clip_ratio": 0.5, "clip_cov__clip_cov_lb": -1e9, "clip_cov__clip_cov_ub": 1e9}
+    torch.manual_seed(1)
+    first = one_step(**settings).dispatch.batches[0].selection
+    before = torch.random.get_rng_state()
+    again = one_step(**settings).dispatch.batches[0].selection
+    assert torch.equal(first, again) and 0 < int(first.sum()) < first.numel()
+    assert torch.equal(torch.random.get_rng_state(), before), "the process's own random state is not used"
+
+
 def test_dropped_truncated_responses_are_counted_and_leave_the_baseline() -> None:
     run = one_step(frozenset({0}), truncated_responses="drop", advantage_estimator="dr_grpo")
     assert len(run.dispatch.batches[0]) == 4

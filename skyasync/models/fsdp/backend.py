@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from skyasync.errors import NonFiniteError, UserError
@@ -299,9 +300,9 @@ class FSDPBackend(ModelBackend):
             compile_layers(decoder_layers(wrapper), self.device)
         if recomputes := self.recomputes():
             model.gradient_checkpointing_enable(checkpointing_options(selective=recomputes == "selective"))
-            wrapper.train()  # the model has no dropout, so this only switches gradient checkpointing on
-            if self.adapters:
-                self.adapters.set_dropout(False)
+            for module in model.modules():
+                if isinstance(module, GradientCheckpointingLayer):  # and no part of it: routers may add noise then
+                    module.training = True
         learnt = [p for p in model.parameters() if p.requires_grad]
         copy = None
         if self.stage:
@@ -339,7 +340,8 @@ class FSDPBackend(ModelBackend):
         dropout: AbstractContextManager[None] = nullcontext()
         self._passes += 1
         if self.adapters:  # their dropout draws what a resumed run draws again
-            seed = hash((self.spec.trainer.seed, self.step, self._passes, self.ranks.rank))
+            rows = self.ranks.rank // self.spec.mesh_shape.tensor  # ranks that split matrices drop the same inputs
+            seed = hash((self.spec.trainer.seed, self.step, self._passes, rows))
             dropout = self.adapters.dropping(seed)
         with sharded_afterwards(self.model), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
