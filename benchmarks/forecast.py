@@ -1,7 +1,7 @@
 """``skyasync forecast`` against real runs: the order of 12 configurations by their time to a target, and the choice.
 
     uv run -m benchmarks.forecast [--seeds 1 2 3] [--pilot-seeds 100 101] [--processes 2]
-    uv run -m benchmarks.forecast --task addition --seeds 1 --pilot-seeds 100 --processes 3
+    uv run -m benchmarks.forecast --task addition --seeds 1 --pilot-seeds 100  # a process takes up to 9 GB
 
 The tiny model learns to sort, or SmolLM2-135M-Instruct to add (real engines, updates and weight syncs, one process per
 run). Two cores cannot show how work is split, so a device's time is paced: a decode step of an engine takes at least

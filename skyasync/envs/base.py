@@ -208,7 +208,7 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
             raise InvalidEnvOutputError(
                 f"{what} must be text, since the environment has raw_text; found {reprlib.repr(messages)}"
             )
-        return _whole(messages)
+        return _without_half_pairs(messages)
     if not isinstance(messages, list) or not all(
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)
@@ -219,18 +219,18 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
             f"{what} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
     try:
-        return cast(Conversation, read_messages(_whole(messages)))
+        return cast(Conversation, read_messages(_without_half_pairs(messages)))
     except UserError as error:  # of this episode's images
         raise InvalidEnvOutputError(f"{what}: {error}") from error
 
 
-def _whole(value: Any) -> Any:
+def _without_half_pairs(value: Any) -> Any:
     """Half surrogate pairs are replaced in all text: no tokenizer takes them, and a tool may repeat a model's."""
     if isinstance(value, str):
         return _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, Mapping):
-        return {name: _whole(each) for name, each in value.items()}
-    return [_whole(each) for each in value] if isinstance(value, list) else value
+        return {name: _without_half_pairs(each) for name, each in value.items()}
+    return [_without_half_pairs(each) for each in value] if isinstance(value, list) else value
 
 
 def _number(value: object, what: str) -> float:

@@ -38,7 +38,7 @@ from skyasync.models.vision import is_vision
 
 
 @contextmanager
-def _without_sdpa(path: str, config: PreTrainedConfig) -> Iterator[None]:
+def _sdpa_required(path: str, config: PreTrainedConfig) -> Iterator[None]:
     """transformers' error for a family without this attention advises an argument that no setting is."""
     try:
         yield
@@ -80,7 +80,7 @@ class Head:
     def empty(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
         """The model with nothing loaded, on torch's current device."""
         config = self.config(path)
-        with _without_sdpa(path, config):
+        with _sdpa_required(path, config):
             model: PreTrainedModel = self.auto(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
         return model
 
@@ -98,7 +98,7 @@ class Head:
             options: more arguments of ``from_pretrained``.
         """
         config = self.config(path)
-        with ONE_AT_A_TIME, self.loading(), _without_sdpa(path, config):
+        with ONE_AT_A_TIME, self.loading(), _sdpa_required(path, config):
             model, info = (factory or self.auto(config)).from_pretrained(
                 path,
                 config=config,

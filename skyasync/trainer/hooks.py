@@ -82,8 +82,8 @@ class AlgorithmHooks:
             trajectory_ids=batch.trajectory_ids,
         )
         if batch.rewards is not before:
-            rows = len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
-            self.context.phases.mean("reward/shaped_mean", float(batch.rewards.sum()) / rows, rows)
+            samples = _trajectories(batch)
+            self.context.phases.mean("reward/shaped_mean", float(batch.rewards.sum()) / samples, samples)
         if algorithm.truncated_responses == "mask":
             batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated)
         return batch
@@ -113,8 +113,7 @@ class AlgorithmHooks:
         )
         self.context.phases.mean("reward/kl", float(kl), int(batch.loss_mask.any(1).sum()))
         self.metrics["reward/kl_coef"] = controller.value
-        samples = len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
-        controller.update(float(kl), samples)
+        controller.update(float(kl), _trajectories(batch))
         return batch
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
@@ -156,6 +155,10 @@ class AlgorithmHooks:
         batch.advantages = batch.advantages + self.cfg.trainer.teacher.weight * taught
         self.context.phases.mean("teacher/kl", float(kl), int(batch.loss_mask.sum()))
         return batch
+
+
+def _trajectories(batch: RolloutBatch) -> int:
+    return len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
 
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:

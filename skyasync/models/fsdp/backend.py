@@ -340,8 +340,8 @@ class FSDPBackend(ModelBackend):
         dropout: AbstractContextManager[None] = nullcontext()
         self._passes += 1
         if self.adapters:  # their dropout draws what a resumed run draws again
-            rows = self.ranks.rank // self.spec.mesh_shape.tensor  # ranks that split matrices drop the same inputs
-            seed = hash((self.spec.trainer.seed, self.step, self._passes, rows))
+            group = self.ranks.rank // self.spec.mesh_shape.tensor  # ranks that split matrices drop the same inputs
+            seed = hash((self.spec.trainer.seed, self.step, self._passes, group))
             dropout = self.adapters.dropping(seed)
         with sharded_afterwards(self.model), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)

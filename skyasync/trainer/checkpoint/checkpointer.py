@@ -62,7 +62,7 @@ class Checkpointer:
         self._learner, self._extensions = learner, extensions
         self.saves_on_exit = context.cfg.trainer.ckpt_on_exit
         self._failures = 0  # in a row
-        self._resumed_from: Path | None = None  # until this run has saved
+        self._resumed_from: Path | None = None  # the checkpoint that the user has named, until this run has saved
         self._task: asyncio.Task[Path] | None = None  # writes while training goes on
         self._task_step, self._write_s = 0, 0.0
         self._metric_seen = False  # ``ckpt_best_metric``, ever
@@ -246,12 +246,13 @@ class Checkpointer:
             self._context.solved.resume(folder, self._context.prompts.of_identity)
             load_states(self._extensions, folder)
         self._context.progress.resumed(state.step, state.position, state.trained_early)
-        self.saved_step, self._resumed_from = state.step, folder
+        self.saved_step, self._resumed_from = state.step, folder if resume.named else None
         return True
 
     async def roll_back(self) -> int:
-        """Make the models what they were in the newest whole checkpoint of this run, or the one that it resumed from,
-        and skip the current data; its step.
+        """Make the models what they were in the newest whole checkpoint, and skip the current data; its step.
+
+        Until this run has saved, it is the one that ``trainer.resume_mode`` names, if it names one.
 
         Raises:
             UserError: if there is none.

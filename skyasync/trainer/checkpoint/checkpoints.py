@@ -176,14 +176,14 @@ class Unfinished:
                     file.write(json.dumps(content, indent=2, default=str).encode())
         manifest.write(self.path, sums)
         former = _set_aside(self.final) if self.final.exists() else None
-        if former is not None and self.checkpoints.best is not None and self.checkpoints.best.folder == self.final.name:
-            self.checkpoints.best = None  # it was another one of this step, before a resume
-            (self.checkpoints.folder / BEST).unlink()
+        checkpoints = self.checkpoints
+        if checkpoints.best is not None and checkpoints.best.folder == self.final.name:
+            checkpoints.best = None  # it was another one of this step, before a resume
+            (checkpoints.folder / BEST).unlink(missing_ok=True)
         os.replace(self.path, self.final)
         manifest.sync_folder(self.final.parent)
         if former is not None:  # the new one is safe
             shutil.rmtree(former, ignore_errors=True)
-        checkpoints = self.checkpoints
         checkpoints.damaged.discard(self.final)
         if checkpoints.keep:
             undamaged = [old for old in checkpoints.newest_first() if old not in checkpoints.damaged]

@@ -86,7 +86,7 @@ class StepSize:
             self.speed = _average(self.speed, kl / moved)
         tokens = sum(drift.tokens for drift in batch.values())
         square = sum(drift.tokens * s**2 for s, drift in batch.items()) / max(tokens, 1)
-        if len(list(filter(None, self.factors))) < self.bound:
+        if sum(factor > 0 for factor in self.factors) < self.bound:
             square = max(square, self.bound**2)
         self.staleness = math.sqrt(square)
         least = 1.0 / (1.0 + self.staleness / 2)
