@@ -18,6 +18,13 @@ class Sevens(BaseTextEnv):
         return {"observations": [], "reward": action[:7].count("7") / 7, "done": True, "metadata": {}}
 
 
+class Distinct(BaseTextEnv):
+    """Rewards distinct characters: rewards differ in every batch, also of an engine whose samples no seed repeats."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return {"observations": [], "reward": len(set(action)) / 8, "done": True, "metadata": {}}
+
+
 def train_prompts() -> list[dict[str, Any]]:
     return [{**row, "env_class": ""} for row in prompts("train", count=DATASET_SIZE, seed=1)]
 

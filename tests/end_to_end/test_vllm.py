@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.end_to_end import leftovers
-from tests.end_to_end.runs import Train, read_lines
+from tests.end_to_end.runs import PARTS, Train, read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.usefixtures("engines_on_ray")]
 
@@ -34,6 +34,7 @@ def test_one_step_off_with_vllm(train: Train) -> None:
     run = train(
         "trainer.plan=one_step_off", "trainer.max_training_steps=3",
         "generator.backend=vllm", "generator.kv_cache_gb=0.2", "generator.max_num_seqs=32",
+        f"environment.env_class={PARTS}:Distinct",
     )  # fmt: skip
     assert max(run.series("sync/logprob_gap")) <= 1e-4
     first, *others = run.metrics

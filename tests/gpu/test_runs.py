@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.sync_gaps import Shape, configuration
 from tests.end_to_end.conftest import models  # noqa: F401
-from tests.end_to_end.runs import train_in
+from tests.end_to_end.runs import PARTS, train_in
 
 SHARED = ("trainer.placement.colocate_all=true", "generator.gpu_memory_utilization=0.3", "trainer.max_training_steps=6")
 GAP = {"float32": 1e-4, "bfloat16": 0.1}
@@ -32,7 +32,7 @@ def test_a_run_trains_on_the_gpu(
     train = train_in(tmp_path, models["tied"])
     run = train(
         f"generator.backend={backend}", f"trainer.plan={plan}", f"trainer.policy.model.dtype={dtype}",
-        f"generator.dtype={dtype}", *SHARED,
+        f"generator.dtype={dtype}", f"environment.env_class={PARTS}:Distinct", *SHARED,
     )  # fmt: skip
     assert run.series("step") == [1, 2, 3, 4, 5, 6]
     assert max(run.series("sync/logprob_gap")) <= GAP[dtype]
