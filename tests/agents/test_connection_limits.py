@@ -200,6 +200,7 @@ async def test_an_episodes_answers_cannot_be_gone_on_from_with_anothers_key(toke
     assert len(engine.requests) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("turns", range(4))
 async def test_who_comes_while_it_closes_is_hung_up_on(tokenizer: Any, turns: int) -> None:

@@ -163,6 +163,7 @@ async def test_a_program_that_fails_ends_the_run_naming_the_episode(failure: str
             await played(found, [prompt(0), prompt(1, fails=failure)])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("on_error", ["mask", pytest.param("keep", marks=pytest.mark.matrix)])
 async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str, caplog: Any) -> None:
     rows = [prompt(row, fails=failure) for row, failure in enumerate([*FAILURES, ""])]
@@ -187,6 +188,7 @@ async def test_a_reward_that_is_no_number_stays_with_its_episode_where_its_step_
     assert math.isnan(bad.rewards[0]) and bad.trajectories[0].actions and good.rewards == [3.0]
 
 
+@pytest.mark.matrix
 async def test_a_hanging_thread_is_abandoned_and_its_key_is_invalid() -> None:
     engine = Engine(lambda _: "yes")
     rules = EpisodeLimits(timeout_s=3.0, on_error="mask")
@@ -244,6 +246,7 @@ async def test_cancellation_ends_programs_and_sessions() -> None:
         assert not found._endpoint._sessions
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 async def test_processes_that_die_are_replaced(ray_session: None, tmp_path: Path) -> None:
     rules = EpisodeLimits(on_error="mask")

@@ -47,6 +47,7 @@ def test_a_worker_updates_packed_and_padded_without_ray_or_vllm():
     assert recomputed < packed, "the plan counts recomputation"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_the_command_has_a_line_for_every_case_and_the_reason_of_one_that_fails(fork_socket, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", program(fork_socket))

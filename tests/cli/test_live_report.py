@@ -15,6 +15,7 @@ from skyasync.__main__ import command
 from tests.observability.report.folders import make_run
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
     runs = [str(make_run(tmp_path / name)) for name in ("one", "two")]

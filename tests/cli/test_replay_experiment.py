@@ -98,6 +98,7 @@ async def test_a_replay_begins_with_a_checkpoint_and_ends_after_a_step(model: st
     assert before.trainer.global_step == 4 and same(weights(before), weights(after))
 
 
+@pytest.mark.matrix
 async def test_another_loss_is_the_same_twice_and_the_first_difference_is_reported(model: str, tmp_path: Path) -> None:
     await recorded(PLANS.find("fully_async"), settings(model), tmp_path / "run")
     ends = []

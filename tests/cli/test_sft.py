@@ -74,6 +74,7 @@ def test_two_ranks_have_the_loss_of_a_plain_loop_at_every_step(whole: Trained, m
     assert whole.series("sft/loss") == pytest.approx(plain(model, cfg, order, rows), abs=1e-6)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_resumed_run_makes_the_very_same_updates(whole: Trained, model: str, data: Path) -> None:
     checkpoint = whole.folder / "checkpoints" / "step_000002"
@@ -139,6 +140,7 @@ def test_a_setting_without_effect_is_one_line(
     assert line in capsys.readouterr().err
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_demonstrations_with_images_are_learned(ray_session: None, tmp_path: Path) -> None:
     """One answer for each of two images, to the same question."""

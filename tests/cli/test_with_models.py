@@ -48,6 +48,7 @@ def test_a_replay_makes_the_very_same_updates(run: Trained) -> None:
         assert again.series(name) == run.series(name), name
 
 
+@pytest.mark.matrix
 def test_a_replay_may_change_what_is_learnt_from_the_same_samples(run: Trained) -> None:
     command(["replay", str(run.folder), "trainer.policy.optimizer_config.lr=0", "trainer.run_name=still"])
     still = Trained(run.folder.with_name("still"))

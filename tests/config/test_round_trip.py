@@ -125,6 +125,7 @@ def consistent(config: Config) -> Config:
     return config
 
 
+@pytest.mark.matrix
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(configs().map(consistent))
 def test_what_is_dumped_loads_back_equal(config: Config) -> None:

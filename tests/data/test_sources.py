@@ -143,6 +143,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
             loaded(tmp_path / name)
 
 
+@pytest.mark.matrix
 def test_a_hub_out_of_reach_is_one_line():
     program = (
         "from skyasync import load_config, UserError\n"

@@ -18,6 +18,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build(out=tmp_path_factory.mktemp("agent") / "model", steps=0, hidden=64)
 
 
+@pytest.mark.matrix
 def test_a_program_learns_through_the_endpoint(train: Train) -> None:
     run = train(
         "trainer.plan=one_step_off", "trainer.max_training_steps=14", "trainer.policy.optimizer_config.lr=5e-3",

@@ -43,7 +43,7 @@ def test_ranks_and_devices_change_nothing_and_a_run_in_pieces_is_the_run(train: 
     assert AutoConfig.from_pretrained(exported).architectures == ["LlamaForSequenceClassification"]
 
 
-@pytest.mark.parametrize("plan", ["one_step_off", "fully_async"])
+@pytest.mark.parametrize("plan", [pytest.param("one_step_off", marks=pytest.mark.matrix), "fully_async"])
 def test_a_plan_that_overlaps_trains_both(plan: str, train: Train) -> None:
     run = train(*PPO, f"trainer.plan={plan}", "trainer.max_training_steps=3", "trainer.critic.warmup_steps=1")
     assert all(norm > 0 for norm in run.series("critic/grad_norm"))

@@ -32,10 +32,13 @@ FAILURES = {
     ),
     "engine": (EngineIsKilled, ["generator.max_engine_restarts=0"], ["_EngineActor", "died"]),
 }
+QUICK = ["generator", "engine"]
 
 
 @pytest.mark.parametrize("plan", ["sync", pytest.param("one_step_off", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("part", FAILURES)
+@pytest.mark.parametrize(
+    "part", [part if part in QUICK else pytest.param(part, marks=pytest.mark.matrix) for part in FAILURES]
+)
 def test_a_failure_ends_the_run_with_its_traceback(
     part: str, plan: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

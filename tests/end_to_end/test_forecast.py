@@ -18,6 +18,7 @@ def failure(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.matrix
 def test_two_runs_give_a_forecast_of_each_plan(
     ray_session: None, models: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def skyasync(fork_socket: Path) -> list[str]:
 STREAMED = ("trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.ckpt_on_exit=true")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("moment", [pytest.param("while it starts", marks=pytest.mark.fault), "after three steps"])
 def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
     moment: str, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]

@@ -77,6 +77,7 @@ def settings(server: Server, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_judges_score_training_and_evaluation_and_no_key_is_written(
     train: Train, server: Server, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from tests.end_to_end.runs import Train, Trained
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.matrix
 def test_scores_join_what_the_environment_gives(
     train: Train, sync_run: Trained, models: dict[str, str], tmp_path: Path
 ) -> None:

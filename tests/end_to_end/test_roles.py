@@ -47,6 +47,7 @@ def lengths() -> Iterator[None]:
     del ROLES["lengths"]
 
 
+@pytest.mark.matrix
 def test_a_scorer_of_ones_own_rewards_what_is_trained(train: Train, lengths: None) -> None:
     run = train("trainer.max_training_steps=2", experiment=LengthExp)
     assert run.series("lengths/mean") == pytest.approx([n / 32 for n in run.series("policy/tokens")])

@@ -34,6 +34,7 @@ class StopsAfterTwo(TrainerCallback):
         self.steps = state["steps"]
 
 
+@pytest.mark.matrix
 def test_a_run_is_stopped_by_a_callback_and_resumed_by_the_same_command(
     ray_session: None, models: dict[str, str], tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def resumed(train: Train, run: Trained, *settings: str) -> Trained:
     return train(*SETTINGS, *settings, f"trainer.resume_mode={checkpoint}", f"trainer.run_name={run.folder.name}_again")
 
 
+@pytest.mark.matrix
 def test_sync_goes_on_bit_for_bit(train_vision: Train) -> None:
     run = train_vision(*SETTINGS, "trainer.run_name=sync")
     again = resumed(train_vision, run)

@@ -18,6 +18,7 @@ from skyasync.weight_sync.update import WeightUpdate
 REQUESTS = 1_100  # each is one call; Ray's own limit of concurrent calls per actor is 1,000
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None, tied_model: str) -> None:
     async def answer(number: int) -> int:

@@ -239,6 +239,7 @@ def test_an_engine_twice_as_fast_gets_twice_the_tokens() -> None:
     assert max(took[1:]) < 0.85 * took[0], "a wave that is divided by number waits for the slow engine"
 
 
+@pytest.mark.matrix
 def test_four_engines_of_two_kinds_have_as_much_to_do_for_their_speeds() -> None:
     speeds = [1.0, 1.0, 3.0, 3.0]
     tokens, _ = run_virtual(waves(speeds, 1000, 11))
@@ -303,6 +304,7 @@ def test_requests_wait_in_the_client_while_all_engines_are_full_and_none_starves
     assert sum(len(engine.order) for engine in engines) >= 240
 
 
+@pytest.mark.matrix
 async def test_a_choice_among_1024_engines_with_256_requests_each_takes_microseconds() -> None:
     """Counting one engine's requests takes as long as it would without the other engines."""
     routes, table = Router(1024), InflightTable()

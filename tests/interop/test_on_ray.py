@@ -40,6 +40,7 @@ def run(folder: Path, experiment: type[BasePPOExp], *overrides: str, steps: int 
     return Trained(folder / "run")
 
 
+@pytest.mark.matrix
 def test_skyrls_environment_loss_and_hooks(ray_session: None, tmp_path: Path) -> None:
     environment.register(id="measure", entry_point=f"{environment.__file__}:Measure", kwargs={"bonus": 2.0})
     loss.PolicyLossRegistry.register("peers_clipped", loss.clipped)

@@ -169,6 +169,7 @@ def test_a_window_over_128k_tokens_takes_no_mask_of_its_square() -> None:
     assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 34 * 1024
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_all_shapes_of_rows_and_windows_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's tracer alone, which counts compilations."""

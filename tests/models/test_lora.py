@@ -218,6 +218,7 @@ def resumed(rank: Rank, folder: str) -> tuple[dict[str, Tensor], str]:
     return state, digest(rank.worker)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
 def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, dtype: str) -> None:
     cfg = lora_config(untied_model)

@@ -169,6 +169,7 @@ async def test_the_routers_of_replayed_experts_learn(make: Callable[[float | Non
     assert len(gates) == 2 and all(g is not None and g.norm() > 1e-5 for g in gates)
 
 
+@pytest.mark.matrix
 async def test_packing_and_ranks_replay_alike(folders: tuple[str, str], ranks: Callable[[int], Ranks]) -> None:
     batch = trained(await played(folders[0]))
     batch.routed_experts[2] = batch.routed_experts[2].flip(-3)  # a sample with another history of the prompt

@@ -41,6 +41,7 @@ def test_a_plan_that_fits_says_so_in_plain_text(model: str, capsys: pytest.Captu
     assert re.search(r"phases: update .*, optimizer step .*, log-probabilities .*, weight sync", out)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_card_by_its_name_has_memory_and_speeds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--gpus=2", "--card", "L4", "--host-memory=64GiB", model, "data.train_data=[x]"]) == 0
@@ -48,6 +49,7 @@ def test_a_card_by_its_name_has_memory_and_speeds(model: str, capsys: pytest.Cap
     assert "2 GPUs of 22.5 GiB" in out and "by the published peak and bandwidths of L4" in out and "tokens/s" in out
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_plan_that_does_not_fit_ends_with_status_1_and_the_way_out(
     model: str, capsys: pytest.CaptureFixture[str]
@@ -99,6 +101,7 @@ def test_help_and_what_is_wrong_import_neither_torch_nor_ray(model: str) -> None
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_plan_imports_neither_ray_nor_an_engine_and_starts_no_run(model: str, tmp_path: Path) -> None:
     program = (

@@ -59,6 +59,7 @@ def test_a_rank_needs_what_torchs_tracker_counts_in_a_hand_written_fsdp2_loop() 
     assert not dist.is_initialized()
 
 
+@pytest.mark.matrix
 def test_weights_gradients_and_optimizer_state_are_divided_by_the_ranks_that_shard_them(folder: Path) -> None:
     cfg = settings(folder)
     parameters = read_shape(cfg.trainer.policy.model.path).parameters
@@ -73,6 +74,7 @@ def test_weights_gradients_and_optimizer_state_are_divided_by_the_ranks_that_sha
         assert use.gradients == pytest.approx(4 * parameters / ranks, rel=0.02)
 
 
+@pytest.mark.matrix
 def test_more_layers_are_the_line_through_fewer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten layers extrapolated from four and five, and ten measured layers."""
     line = policy(settings(folder, num_hidden_layers=10))
@@ -116,6 +118,7 @@ def test_gradients_that_are_added_up_once_are_whole_until_then(folder: Path) -> 
     assert more == pytest.approx(4 * parameters * 3 / 4, rel=0.2)
 
 
+@pytest.mark.matrix
 def test_with_adapters_weights_have_no_gradients_and_no_optimizer_state(folder: Path) -> None:
     cfg = settings(folder, hidden_size=256, intermediate_size=256)
     whole = policy(cfg)
@@ -133,6 +136,7 @@ def test_with_adapters_weights_have_no_gradients_and_no_optimizer_state(folder: 
         assert policy(cfg).resident["weights"] == pytest.approx(coded, rel=0.05)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.matrix), {"context": 2}], ids=str)
 def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     folder: Path, sizes: dict[str, int]
@@ -147,6 +151,7 @@ def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     assert divided.tokens == plain.tokens // sizes.get("context", 1)
 
 
+@pytest.mark.matrix
 def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_are_on_their_way(folder: Path) -> None:
     cfg = settings(folder, num_hidden_layers=16, vocab_size=128)
     parameters = read_shape(cfg.trainer.policy.model.path).parameters
@@ -168,6 +173,7 @@ def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_
     assert "send" not in whole.sent
 
 
+@pytest.mark.matrix
 def test_divided_experts_are_not_gathered_and_tokens_travel_instead(folder: Path) -> None:
     """To ranks in equal numbers: forward and backward, there and back."""
     cfg = settings(folder, "qwen3_moe")
@@ -205,6 +211,7 @@ def test_what_fails_in_the_workers_code_is_one_line_that_names_the_model(
     assert "\n" not in str(caught.value) and not dist.is_initialized()
 
 
+@pytest.mark.matrix
 def test_a_critic_has_a_head_of_one_number_and_a_reference_no_optimizer_state(folder: Path) -> None:
     cfg = settings(folder)
     cfg.trainer.algorithm.advantage_estimator = "gae"

@@ -143,6 +143,7 @@ def test_a_cache_without_room_for_one_sequence_does_not_fit(reports: dict[str, V
     assert report.tokens == 0 and report.least_cache > report.cache == 100_000
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 async def test_planned_tokens_of_the_cache_are_those_of_a_real_engine(tmp_path: Path) -> None:
     save_model(tmp_path, tied=True)
@@ -158,6 +159,7 @@ async def test_planned_tokens_of_the_cache_are_those_of_a_real_engine(tmp_path: 
     assert plan.engine.tokens == plan.vllm.tokens == cache.num_gpu_blocks * cache.block_size
 
 
+@pytest.mark.matrix
 def test_without_an_answer_the_plan_has_formulas_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request(tmp_path / "model", tiny("llama"))
     assert ask_vllm(asked, 1, limit_s=0.2).unknown == "vLLM has not answered within 0 s"
@@ -181,6 +183,7 @@ def test_vllms_numbers_replace_the_formulas_and_wrong_names_end_the_plan_with_an
     assert command.conclusion(wrong, {}).startswith("fits, but weights do not arrive: vLLM does not take a (why); no ")
 
 
+@pytest.mark.matrix
 def test_full_size_needs_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(AutoConfig.for_model(**BIG).to_dict()))
     cfg = Config()

@@ -25,6 +25,7 @@ def test_a_scorer_that_fails_on_an_answer_gives_nothing():
     assert score(response="not even a number", reasoning_gym=row["reasoning_gym"]) == 0.0
 
 
+@pytest.mark.matrix
 def test_a_scorer_that_runs_the_answer_loses_no_more_than_the_judges_process():
     (row,) = rows("spiral_matrix", {"size": 1}, 1, evaluation=False)
     judge, function = SubprocessPool(8), portable(score, "reasoning_gym")

@@ -70,7 +70,9 @@ def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
     assert ended == [1.0]
 
 
-@pytest.mark.parametrize("name", ["hangs", "holds_the_interpreter", "hangs_politely", "leaves"])
+@pytest.mark.parametrize(
+    "name", ["hangs", pytest.param("holds_the_interpreter", marks=pytest.mark.matrix), "hangs_politely", "leaves"]
+)
 def test_a_function_without_a_result_counts_as_no_reward_and_the_next_call_works(name):
     lost, other = scores(name, "length", response="hang, leave", limit_s=0.5)
     assert (lost.reward, lost.no_reward) == (0.0, True)
@@ -83,6 +85,7 @@ def test_a_function_that_calls_exit_has_no_result():
     assert scores("leaves", response="exit")[0].no_reward
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("value", ["nan", "text", "none", "true", "empty", "rewrd", "metric", "list"])
 def test_what_is_no_reward_is_refused_by_name(value):
     with pytest.raises(UserError, match=f"reward function {HERE}:returned"):

@@ -79,6 +79,7 @@ def test_groups_are_numbered_in_order():
     assert batch().group_ids.tolist() == [0, 0, 1]
 
 
+@pytest.mark.matrix
 @given(groups())
 def test_rows_say_exactly_what_the_trajectories_say(before):
     found = collate(before)

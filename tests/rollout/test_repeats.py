@@ -49,6 +49,7 @@ def test_what_is_expected_is_what_is_found_on_average(
     assert abs(many.repeated - many.expected) <= 8 * math.sqrt(many.samples)
 
 
+@pytest.mark.matrix
 def test_the_bound_holds_as_often_as_it_says() -> None:
     """Of 20,000 independent draws at most a share of 1/10 (1/100) may reach a surprise of 1 (2)."""
     surprises = [

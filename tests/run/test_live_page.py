@@ -40,6 +40,7 @@ def log_step(folder: Path, row: dict[str, object]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+@pytest.mark.matrix
 async def test_the_page_is_of_what_is_written_now_and_drawn_once_for_it(tmp_path: Path, serve: Serve) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     async with ClientSession() as browser:
@@ -118,6 +119,7 @@ def test_an_address_that_cannot_be_had_is_one_line() -> None:
         listen(port=taken.getsockname()[1])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.skipif(browser() is None, reason="there is no chromium here: apt-get install chromium")
 async def test_the_browser_shows_what_is_new_by_itself(tmp_path: Path, serve: Serve) -> None:

@@ -49,6 +49,7 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, problem: 
     assert problem in ended.stderr
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_machine_with_too_few_gpus_says_so_before_anything_loads() -> None:
     program = (

@@ -47,6 +47,7 @@ def sleepers() -> set[int]:
     return {int(line.split()[0]) for line in shown.splitlines() if line.endswith(" sleep 600")}
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_what_a_killed_program_has_started_ends_with_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     before = sleepers()

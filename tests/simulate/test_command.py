@@ -20,6 +20,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.matrix
 def test_the_table_has_a_row_for_each_plan_and_a_recommendation(capsys: pytest.CaptureFixture[str]) -> None:
     main(SMALL)
     lines = capsys.readouterr().out.splitlines()

@@ -78,6 +78,7 @@ def test_steps_by_hand() -> None:
     assert law.steps_to(0.1, 3.0) == 0.0
 
 
+@pytest.mark.matrix
 def test_intervals_of_resampled_laws_mostly_hold_the_truth() -> None:
     """Residuals in blocks vary a little less than the noise: the interval contained it for 50 of 60 pilots."""
     law, inside = LearningLaw(0.4, 1.0, 0.03, 0.4, 2.0), 0

@@ -153,6 +153,7 @@ def test_a_failure_in_a_process_is_one_line_and_its_traceback_is_in_the_run_s_fo
     assert_one_line(capfd.readouterr().err, text, tmp_path / "run" / "error.txt")
 
 
+@pytest.mark.matrix
 def test_so_it_is_on_the_command_line(model: Path, tmp_path: Path, fork_socket: Path) -> None:
     ran = subprocess.run(
         [fork_server.program(fork_socket), "-m", "skyasync", *arguments(FAILURES["an engine"][0], model, tmp_path)],

@@ -73,6 +73,7 @@ def ask(pool, what, number, size=0):
 calls = st.tuples(st.sampled_from([*ANSWERS, *FAILS]), st.sampled_from([0, 20, BIG]))
 
 
+@pytest.mark.matrix
 @example([(what, 0) for what in (*ANSWERS, *FAILS)])
 @example([(what, BIG) for what in (*ANSWERS, "garbage", "stop", "end")])
 @given(st.lists(calls, min_size=2, max_size=4))

@@ -167,6 +167,7 @@ def step(rank: Rank, seed: int) -> None:
             local += 0.02 * torch.randn(local.shape)
 
 
+@pytest.mark.matrix
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True])

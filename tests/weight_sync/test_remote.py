@@ -147,7 +147,7 @@ async def test_engines_of_rank_0s_node_read_its_memory_and_the_others_get_a_broa
     assert capsys.readouterr().out.count("weights go to engines on 1 other node by broadcast") == 1
 
 
-@pytest.mark.parametrize("node", [HOME, THERE])
+@pytest.mark.parametrize("node", [pytest.param(HOME, marks=pytest.mark.matrix), THERE])
 async def test_a_late_engine_gets_what_the_others_have_wherever_it_is(cluster: Cluster, node: str) -> None:
     update = await cluster.transfer.publish(1)
     await cluster.load(update)
@@ -197,6 +197,7 @@ async def test_the_others_get_all_weights_also_if_engines_fail_one_after_the_oth
         await cluster.transfer.release(update)
 
 
+@pytest.mark.matrix
 async def test_other_bytes_than_rank_0_proved_are_found_by_the_digests(cluster: Cluster) -> None:
     update = await cluster.transfer.publish(1)
     engine = cluster.engines[1]

@@ -165,7 +165,7 @@ async def test_senders_share_the_bytes_and_each_node_receives_each_byte_once(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", ["leader", "not a leader"])
+@pytest.mark.parametrize("ends", ["leader", pytest.param("not a leader", marks=pytest.mark.matrix)])
 async def test_a_worker_that_ends_in_the_middle_interrupts_all_others_and_those_left_get_the_weights(
     ends: str, ranks: Ranks, engines: list[Ranks], tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ async def sync(model: LlamaForCausalLM, engine: VLLMEngine, version: int) -> Non
     remove_weights(update.info["path"])
 
 
+@pytest.mark.matrix
 async def test_a_tied_model_matches_the_trainer_after_each_of_many_syncs(
     pair: tuple[LlamaForCausalLM, VLLMEngine],
 ) -> None:

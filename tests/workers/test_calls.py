@@ -18,7 +18,7 @@ from tests.workers.processes import Ranks
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [(1, "float32"), (1, "bfloat16"), (2, "float32"), (2, "bfloat16")]
+SETTINGS = [(1, "float32"), (1, "bfloat16"), (2, "float32"), pytest.param(2, "bfloat16", marks=pytest.mark.matrix)]
 EVERY_PAIR = [call for i, a in enumerate(calls.CALLS) for b in calls.CALLS[i:] for call in dict.fromkeys((a, b))]
 """Each call after each other one and after itself: a de Bruijn sequence."""
 

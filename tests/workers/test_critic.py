@@ -195,7 +195,7 @@ def gradient_of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_tied", "qwen3_moe"])
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_the_gradient_on_several_ranks_is_that_of_one(
     shapes: dict[str, str], ranks: Callable[[int], Ranks], name: str, count: int
 ) -> None:

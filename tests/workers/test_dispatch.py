@@ -195,6 +195,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
         assert torch.equal(parameter, trained[name])
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 async def test_a_rank_that_raises_reaches_the_caller_and_nothing_hangs(
     untied_model: str, bundles: PlacementGroup

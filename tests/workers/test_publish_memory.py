@@ -62,7 +62,7 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
     ("shape", "ways"),
     [
         (llama, ["full", "export", "delta"]),
-        (eight, ["full", "shared_memory", "export"]),
+        pytest.param(eight, ["full", "shared_memory", "export"], marks=pytest.mark.matrix),
         pytest.param(llama, ["adapter", "full"], marks=pytest.mark.matrix),
     ],
     ids=["llama", "eight experts", "adapters"],

@@ -53,7 +53,11 @@ async def trained(
     return run.dispatch
 
 
-@pytest.mark.parametrize(("worker", "close"), [(PolicyWorker, 1e-6), (DoubleWorker, 1e-12)], ids=["float32", "float64"])
+@pytest.mark.parametrize(
+    ("worker", "close"),
+    [pytest.param(PolicyWorker, 1e-6, marks=pytest.mark.matrix), (DoubleWorker, 1e-12)],
+    ids=["float32", "float64"],
+)
 async def test_the_gradient_on_two_ranks_is_that_of_the_synchronous_plan(
     worker: type[PolicyWorker], close: float, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

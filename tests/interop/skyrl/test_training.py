@@ -290,6 +290,7 @@ def test_a_loop_of_theirs_that_reads_no_correction_no_number_of_steps_and_no_sch
         train(*WITH_REWARD, "trainer.epochs=1", **loop)
 
 
+@pytest.mark.matrix
 def test_a_loop_of_theirs_whose_generation_fails_ends_the_run() -> None:
     class Trainer(one_step_off.OneStepOffTrainer):
         async def _run_generate_loop(self, buffer):

@@ -33,6 +33,7 @@ def compiled(path: str, backend: str, checkpointing: bool = False) -> torch.Tens
     return gradient(worker)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.recipe)])
 def test_traced_layers_have_the_gradient_of_the_others(untied_model: str, checkpointing: bool) -> None:
     """Everything but the generation of machine code, which takes long."""

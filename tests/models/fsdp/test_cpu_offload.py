@@ -152,6 +152,7 @@ def test_offload_changes_no_bit_on_one_rank(tied_model: str, tmp_path: Path, cas
     compare_kinds(Rank(0, 1), configured(tied_model, case), tmp_path)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", ["adamw", pytest.param("muon", marks=pytest.mark.matrix)])
 def test_nor_on_two(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, case: str) -> None:
     ranks(2).call(compare_kinds, configured(untied_model, case), tmp_path)

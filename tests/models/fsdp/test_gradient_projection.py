@@ -208,10 +208,10 @@ def adapted_on_the_tensor_axis(cfg: Config) -> None:
 WAYS: list[Any] = [
     (2, None, 1e-5),
     (2, in_bfloat16, 0.05),  # whose micro-batches differ with the ranks
-    (2, adapted, 1e-5),
+    pytest.param(2, adapted, 1e-5, marks=pytest.mark.matrix),
     (2, on_the_tensor_axis, 1e-5),
     *(
-        pytest.param(4, change, 1e-5, marks=pytest.mark.slow)
+        pytest.param(4, change, 1e-5, marks=[pytest.mark.slow, pytest.mark.matrix])
         for change in (None, replicated, on_the_tensor_axis, adapted_on_the_tensor_axis)
     ),
 ]

@@ -90,7 +90,7 @@ CASES = {
     "eight experts, tensor 2": Case(eight, settings={"trainer.parallel.tensor": 2}),
     "three experts": Case(three),
 }
-QUICK = ["llama", "eight experts"]
+QUICK = ["llama"]
 
 
 def load(process: Rank, folder: str, case: Case) -> int:

@@ -164,7 +164,9 @@ def again(rank: Rank, folder: str) -> tuple[str, str]:
     return calls.load_whole(rank, folder), calls.step_and_save(rank, folder + "_again")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["both", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("8bit", "bfloat16"))]
+)
 def test_ranks_change_nothing_and_checkpoints_are_resumed_by_the_same_and_read_by_others(
     kind: str, untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

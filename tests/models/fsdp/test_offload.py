@@ -204,6 +204,7 @@ def test_a_gpus_segments_grow_unless_engines_read_them(
     assert {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")} == after
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_for(untied_model)

@@ -104,6 +104,7 @@ def of_rank(rank: Rank) -> tuple[Any, dict[str, float]]:
     return gradient.numpy(), step_metrics(rank.worker)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("count", "kind", "replicas", "context"),
     [

@@ -58,7 +58,7 @@ def layout(rank: Rank) -> tuple[bool, str]:
     return right, path
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.matrix)])
 def test_replicas_have_the_gradient_of_one_rank_and_other_counts_go_on_from_their_files(
     name: str, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ MODELS = {
 }
 CASES = [
     ("mixtral_tied", 2, {"expert": 2, "recomputed": True}),
-    ("qwen3_moe", 4, {"expert": 4}),
+    pytest.param("qwen3_moe", 4, {"expert": 4}, marks=pytest.mark.matrix),
     pytest.param("qwen3_moe", 2, {"expert": 2}, marks=pytest.mark.matrix),
     pytest.param("qwen3_moe", 4, {"expert": 2, "recomputed": True}, marks=pytest.mark.matrix),
 ]
@@ -53,6 +53,7 @@ def test_divided_experts_have_one_ranks_gradient(
             assert told == pytest.approx(metrics, rel=1e-5)
 
 
+@pytest.mark.matrix
 def test_checkpoints_and_weights_of_divided_experts_are_the_whole_models(
     models: dict[str, str], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:

@@ -43,8 +43,6 @@ QUICK: list[tuple[str, int, dict[str, int]]] = [
     ("llama", 2, {"tensor": 2}),
     ("qwen2", 2, {"context": 2}),
     ("qwen3_tied", 2, {"tensor": 2}),
-    ("gemma2_capped", 4, {"context": 2}),
-    ("qwen3_moe", 4, {"context": 2, "tensor": 2}),
 ]
 ONE: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, float]]] = {}
 
@@ -161,6 +159,7 @@ def of_one_in_bfloat16(path: str, rows: int) -> torch.Tensor:
     return gradient(worker)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_in_bfloat16_ranks_differ_no_more_than_one_does_from_itself_in_another_order(
     shapes: dict[str, str], ranks: Callable[[int], Ranks]
@@ -308,6 +307,7 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
     return before, calls.digest_of_whole(worker), published
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_any_mesh_resumes_from_any_others_checkpoint_and_publishes_whole_weights(
     ranks: Callable[[int], Ranks], tmp_path: Path

@@ -24,7 +24,7 @@ from tests.workers.processes import Ranks
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("llama", 2), pytest.param("qwen3_moe", 4, marks=pytest.mark.slow)], ids=str
+    ("name", "count"), [("llama", 2), pytest.param("qwen3_moe", 4, marks=pytest.mark.matrix)], ids=str
 )
 def test_a_ring_has_one_ranks_gradient(
     shapes: dict[str, str], name: str, count: int, ranks: Callable[[int], Ranks]

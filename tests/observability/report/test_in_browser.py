@@ -57,6 +57,7 @@ def test_on_a_phone_nothing_sticks_out_and_texts_can_be_read(made: Path) -> None
     assert seen["least"] >= 9  # pixels
 
 
+@pytest.mark.matrix
 def test_dark_is_dark_in_pictures_too(made: Path) -> None:
     light, dark = look(made), look(made, dark=True)
     assert light["paper"] == "rgb(245, 246, 248)" and light["ink"] == "rgb(31, 36, 48)"

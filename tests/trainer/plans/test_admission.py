@@ -139,6 +139,7 @@ class Controlled(Run):
         assert not admitted or charged + len(admitted) <= self.machine.slots <= max(before, self.limits.slots)
 
 
+@pytest.mark.matrix
 @MANY
 @given(limits(), st.data())
 def test_a_bound_that_falls_and_rises_loses_nothing_and_leaves_the_users_bound_as_it_is(
@@ -166,6 +167,7 @@ def test_a_lower_bound_lets_prompts_in_flight_end_and_admits_fewer(lowered: int,
     assert max(run.ages[-20:]) <= lowered, "all prompts take equally long"
 
 
+@pytest.mark.matrix
 @MANY
 @given(limits(), st.integers(0, 200), st.integers(0, 200), st.data())
 def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
@@ -361,6 +363,7 @@ def rejecting(draw: st.DrawFn) -> Rejecting:
     return Rejecting(bounds, rejected_numbers=frozenset(draw(st.sets(st.integers(0, bounds.total - 1)))))
 
 
+@pytest.mark.matrix
 @MANY
 @given(rejecting(), st.data())
 def test_with_rejections_every_prompt_is_trained_or_rejected_once_and_no_bound_is_broken(

@@ -56,6 +56,7 @@ def colocated(model: str, yes: bool) -> Any:
     return cfg
 
 
+@pytest.mark.matrix
 async def test_the_cache_is_freed_for_training_and_the_run_is_the_same_bit_for_bit(model: str) -> None:
     separate, together = await Watched(colocated(model, False)).train(), await Watched(colocated(model, True)).train()
     assert separate.caches_alive == [True] * STEPS

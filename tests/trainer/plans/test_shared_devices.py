@@ -113,7 +113,7 @@ async def test_hybrid_engines_compute_while_the_policy_waits_with_the_newest_wei
     assert any(row["throughput/engine_1_tokens_per_s"] > 0 for row in run.tracker.rows.values())
 
 
-@pytest.mark.parametrize("plan", ["colocated_async", "hybrid_async"])
+@pytest.mark.parametrize("plan", ["colocated_async", pytest.param("hybrid_async", marks=pytest.mark.matrix)])
 async def test_a_stopped_run_continues_and_trains_every_prompt_once(model: str, plan: str, tmp_path: Path) -> None:
     kind = {"colocated_async": Colocated, "hybrid_async": Hybrid}[plan]
     cfg = settings(model, plan, ckpt_path=str(tmp_path), ckpt_interval=2)

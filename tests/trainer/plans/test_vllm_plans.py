@@ -146,6 +146,7 @@ async def replayed(plan: type[RayPPOTrainer], cfg: Any, tape: dict[TrajectoryId,
     return await run.train()
 
 
+@pytest.mark.matrix
 async def test_recorded_rollouts_train_the_same_in_both_plans_bit_for_bit(model: str, engine: Any) -> None:
     cfg = config(model, steps=6, eval_interval=0, train_length=32)
     cfg.generator.backend = "vllm"

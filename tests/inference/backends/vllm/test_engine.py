@@ -402,6 +402,7 @@ async def test_no_prompt_finds_the_cache_of_older_weights(engine: Engine) -> Non
         assert gap(output, reference(engine.model, prompt, output)) <= TOLERANCE
 
 
+@pytest.mark.matrix
 async def test_paused_means_that_no_token_is_computed_and_new_requests_wait(engine: Engine) -> None:
     running = asyncio.create_task(engine.answer(GenerationRequest("kept", [2, 3], LONG)))
     await engine.until_running(1)

@@ -175,6 +175,7 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_weights_that_were_h
     assert torch.tensor(scores).sub(token_logprobs(engine.model, sequence)).abs().max() < TOLERANCE
 
 
+@pytest.mark.matrix
 async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so(engine: Engine) -> None:
     before = engine.version
     answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"l{i}", [2, 3 + i], LONG) for i in range(24))))

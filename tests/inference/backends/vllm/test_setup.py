@@ -43,6 +43,7 @@ def test_the_workers_of_an_engine_divide_its_threads(
     assert os.environ["OMP_NUM_THREADS"] == each
 
 
+@pytest.mark.matrix
 @pytest.mark.vllm
 @pytest.mark.slow
 async def test_the_first_prompt_in_bfloat16_may_be_short(engines_session: None, tmp_path: Path) -> None:
