@@ -133,6 +133,7 @@ class AttentionPlan:
         masks: the mask of each block; None: it is causal.
         spec: which tokens each token sees, for FlexAttention.
         flexible: FlexAttention computes windows as well.
+        in_float32: queries, keys and values are cast to float32, and the result is cast back.
         context: this rank's coordinate in the context dimension.
     """
 
@@ -140,7 +141,13 @@ class AttentionPlan:
     masks: tuple[Tensor | None, ...] = ()
     spec: MaskSpec | None = None
     flexible: bool = False
+    in_float32: bool = False
     context: Context | None = None
+
+    def exact(self, *states: Tensor) -> list[Tensor]:
+        """Queries, keys and values as they are computed with."""
+        exact = torch.promote_types(states[0].dtype, torch.float32) if self.in_float32 else states[0].dtype
+        return [tensor.to(exact) for tensor in states]
 
 
 def attention_inputs(
@@ -149,6 +156,7 @@ def attention_inputs(
     device: torch.device,
     *,
     flexible: bool = False,
+    in_float32: bool = False,
     context: Context | None = None,
 ) -> dict[str, Any]:
     """Arguments of a model besides tokens and positions: ``attention_mask``, and ``attention_plan`` if necessary.
@@ -160,8 +168,9 @@ def attention_inputs(
         visible_until: as in ``Layout``.
         blocks: of packed sequences.
         flexible: FlexAttention attends.
+        in_float32: as in ``AttentionPlan``, for models whose attention takes a plan.
     """
-    plan = AttentionPlan(flexible=flexible, context=context)
+    plan = AttentionPlan(flexible=flexible, in_float32=in_float32, context=context)
     if visible_until is not None and flexible:
         plan.spec = MaskSpec(visible_until)
     elif blocks:
@@ -169,7 +178,7 @@ def attention_inputs(
         plan.masks = tuple(block.mask() for block in blocks)
     else:
         mask = None if visible_until is None else tree_mask(visible_until)
-        return {"attention_mask": mask, **({"attention_plan": plan} if context else {})}
+        return {"attention_mask": mask, **({"attention_plan": plan} if context or in_float32 else {})}
     # Four-dimensional, so that models pass it on as it is; empty and of integers, so that no other attention takes it.
     stand_in = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device)
     return {"attention_mask": stand_in, "attention_plan": plan}
@@ -203,7 +212,10 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if attention_plan.spec is not None:
         return flex_attention_forward(module, query, key, value, attention_plan.spec.mask(), **options)[0], None
-    blocks = attention_plan.blocks
+    dtype, blocks = query.dtype, attention_plan.blocks
+    query, key, value = attention_plan.exact(query, key, value)
+    if not blocks:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0].to(dtype), None
     queries = [block.queries for block in blocks]
     keys = [block.queries if block.keys is None else block.keys for block in blocks]
     split = [
@@ -214,7 +226,7 @@ def _attention(
         sdpa_attention_forward(module, q, k, v, mask, **options)[0]
         for mask, q, k, v in zip(attention_plan.masks, *split, strict=True)
     ]
-    return _JoinBlocks.apply(blocks, *results)[None], None
+    return _JoinBlocks.apply(blocks, *results)[None].to(dtype), None
 
 
 class _SplitContext(FunctionCtx):

@@ -339,6 +339,12 @@ class MeasuredBackend(FSDPBackend):
         return []
 
 
+class MeasuredGPUBackend(MeasuredBackend):
+    """Its fake tensors are on a CPU, and it does as on a GPU."""
+
+    on_cpu = False
+
+
 def _each(layout: Layout, function: Callable[[Tensor], Tensor]) -> Layout:
     tensors: dict[str, Any] = {n: function(v) for n, v in vars(layout).items() if isinstance(v, Tensor)}
     return replace(layout, **tensors)
@@ -585,7 +591,8 @@ def vllm_request(cfg: Config, engine: EngineMemory, shape: ModelShape, *, gpus: 
 def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:
     """The same on CPUs, with what depends on the kind of device as it is there."""
     cfg = copy.deepcopy(cfg)
-    cfg.trainer.strategy = f"{MeasuredBackend.__module__}:{MeasuredBackend.__name__}"
+    backend = MeasuredGPUBackend if gpus else MeasuredBackend
+    cfg.trainer.strategy = f"{backend.__module__}:{backend.__name__}"
     cfg.trainer.micro_batch_tokens = cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
     model, section = role.model(cfg), role.settings(cfg)
     model.path = folder

@@ -63,7 +63,8 @@ def alone(path: str, adapters: bool, way: Way, **how: bool) -> Tensor:
         try:
             return torch.from_numpy(step(rank, **how))
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 def in_bfloat16(path: str, adapters: bool, way: Way) -> Config:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,15 +154,20 @@ class FSDPBackend(ModelBackend):
         return torch.bfloat16
 
     def is_sharded(self) -> bool:
-        """One float32 rank gains nothing from FSDP, whose hooks cost a tiny model more than a few percent."""
+        """One rank gains nothing from FSDP in float32, or on a CPU: its hooks and copies cost a tenth of an update."""
         quantized = bool(self.spec.lora.rank and self.spec.lora.base_dtype)  # FSDP dequantizes
-        several = self.ranks.world_size > 1
-        return several or self.dtype != self.master_dtype() or quantized or self.spec.cpu_offload == PARAMETERS
+        several, mixed = self.ranks.world_size > 1, self.dtype != self.master_dtype()
+        copied = self.on_cpu and not self.spec.lora.rank
+        return several or quantized or self.spec.cpu_offload == PARAMETERS or (mixed and not copied)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
 
     def recomputes(self) -> bool | str:
         """Whether the backward pass recomputes activations; a CPU has memory enough and no time to spare."""
         setting = self.spec.gradient_checkpointing
-        return self.device.type != "cpu" if setting == "auto" else setting
+        return not self.on_cpu if setting == "auto" else setting
 
     def _build(self) -> TokenModel:
         """Load, wrap, place and shard. Frozen weights with adapters need no master weights."""
@@ -195,6 +201,7 @@ class FSDPBackend(ModelBackend):
             if spec.optimizers:
                 freeze(model, spec.freeze)
             wrapper = TokenModel(model, spec.distribution).eval()
+            wrapper.attends_in_float32 = self.on_cpu
             wrapper.context, wrapper.vocabulary = context, vocabulary
             wrapper.routers = Routers(model) if spec.router_replay != "none" else None
             if mesh and mesh.pipeline:
@@ -326,7 +333,7 @@ class FSDPBackend(ModelBackend):
     def forward(self, batch: TokenBatch, request: OutputRequest) -> dict[str, Tensor]:
         whole = {name: torch.zeros(batch.tokens.shape) for name in request.names - {TOP_K, TOKEN_LOGPROBS}}
         frozen = nullcontext() if request.adapters or self.adapters is None else self.adapters.detached()
-        with frozen, torch.no_grad(), sharded_afterwards(self.model):
+        with frozen, torch.no_grad(), self._gathered():
             for micro in self._micro_batches(batch, self.spec.trainer.micro_forward_batch_size_per_gpu):
                 outputs = self.model(micro.layout.to(self.device), request)
                 if self.stage and not self.stage.is_last:
@@ -343,7 +350,7 @@ class FSDPBackend(ModelBackend):
             group = self.ranks.rank // self.spec.mesh_shape.tensor  # ranks that split matrices drop the same inputs
             seed = hash((self.spec.trainer.seed, self.step, self._passes, group))
             dropout = self.adapters.dropping(seed)
-        with sharded_afterwards(self.model), dropout:
+        with self._gathered(), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
             following = next(micros, None)
             warmup, pending = self.stage.warmup if self.stage else 0, deque[tuple[Tensor, Tensor | None]]()
@@ -365,6 +372,12 @@ class FSDPBackend(ModelBackend):
                 else:
                     result.backward()
         return self.stage.from_last(whole) if self.stage else whole
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """A pass's context: afterwards every parameter is the one that the optimizer knows."""
+        if self.mesh or self.dtype == self.master_dtype() or self.spec.lora.rank:
+            return sharded_afterwards(self.model)
+        return computing_in(self.dtype, self.model.model)
 
     def _compute(self, micro: MicroBatch[UpdateBatch], loss: LossFn) -> tuple[dict[str, Tensor], Tensor]:
         """The outputs of a micro-batch, and its loss; of a stage before the last: the states, which it sends."""
@@ -593,3 +606,32 @@ def sharded_afterwards(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+@contextmanager
+def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
+    """The modules have copies of their parameters in ``dtype``, as under FSDP2's mixed precision of one rank.
+
+    The gradients of the copies are added to those of the parameters, in the parameters' dtype.
+    """
+    places = [(module, name, parameter) for module in model.modules() for name, parameter in module._parameters.items()]
+    copies: dict[nn.Parameter, nn.Parameter] = {}  # one of what layers share
+
+    def add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
+        assert copy.grad is not None
+        gradient, copy.grad = copy.grad.to(parameter.dtype), None
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    try:
+        for module, name, parameter in places:
+            if parameter is None or parameter.dtype == dtype:
+                continue
+            if parameter not in copies:
+                copies[parameter] = copy = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                if copy.requires_grad:
+                    copy.register_post_accumulate_grad_hook(partial(add_gradient, parameter))
+            module._parameters[name] = copies[parameter]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter

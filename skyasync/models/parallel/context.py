@@ -171,8 +171,10 @@ def attention(
         near = ((distance >= 0) & (distance < window))[None, None]
         attention_mask = near if attention_mask is None else attention_mask & near
     options["is_causal"] = attention_mask is None
+    dtype = query.dtype
+    query, key, value = attention_plan.exact(query, key, value)
     output, _ = sdpa_attention_forward(_OneHeadEach() if few else module, query, key, value, attention_mask, **options)
-    return _Exchanged.apply(output, *exchange), None
+    return _Exchanged.apply(output.to(dtype), *exchange), None
 
 
 class _OneHeadEach(nn.Module):
@@ -259,7 +261,8 @@ def ring_attention(
     if attention_mask is not None or sliding_window:
         raise UserError(f"{RING_KEY} is for causal attention without masks and windows: use ulysses")
     assert attention_plan.context is not None
-    output: Tensor = _Ring.apply(query, key, value, attention_plan.context.group, scaling)
+    states = attention_plan.exact(query, key, value)
+    output: Tensor = _Ring.apply(*states, attention_plan.context.group, scaling).to(query.dtype)
     return output.transpose(1, 2).contiguous(), None
 
 
