@@ -104,7 +104,8 @@ def _train(run: Path, settings: Sequence[str], *, last: int, nonfinite: bool) ->
         "trainer.runs_dir": str(run.resolve().parent),
         "trainer.resume_mode": "none",
         "trainer.dump_trajectories": "false",
-        "trainer.export_path": '""',  # the recording run's is not written over
+        "trainer.export_path": '""',  # the recording run's are not written over
+        "trainer.critic.export_path": '""',
         "trainer.ckpt_path": '""',
         "trainer.ckpt_on_exit": str(bool(last)).lower(),
     }

@@ -169,6 +169,7 @@ def output_settings(folder: Path) -> dict[str, Any]:
         "trainer.eval_minutes": 0.0,
         "trainer.export_path": str(folder / "export"),
         "trainer.export_interval": 0,
+        "trainer.critic.export_path": str(folder / "critic"),  # if there is a critic
         "trainer.resume_mode": "none",
         "trainer.run_name": "rehearsal",
         "trainer.runs_dir": str(folder),

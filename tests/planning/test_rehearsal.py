@@ -17,7 +17,7 @@ from skyasync.config.check import check_config
 from skyasync.examples.tiny.model import build
 from skyasync.interop.recipe import detect, read_recipe
 from skyasync.interop.translation import translated
-from skyasync.planning.rehearsal import smaller
+from skyasync.planning.rehearsal import output_settings, smaller
 
 CLUSTER = [
     "trainer.plan=fully_async", "trainer.placement.policy_num_nodes=8", "trainer.placement.policy_num_gpus_per_node=8",
@@ -85,6 +85,12 @@ def test_what_vllm_has_on_gpus_alone_is_left_out_or_the_embedded_engine_stands_i
     cfg = changed(load_config([*usual, *settings]))
     assert (cfg.generator.backend, cfg.generator.engine_kwargs) == (engine, options)
     assert check_config(cfg) == []
+
+
+def test_no_folder_of_the_recipe_is_written_into(tmp_path: Path) -> None:
+    folders = ("trainer.runs_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.critic.export_path")
+    of_rehearsal = output_settings(tmp_path)
+    assert all(of_rehearsal[key] == "" or Path(of_rehearsal[key]).is_relative_to(tmp_path) for key in folders)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: f"{file.parent.name}{file.suffix}")
