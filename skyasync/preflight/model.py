@@ -73,7 +73,7 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
     elif key.startswith(("trainer.ref.", "trainer.critic.")) and reads_images(cfg.trainer.policy.model.path):
         raise UserError(f"{key}={path} reads only text, and the policy reads images: name a vision-language model")
     size, heads = cfg.generator.inference_engine_tensor_parallel_size, shape.get(_HEADS)
-    if isinstance(heads, int) and heads % size:
+    if key == MODEL and isinstance(heads, int) and heads % size:  # engines have no other role's model
         raise UserError(
             f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
             f"{path}: choose {_divisors(heads)}"
@@ -341,12 +341,19 @@ def check_memory(cfg: Config, machine: Machine) -> None:
 
 
 def parameters(folder: Path) -> int:
-    """The number of parameters in a local folder's files; 0 for other models."""
+    """The number of parameters in a local folder's files; 0 for other models.
+
+    Only in the files that transformers reads: some folders hold the same weights under other names too.
+    """
     if not (folder / CONFIG).is_file():
         return 0
     settings = read_json(folder / CONFIG, str(folder))
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) // _BYTES.get(dtype, 4)
+    index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if not (folder / "model.safetensors").is_file() and index.is_file():
+        names = set((read_json(index, str(folder)).get("weight_map") or {}).values())
+    files = [folder / name for name in names]
+    return sum(file.stat().st_size for file in files if file.is_file()) // _BYTES.get(dtype, 4)
 
 
 def bytes_per_parameter(cfg: Config) -> float:

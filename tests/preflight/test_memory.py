@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,16 @@ def test_a_model_that_cannot_fit_is_one_line(dtype: str, tmp_path: Path) -> None
 )  # fmt: skip
 def test_what_may_fit_is_not_refused(settings: list[str], tmp_path: Path) -> None:
     check_memory(run_of(tmp_path, 5, *settings), LAPTOP)
+
+
+def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path: Path) -> None:
+    cfg = run_of(tmp_path, 7)  # as Mistral's folders: transformers' files, and one of another library
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
+    names = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(names))
+    (tmp_path / "consolidated.safetensors").touch()
+    os.truncate(tmp_path / "consolidated.safetensors", 14 * 10**9)
+    check_memory(cfg, replace(LAPTOP, host_memory=110 * GIB))
 
 
 def test_ranks_share_it_on_gpus(tmp_path: Path) -> None:
