@@ -27,7 +27,7 @@ from skyasync.inference.backends.vllm.options import cpu_limits
 from skyasync.models import SCORE
 from skyasync.models.config import config_value
 from skyasync.planning.command import Options, show_plan
-from skyasync.preflight.model import hub_folder
+from skyasync.preflight.model import MODEL, hub_folder
 from skyasync.preflight.prepare import settle_models
 from skyasync.utils.machine import this_machine
 from skyasync.workers.roles import POLICY, ROLES
@@ -64,7 +64,8 @@ def rehearse(
     for role in experiment.roles():  # what divides the models, and what their folders lack, before they are small
         own = role.own_model(cfg)
         if own is not None and own.path:
-            files_of(model_path(own.path))
+            key = f"{role.section}.model.path"
+            files_of(model_path(own.path, key), key)
     own_tokenizer = not experiment.is_ours("get_tokenizer")
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer, weights=False)
     fits = True
@@ -115,6 +116,8 @@ def smaller(cfg: Config) -> dict[str, Any]:
         "trainer.policy_mini_batch_size": trainer.policy_mini_batch_size and mini_batch,
         "trainer.stream_groups": min(trainer.stream_groups, batch),
         "trainer.max_training_steps": min(trainer.max_training_steps or STEPS, STEPS),
+        "trainer.critic.warmup_steps": min(trainer.critic.warmup_steps, 1),  # the policy learns, too
+        "trainer.sync_interval": min(trainer.sync_interval, 2),
         "generator.num_inference_engines": min(generator.num_inference_engines, 2),
         "generator.hybrid_engines": min(generator.hybrid_engines, 1),
         "generator.engines": [],
@@ -231,7 +234,9 @@ _AT_MOST = {
     "n_group": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
+    "moe_layer_start_index": 1,
 }
+_KINDS = ("mlp_layer_types", "indexer_types")  # besides ``layer_types``, of each layer
 
 
 def make_small_model(
@@ -272,11 +277,15 @@ def make_small_model(
     return sum(p.numel() for p in model.parameters())
 
 
-def files_of(path: str) -> Path:
-    """The folder with configuration and tokenizer; of a hub's model they are downloaded, weights are not."""
+def files_of(path: str, key: str = MODEL) -> Path:
+    """The folder with configuration and tokenizer; of a hub's model they are downloaded, weights are not.
+
+    Args:
+        key: that names the model, for errors.
+    """
     if Path(path).is_dir():
         return Path(path)
-    hub_folder(path)  # one line if the hub cannot be reached
+    hub_folder(path, key)  # one line if the hub cannot be reached
     from huggingface_hub import snapshot_download
 
     try:
@@ -362,9 +371,10 @@ def _shrink_rotary_embeddings(rope: dict[str, Any]) -> None:
 
 def _remove_layers(text: Any) -> None:  # noqa: ANN401
     """Keep the first layers, so many that every kind of them is there."""
-    types, before = list(config_value(text, "layer_types") or [""]), text.num_hidden_layers
-    count = min(before, max(2, *(types.index(kind) + 1 for kind in set(types)), 0))
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == before:
-            setattr(text, name, value[:count])
+    before = text.num_hidden_layers
+    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == before}
+    kinds = [config_value(text, "layer_types") or [], *(lists.get(name, []) for name in _KINDS)]
+    count = min(before, max(2, *(each.index(kind) + 1 for each in kinds for kind in set(each)), 0))
+    for name, value in lists.items():
+        setattr(text, name, value[:count])
     text.num_hidden_layers = count

@@ -87,6 +87,21 @@ def test_what_vllm_has_on_gpus_alone_is_left_out_or_the_embedded_engine_stands_i
     assert check_config(cfg) == []
 
 
+def test_the_policy_learns_and_new_weights_are_sent_within_the_steps() -> None:
+    critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.warmup_steps=20"]
+    rare = ["trainer.plan=fully_async", "trainer.sync_interval=8", "trainer.max_staleness=8"]
+    cfg = changed(load_config([*critic, *rare, "trainer.policy.model.path=x", "data.train_data=[x]"]))
+    assert cfg.trainer.critic.warmup_steps == 1 and cfg.trainer.sync_interval == 2
+    assert check_config(cfg) == []
+
+
+def test_a_wrong_model_is_named_by_its_own_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    reference = ["trainer.algorithm.use_kl_loss=true", "trainer.ref.model.path=nowhere"]
+    assert status([*reference, f"trainer.policy.model.path={tmp_path}", "data.train_data=[x]"]) == 2
+    assert "trainer.ref.model.path='nowhere' is neither" in capsys.readouterr().err
+
+
 def test_no_folder_of_the_recipe_is_written_into(tmp_path: Path) -> None:
     folders = ("trainer.runs_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.critic.export_path")
     of_rehearsal = output_settings(tmp_path)

@@ -50,6 +50,13 @@ def test_a_family_made_small_computes_and_has_all_kinds_of_layers(family: str) -
     assert logits(config).isfinite().all()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_mixture_that_begins_with_dense_layers_keeps_experts(family: str) -> None:
+    config: Any = AutoConfig.for_model(family)
+    shrink(config)
+    assert config.mlp_layer_types == ["dense"] * 3 + ["sparse"] and config.num_hidden_layers == 4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Idefics3", "SmolVLM", "Gemma3", "Llava"])
 def test_so_does_a_family_that_reads_images(family: str) -> None:
