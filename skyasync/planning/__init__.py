@@ -7,11 +7,13 @@ installed; all else is arithmetic.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from skyasync.config.model_files import model_path
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.planning.advice import advise
@@ -19,6 +21,7 @@ from skyasync.planning.plan import MemoryPlan, make_plan
 from skyasync.planning.shape import read_shape
 from skyasync.planning.vllm_report import ask_vllm
 from skyasync.utils.machine import Machine
+from skyasync.workers.roles import roles_with_ranks
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,16 @@ def estimate(cfg: Config, machine: Machine) -> Report:
     """What a run of ``cfg`` needs on a machine.
 
     Raises:
-        UserError: for a model whose ``config.json`` cannot be read, or settings that the workers reject.
+        UserError: for a model whose ``config.json`` cannot be read, or settings with which a run would not start.
     """
+    cfg = copy.deepcopy(cfg)
     model = cfg.trainer.policy.model
-    shape = read_shape(model.path, config_kwargs=model.config_kwargs)
+    model.path = model_path(model.path)
+    shape = read_shape(model.path, config_kwargs=model.config_kwargs)  # of the hub, it is in the cache from here on
     from skyasync.planning.measure import measure, vllm_request
+    from skyasync.preflight.prepare import settle_models
+
+    settle_models(cfg, roles_with_ranks(cfg), own_tokenizer=True, weights=False)
 
     measured = partial(measure, gpus=machine.gpus > 0)
     plan = make_plan(cfg, shape, machine, measured)

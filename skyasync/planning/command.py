@@ -31,7 +31,7 @@ Says which processes a run would start, what each device and the host must hold,
 is measured: the workers' own code computes on tensors without memory, for which the model's config.json is enough. The
 machine is the one here, unless options describe another: sizes are 80GiB or 80GB, of each GPU and of each host. A card
 (--card H100) also says how fast a run can be at most. The same as --dry-run of a run. Ends with status 0 if the run
-fits, 1 if it does not.
+fits, 1 if it does not, 2 for settings with which it would not start.
 """
 
 

@@ -90,6 +90,23 @@ def test_what_is_wrong_is_one_line(argv: list[str], named: str, capsys: pytest.C
     assert named in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], "the 4 attention heads"),
+        (["generator.sampling_params.stop_token_ids=[151645]"], "beyond the vocabulary"),
+        (["trainer.policy.model.config_kwargs={rope_thta: 3.0}"], "did you mean rope_theta"),
+    ],
+)
+def test_a_run_that_would_not_start_does_not_fit(
+    settings: list[str], named: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", *MACHINE, model, "data.train_data=[x]", *settings]) == 2
+    captured = capsys.readouterr()
+    assert named in captured.err and "fits" not in captured.out
+
+
 def test_help_and_what_is_wrong_import_neither_torch_nor_ray(model: str) -> None:
     program = (
         "import sys\nfrom skyasync.__main__ import command\n"
