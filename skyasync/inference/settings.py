@@ -34,18 +34,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
         for problem in resolve_reference(can["cpu_limits"], kind="check of an engine on a CPU")(cfg):
             raise UserError(problem)
 
-    model, max_model_len = trainer.policy.model, generator.max_model_len
-    if not max_model_len:  # the tokens of an episode; the text between its responses is as long as a prompt may be
-        file = config_file(model.path)
-        try:
-            shape = read_json(file, model.path) if file else {POSITIONS: sys.maxsize}
-            longest = int({**shape, **model.config_kwargs}[POSITIONS])
-        except (UserError, KeyError, TypeError, ValueError):  # an error is raised where the model is checked
-            longest = sys.maxsize
-        response = max(sampling.max_generate_length for sampling in sampling_groups(generator).values())
-        turn = trainer.max_prompt_length + response
-        max_model_len = max(min((generator.max_turns or FEW_TURNS) * turn, longest), turn)
-
+    model = trainer.policy.model
     batched_tokens = generator.max_num_batched_tokens
     if 0 < batched_tokens < generator.max_num_seqs:
         raise UserError(
@@ -65,7 +54,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
     return EngineConfig(
         model_path=model.path,
         dtype=generator.dtype if generator.dtype != "auto" else model.dtype,
-        max_model_len=max_model_len,
+        max_model_len=max_model_len(cfg),
         max_num_seqs=generator.max_num_seqs,
         max_num_batched_tokens=batched_tokens,
         tensor_parallel_size=generator.inference_engine_tensor_parallel_size,
@@ -82,6 +71,25 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "config_kwargs": dict(model.config_kwargs),
         },
     )
+
+
+def max_model_len(cfg: Config) -> int:
+    """Tokens of a sequence in the engine, at which an episode ends: ``generator.max_model_len``, or what 0 stands for.
+
+    Then an episode has room for its turns; the text between its responses is as long as a prompt may be.
+    """
+    generator, model = cfg.generator, cfg.trainer.policy.model
+    if generator.max_model_len:
+        return generator.max_model_len
+    file = config_file(model.path)
+    try:
+        shape = read_json(file, model.path) if file else {POSITIONS: sys.maxsize}
+        longest = int({**shape, **model.config_kwargs}[POSITIONS])
+    except (UserError, KeyError, TypeError, ValueError):  # an error is raised where the model is checked
+        longest = sys.maxsize
+    response = max(sampling.max_generate_length for sampling in sampling_groups(generator).values())
+    turn = cfg.trainer.max_prompt_length + response
+    return max(min((generator.max_turns or FEW_TURNS) * turn, longest), turn)
 
 
 def adapter_rank(cfg: Config) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from skyasync.config.schema import Config
 from skyasync.inference.backends.vllm.setup import MIN_BATCHED_TOKENS
 from skyasync.inference.interface import EngineConfig
+from skyasync.inference.settings import max_model_len
 from skyasync.planning.shape import ModelShape
 from skyasync.planning.vllm_report import VLLMReport
 
@@ -41,9 +42,9 @@ class Lengths:
     @classmethod
     def of(cls, cfg: Config) -> Lengths:
         generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
-        response = generator.sampling_params.max_generate_length * (generator.max_turns or 1)
-        if generator.max_model_len:
-            response = min(response, generator.max_model_len - prompt)
+        response = generator.sampling_params.max_generate_length
+        if generator.max_turns > 1:
+            response = min(response * generator.max_turns, max_model_len(cfg) - prompt)
         return cls(prompt, response, generator.n_samples_per_prompt)
 
     @property

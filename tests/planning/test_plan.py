@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -82,6 +83,17 @@ def test_seven_billion_without_checkpointing_do_not_fit_and_the_key_is_named() -
     plan = make_plan(cfg, QWEN_7B, EIGHT, reckoned())
     assert not plan.fits and not place(plan, "policy").fits and place(plan, "engines").fits
     assert advise(cfg, plan, reckoned()) == {"trainer.policy.gradient_checkpointing": "true"}
+
+
+def test_an_episode_of_many_turns_is_as_long_as_the_engine_allows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 8192}')
+    cfg = settings()
+    cfg.trainer.policy.model.path, cfg.generator.max_turns = str(tmp_path), 10
+    assert memory.Lengths.of(cfg).total == 8192
+    cfg.generator.max_turns = 1
+    assert memory.Lengths.of(cfg).total == 512 + 4096
+    cfg.generator.max_turns, cfg.generator.max_model_len = 3, 16384
+    assert memory.Lengths.of(cfg).total == 512 + 3 * 4096
 
 
 def test_where_nothing_helps_no_key_is_named() -> None:
