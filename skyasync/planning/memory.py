@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from skyasync.config.schema import Config
-from skyasync.inference.backends.vllm.setup import MIN_BATCHED_TOKENS
+from skyasync.inference.backends.vllm.setup import batched_tokens
 from skyasync.inference.interface import EngineConfig
 from skyasync.inference.settings import max_model_len
 from skyasync.planning.shape import ModelShape
@@ -199,8 +199,7 @@ def engine_memory(
     """
     parallel = cfg.generator.devices_per_engine
     weights = vllm.weights * vllm.devices // parallel or shape.parameters * b // parallel
-    batched = max(MIN_BATCHED_TOKENS, config.max_model_len) if fills else FORWARD_TOKENS
-    batched = cfg.generator.max_num_batched_tokens or batched
+    batched = batched_tokens(config, cpu=not share) if fills else FORWARD_TOKENS
     workspace = _workspace(shape, batched, min(config.max_num_seqs, batched), b, parallel) + (GRAPHS if share else 0)
     kv_heads = max(1, shape.kv_heads // parallel)  # that are fewer than devices are resident more than once
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * b

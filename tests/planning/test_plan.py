@@ -151,6 +151,17 @@ def test_what_the_host_holds_of_a_policy_is_not_its_devices() -> None:
         assert everything[f"policy: {what} on the host"] == pytest.approx(4 * share, rel=1e-6)
 
 
+def test_an_engines_workspace_is_that_of_the_tokens_it_computes_in_a_step() -> None:
+    """On a GPU prompts are computed in chunks, on a CPU whole."""
+    short, long = settings(4, 1), settings(4, 1)
+    short.generator.max_model_len, long.generator.max_model_len = 8192, 131072
+    assert len({make_plan(cfg, QWEN_7B, EIGHT, reckoned()).engine.workspace for cfg in (short, long)}) == 1
+    on_cpu = [make_plan(cfg, QWEN_7B, replace(EIGHT, gpus=0), reckoned()).engine.workspace for cfg in (short, long)]
+    assert on_cpu[1] > 10 * on_cpu[0]
+    short.generator.max_num_batched_tokens = 16384
+    assert make_plan(short, QWEN_7B, EIGHT, reckoned()).engine.workspace > on_cpu[0]
+
+
 def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
     alone, divided = settings(4, 1), settings(4, 1)
     divided.generator.inference_engine_tensor_parallel_size = 4

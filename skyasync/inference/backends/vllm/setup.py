@@ -58,23 +58,32 @@ def check_adapters(config: EngineConfig) -> None:
         raise UserError(no_adapters(config.model_path, f"vLLM has no adapters for {name}"))
 
 
+def batched_tokens(config: EngineConfig, *, cpu: bool) -> int:
+    """Tokens that an engine computes in a step at most, prompts included.
+
+    Left alone, vLLM's ``AsyncLLM`` computes 2,048 on most devices, fewer than the requests that it runs. A request with
+    a seed whose prompt is computed in chunks ends vLLM's CPU engine (its random generators cannot be set back): on a
+    CPU prompts are computed whole.
+    """
+    tokens = config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
+    return max(config.max_model_len, tokens) if cpu else tokens
+
+
 def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``AsyncEngineArgs``.
 
     vLLM's random generator is the engine's, not the request's: engines of one seed give the k-th request the same
-    samples. The first engine has the run's seed, the others have numbers unlike those of any run. Left alone, vLLM's
-    ``AsyncLLM`` computes 2,048 tokens per step on most devices, fewer than the requests that it runs.
+    samples. The first engine has the run's seed, the others have numbers unlike those of any run.
     """
     index = config.extra.get("engine_index", 0)
     seed = int(np.random.SeedSequence([config.seed, index]).generate_state(1)[0]) if index else config.seed
-    batched_tokens = config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
     arguments: dict[str, Any] = {
         "model": config.model_path,
         "dtype": config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "max_num_batched_tokens": batched_tokens,
+        "max_num_batched_tokens": batched_tokens(config, cpu=cpu),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "seed": seed,
         "trust_remote_code": False,
@@ -100,10 +109,7 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
             "enforce_eager": True,
             "enable_sleep_mode": False,
             "kv_cache_memory_bytes": int(config.kv_cache_gb * 1024**3),
-            # A request with a seed whose prompt is computed in chunks ends vLLM's CPU engine (its random
-            # generators cannot be set back): prompts are computed whole.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_model_len, batched_tokens),
         }
     return arguments | config.extra.get("engine_kwargs", {})
 
