@@ -115,11 +115,11 @@ def print_plan(
     plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = None, console: Console | None = None
 ) -> None:
     """A table per place; plain text where the output is no terminal."""
-    console = console or Console(highlight=False)
+    console = console or Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, file=console.file, width=_PLAIN_WIDTH, no_color=True)
+        console = Console(highlight=False, markup=False, file=console.file, width=_PLAIN_WIDTH, no_color=True)
     for line in _summary(plan, speed):
-        console.print(line)
+        console.print(line, soft_wrap=True)
     for place in plan.devices:
         console.print(_table(place, plain=not console.is_terminal))
         if len(place.phases) > 1:
