@@ -62,7 +62,7 @@ from skyasync.run.placement import plan_slots
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints, choose, refuse_other
 from skyasync.trainer.checkpoint.settings_check import check_recorded
 from skyasync.trainer.plans import PLANS
-from skyasync.utils.machine import this_machine
+from skyasync.utils.machine import HIDDEN, this_machine
 from skyasync.workers.roles import POLICY, ROLES, SCORE, TEACHER_ROLE, VOCABULARY, Role
 
 PROCESSES_PER_CORE = 8  # ranks and engines; far more than that are meant for GPUs
@@ -112,7 +112,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     ray = sys.modules.get("ray")
     own_cluster = not cfg.ray.address and not (ray is not None and ray.is_initialized())
     if own_cluster:
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in HIDDEN
         if hidden or not any(next(Path("/dev").glob(device), None) for device in _DEVICES):
             engine_config(cfg, gpus=False)
             check_cores(cfg, experiment.roles())

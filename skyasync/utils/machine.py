@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+HIDDEN = ("", "-1")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
+
 _NO_LIMIT = 1 << 60
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -30,7 +33,7 @@ class Machine:
 def this_machine() -> Machine:
     """This machine, as ``nvidia-smi``, the kernel and the container's limit describe it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = [] if visible == "" else _gpus()
+    gpus = [] if visible in HIDDEN else _gpus()
     count = len(gpus) if visible is None else min(len(gpus), len(visible.split(",")))
     size, card = min(gpus, default=(0, ""))
     return Machine(count, size, _host_memory(), card)
