@@ -240,7 +240,7 @@ class RankGroup:
 
     def _fail(self, failure: BaseException) -> None:
         """End all ranks, also those that no longer answer."""
-        self._failure = failure
+        self._failure = self._failure or failure  # calls that run meanwhile fail because the ranks are ended here
         self.kill()
         for process in self._processes:
             process.end()
