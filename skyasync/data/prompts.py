@@ -115,15 +115,19 @@ class PromptStream:
         trainer = cfg.trainer
         size, seed = trainer.train_batch_size, trainer.seed
         if isinstance(dataset, StreamedPrompts):
-            refill = trainer.algorithm.dynamic_sampling.mode == "refill"
-            total = ENDLESS if refill else trainer.max_training_steps * size
+            total = prompts_of_run(trainer, len(dataset))
             window = (max(trainer.max_staleness, trainer.async_queue_size) + 2) * size
             return BlockStream(dataset, size, seed, total, window, trainer.step_timeout_s)
+        _warn_of_repeats(trainer, len(dataset))
         return cls(dataset, size, seed, prompts_of_run(trainer, len(dataset)), proportions_of(cfg.environment.domains))
 
     def mark(self, position: int) -> list[int]:
         """Finds this position again in streamed data; empty for data in memory."""
         return []
+
+    def resumed(self, cfg: TrainerConfig, step: int, trained: int) -> None:
+        """So many steps and prompts were trained before; batches may have had another size."""
+        self.total = prompts_of_run(cfg, self.rows, step, trained)
 
     def go_on(self, mark: Sequence[int]) -> None:
         """Continue from the position of a mark.
@@ -220,14 +224,26 @@ class PromptCursor:
         return PromptBatch([self._stream.prompt(p) for p in taken], self._position, early)
 
 
-def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int) -> int:
+def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int, step: int = 0, trained: int = 0) -> int:
     """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows.
 
-    If rejected prompts are replaced, the number is not known. A warning says if the data is too short for the steps.
+    If rejected prompts are replaced, the number is not known.
+
+    Args:
+        step, trained: training steps and prompts before a resume; batches may have had another size.
     """
     steps, size, epochs = trainer_cfg.max_training_steps, trainer_cfg.train_batch_size, trainer_cfg.epochs
-    total = (epochs or (0 if steps else 1)) * dataset_size
-    if steps and 0 < total <= (steps - 1) * size:
+    total = (epochs or (0 if steps else 1)) * dataset_size or ENDLESS
+    if not steps or trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
+        return total
+    return min(total, trained + max(steps - step, 0) * size)
+
+
+def _warn_of_repeats(trainer_cfg: TrainerConfig, dataset_size: int) -> None:
+    """A warning if the data is too short for the steps, or is gone through again."""
+    steps, size, epochs = trainer_cfg.max_training_steps, trainer_cfg.train_batch_size, trainer_cfg.epochs
+    total = epochs * dataset_size
+    if 0 < total <= (steps - 1) * size:
         message = (
             "the data ends before trainer.max_training_steps=%d: trainer.epochs=%d of %d prompts are %d steps of %d "
             "(trainer.epochs=0 goes through it as often as the steps take)"
@@ -236,9 +252,6 @@ def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int) -> int:
     elif not total and steps * size > dataset_size:
         message = "trainer.max_training_steps=%d goes %.1f times through the %d training prompts"
         log.warning(message, steps, steps * size / dataset_size, dataset_size)
-    if trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
-        return total or ENDLESS
-    return min(total or ENDLESS, steps * size or ENDLESS)
 
 
 def _parts(names: Sequence[str], proportions: Mapping[str, float]) -> tuple[list[np.ndarray], list[float]]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.config.schema import Config
-from skyasync.data.prompts import ENDLESS, PromptStream, prompts_of_run
+from skyasync.data.prompts import ENDLESS, PromptStream
 from skyasync.errors import UserError
 from tests.rollout.episodes import prompt
 
@@ -113,8 +113,18 @@ def test_a_runs_stream_is_the_one_that_the_configuration_asks_for():
 def test_steps_win_unless_epochs_are_set_and_a_line_says_where_the_data_is_short(
     epochs, steps, mode, total, line, caplog
 ):
-    trainer = Config().trainer
+    cfg = Config()
+    trainer = cfg.trainer
     trainer.train_batch_size, trainer.epochs, trainer.max_training_steps = 4, epochs, steps
     trainer.algorithm.dynamic_sampling.mode = mode
-    assert prompts_of_run(trainer, 10) == total
+    assert PromptStream.of_run(cfg, [prompt(row) for row in range(10)]).total == total
     assert caplog.messages == ([line] if line else [])
+
+
+@pytest.mark.parametrize("epochs, batch, total", [(0, 4, 24 + 14 * 4), (0, 8, 24 + 14 * 8), (5, 8, 50)])
+def test_a_resumed_run_has_the_steps_that_are_left_of_batches_of_any_size(epochs, batch, total):
+    cfg = Config()
+    cfg.trainer.train_batch_size, cfg.trainer.epochs, cfg.trainer.max_training_steps = batch, epochs, 20
+    stream = PromptStream.of_run(cfg, [prompt(row) for row in range(10)])
+    stream.resumed(cfg.trainer, 6, 24)
+    assert stream.total == total

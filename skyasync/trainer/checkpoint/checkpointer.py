@@ -246,6 +246,7 @@ class Checkpointer:
             self._context.solved.resume(folder, self._context.prompts.of_identity)
             load_states(self._extensions, folder)
         self._context.progress.resumed(state.step, state.position, state.trained_early)
+        self._context.prompts.resumed(self._cfg, state.step, state.position + len(state.trained_early))
         self.saved_step, self._resumed_from = state.step, folder if resume.named else None
         return True
 

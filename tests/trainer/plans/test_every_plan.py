@@ -232,6 +232,17 @@ def test_a_resumed_run_may_have_another_batch_size(plan, before, after, tmp_path
 
 
 @every_plan
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
+def test_a_resumed_run_of_another_batch_size_ends_after_the_steps_that_are_set(plan, before, after, tmp_path):
+    shared = {"prompts": 16, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    make_run(plan, **shared, trainer__train_batch_size=before, trainer__max_training_steps=3).train()
+    more = {"trainer__train_batch_size": after, "trainer__max_training_steps": 5, "trainer__resume_mode": "latest"}
+    second = make_run(plan, **shared, **more).train()
+    assert [step for step, _ in second.tracker.rows] == [4, 5]
+    assert len(second.trained) == 2 * after
+
+
+@every_plan
 def test_resuming_a_finished_run_trains_nothing_and_ends_well(plan, tmp_path):
     shared = {"prompts": 8, "trainer__ckpt_path": str(tmp_path / "c"), "trainer__ckpt_interval": 1}
     make_run(plan, **shared).train()
