@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,8 @@ def run(argv: Arguments) -> None:
     cfg = pilot_configuration(synchronous, [word for place, word in enumerate(rest) if not _is_run(rest, place)])
     rows = forecast(cfg, candidates(cfg, bounds), law, laws, target)
     best, stalest = choose(rows), max(pilot.mean_staleness for pilot in runs)
-    costs = np.quantile([one.cost for one in laws], INTERVAL)
+    rising = [one.cost for one in laws if one.rate]
+    costs = np.quantile(rising or [law.cost], INTERVAL)
     print(f"pilot: {len(runs)} runs, mean staleness up to {stalest:.1f}, {metric} up to {highest:.3g}")
     print(f"law: {metric} = {ceiling:g} - {ceiling - law.start:.3g} exp(-{law.rate:.3g} p); a step of staleness s")
     print(f"     adds 1 / (1 + ({law.cost:.3g} s)^{law.power:.2g}) to p; the cost is {costs[0]:.2g} to {costs[1]:.2g}")
@@ -95,6 +97,9 @@ def run(argv: Arguments) -> None:
         f"\nrecommended: trainer.plan={one.plan}{bound} with {one.engines} engines and {one.trainers} trainer devices: "
         f"{_minutes(best)} minutes"
     )
+    if best.high == inf:
+        flat = 1 - len(rising) / len(laws)
+        print(f"inf: in {flat:.0%} of the resampled fits the reward does not rise: make the pilot runs longer")
     if best.staleness > 1.5 * stalest:
         print(f"its staleness of {best.staleness:.1f} is beyond the pilot's {stalest:.1f}: add a pilot run with it")
     for name, what in (("engines", "engine"), ("trainers", "trainer device")):

@@ -40,7 +40,8 @@ class Candidate:
 class Forecast:
     """``steps`` and ``minutes`` to the target; ``low`` to ``high`` minutes hold 90% of the resampled laws.
 
-    ``fastest`` is the share of those laws by which no other candidate is faster.
+    ``high`` is infinite if the reward does not rise by more than 5% of them. ``fastest`` is the share of all laws by
+    which the target is reached, and by no other candidate faster.
     """
 
     candidate: Candidate
@@ -122,8 +123,8 @@ def forecast(
     best = np.min([minutes for *_, minutes in rows], axis=0)
     forecasts = []
     for candidate, step_s, staleness, steps, minutes in rows:
-        low, high = map(float, np.quantile(minutes, INTERVAL))
-        fastest = float((minutes <= best).mean())
+        low, high = map(float, np.quantile(minutes, INTERVAL, method="nearest"))  # of infinite ones there is no mean
+        fastest = float(((minutes <= best) & np.isfinite(best)).mean())
         forecasts.append(Forecast(candidate, step_s, staleness, steps, steps * step_s / 60, low, high, fastest))
     return sorted(forecasts, key=lambda row: row.minutes)
 

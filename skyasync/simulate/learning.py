@@ -18,9 +18,8 @@ Invariant: pure; least squares from the best point of a grid, so a fit always ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from math import log
+from dataclasses import dataclass, replace
+from math import inf, log
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +51,10 @@ class Pilot:
 
 @dataclass(frozen=True)
 class LearningLaw:
-    """``rate``: the share of what is missing to the ceiling that a step on policy gains, if it is small."""
+    """``rate``: the share of what is missing to the ceiling that a step on policy gains, if it is small.
+
+    With rate 0 the reward does not rise.
+    """
 
     start: float
     ceiling: float
@@ -65,9 +67,11 @@ class LearningLaw:
         return rewards
 
     def steps_to(self, target: float, staleness: float) -> float:
-        """Steps of that staleness until the policy earns the target, which is below the ceiling."""
+        """Steps of that staleness until the policy earns the target, below the ceiling; inf if it never does."""
         if target <= self.start:
             return 0.0
+        if not self.rate:
+            return inf
         progress = log((self.ceiling - self.start) / (self.ceiling - target)) / self.rate
         return progress * (1 + (self.cost * staleness) ** self.power)
 
@@ -154,7 +158,7 @@ def resampled(pilots: Sequence[Pilot], law: LearningLaw, count: int) -> list[Lea
     """Laws of pilots whose residuals are drawn again in blocks (moving-block bootstrap, Künsch 1989).
 
     They show what the noise of these runs leaves open, and the power if the runs do not tell it; not how another seed
-    would learn. Draws in which the reward does not rise are left out.
+    would learn. A draw in which the reward does not rise gives a law with rate 0.
     """
     random, laws, known = np.random.default_rng(0), list[LearningLaw](), tells_power(pilots)
     for _ in range(count):
@@ -165,8 +169,11 @@ def resampled(pilots: Sequence[Pilot], law: LearningLaw, count: int) -> list[Lea
             starts = random.integers(0, len(residuals) - BLOCK + 1, -(-len(residuals) // BLOCK))
             noise = np.concatenate([residuals[start : start + BLOCK] for start in starts])[: len(residuals)]
             drawn.append(Pilot(pilot.staleness, pilot.versions, expected + noise))
-        with suppress(UserError):
-            laws.append(fit(drawn, law.ceiling, None if known else float(np.exp(random.uniform(*np.log(_POWER))))))
+        power = None if known else float(np.exp(random.uniform(*np.log(_POWER))))
+        try:
+            laws.append(fit(drawn, law.ceiling, power))
+        except UserError:
+            laws.append(replace(law, rate=0.0))
     return laws
 
 

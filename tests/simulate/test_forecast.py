@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import isinf
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def test_staleness_is_taken_where_it_is_free_and_avoided_where_it_is_costly() ->
         assert rows == sorted(rows, key=lambda row: row.minutes)
         assert choose(rows).candidate.plan == plan
         assert [row.fastest for row in rows] == [1.0, 0.0]
+
+
+def test_the_interval_is_open_if_by_more_than_a_twentieth_of_the_laws_the_reward_does_not_rise() -> None:
+    cfg = config(steps=10, train_s_per_token=0.004)
+    for flat, high in ((1, False), (2, True), (20, True)):
+        laws = [replace(FREE, rate=0.0)] * flat + [FREE] * (20 - flat)
+        (row,) = forecast(cfg, [Candidate("sync", None, 2, 1)], FREE, laws, 0.8)
+        assert row.fastest == pytest.approx(1 - flat / 20)
+        assert isinf(row.high) == high
+        assert isinf(row.low) == (flat == 20)
 
 
 def test_candidates_are_splits_of_the_same_devices_and_bounds_are_of_plans_that_read_them() -> None:

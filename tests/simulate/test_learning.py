@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from math import log
+from math import inf, log
 from typing import Any
 
 import numpy as np
@@ -99,6 +99,17 @@ def test_an_unknown_power_widens_the_interval() -> None:
         steps = [one.steps_to(0.8, 2.0) for one in resampled(runs, fit(runs, 1.0), 60)]
         widths.append(np.ptp(np.quantile(steps, (0.05, 0.95))))
     assert widths[0] > 2 * widths[1]
+
+
+def test_draws_in_which_the_reward_does_not_rise_count_as_runs_that_never_reach_the_target() -> None:
+    law = LearningLaw(0.2, 1.0, 0.0015, 0.3, 2.0)
+    runs = [pilot(law, level, steps=30, noise=0.03, seed=10 + i) for i, level in enumerate((0, 2, 4))]
+    laws = resampled(runs, fit(runs, 1.0), 20)
+    assert len(laws) == 20
+    flat = [one for one in laws if not one.rate]
+    assert 5 < len(flat) < 20
+    assert {one.steps_to(0.8, 0.0) for one in flat} == {inf}
+    assert flat[0].steps_to(law.start - 0.1, 0.0) == 0.0
 
 
 def rows(steps: int, **metrics: float) -> list[dict[str, Any]]:
