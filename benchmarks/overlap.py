@@ -212,7 +212,7 @@ def predictions(options: argparse.Namespace, runs: dict[str, Rows]) -> list[str]
          "generator.num_inference_engines=1", "trainer.max_training_steps=30"],
         schema=SimulationConfig, plan="fully_async",
     )  # fmt: skip
-    read_costs(cfg, runs["sync"].path)  # which takes the batch to fit the engine
+    read_costs(cfg, runs["sync"].path.parent)  # which takes the batch to fit the engine
     cfg.simulate.slots //= options.waves
     cfg.simulate.token_s /= options.waves
     lines = []

@@ -10,15 +10,18 @@ from pathlib import Path
 import numpy as np
 
 from skyasync.cli.commands import Arguments, take_options, whole_number
-from skyasync.config.load import load_config, origins
-from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
-from skyasync.observability.report import settings
-from skyasync.simulate.__main__ import Compared
-from skyasync.simulate.forecast import INTERVAL, Forecast, candidates, choose, forecast, read_run_costs
+from skyasync.simulate.forecast import (
+    INTERVAL,
+    Forecast,
+    candidates,
+    choose,
+    configuration_of,
+    forecast,
+    read_run_costs,
+)
 from skyasync.simulate.learning import fit, read_pilot, resampled, tells_power
-from skyasync.simulate.settings import SimulationConfig
 
 HELP = """\
 usage: skyasync forecast RUN RUN ... --target REWARD [--metric NAME] [--ceiling REWARD] [--bounds 1,2,4,8]
@@ -40,15 +43,6 @@ Settings are those of skyasync simulate, such as simulate.plans or simulate.leng
 """
 LAWS = 200  # resampled
 USUAL_POWER = 2.0  # of the law, between tuned and constant learning rates, if the pilot runs do not tell it
-_FROM_PILOT = (
-    "trainer.train_batch_size",
-    "trainer.seed",
-    "trainer.placement.policy_num_nodes",
-    "trainer.placement.policy_num_gpus_per_node",
-    "generator.n_samples_per_prompt",
-    "generator.num_inference_engines",
-    "generator.max_num_seqs",
-)
 
 
 def run(argv: Arguments) -> None:
@@ -76,7 +70,8 @@ def run(argv: Arguments) -> None:
         raise UserError(f"--target {target:g}: by the fitted curve the task starts with {metric} {law.start:.3g}")
     laws = resampled(runs, law, LAWS)
     synchronous = min(pilots, key=lambda folder: pilots[folder].mean_staleness)
-    cfg = pilot_configuration(synchronous, [word for place, word in enumerate(rest) if not _is_run(rest, place)])
+    given = [word for place, word in enumerate(rest) if not _is_run(rest, place)]
+    cfg = configuration_of(synchronous, given, read_run_costs)
     rows = forecast(cfg, candidates(cfg, bounds), law, laws, target)
     best, stalest = choose(rows), max(pilot.mean_staleness for pilot in runs)
     rising = [one.cost for one in laws if one.rate]
@@ -117,19 +112,6 @@ def _number(text: str, option: str) -> float:
         return float(text)
     except ValueError:
         raise UserError(f"{option} {text}: not a number") from None
-
-
-def pilot_configuration(run: Path, given: Sequence[str]) -> SimulationConfig:
-    """The pilot's batch, devices and costs; ``given`` settings override them."""
-    values = settings.read(run / "config.yaml")
-    argv = [f"{key}={written(values[key])}" for key in _FROM_PILOT if values.get(key) is not None]
-    pilot = load_config(argv, schema=SimulationConfig, plan=Compared)
-    read_run_costs(pilot, run)
-    cfg = load_config([*argv, *given], schema=SimulationConfig, plan=Compared)
-    for name, value in vars(pilot.simulate).items():
-        if f"simulate.{name}" not in origins(cfg):
-            setattr(cfg.simulate, name, value)
-    return cfg
 
 
 def _minutes(row: Forecast) -> str:

@@ -8,19 +8,10 @@ from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
-from skyasync.simulate.forecast import advise, read_costs
+from skyasync.simulate.forecast import Compared, advise, configuration_of, read_costs
 from skyasync.simulate.run import simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s
-from skyasync.trainer.plans import PLANS
-
-
-class Compared:
-    """What the compared plans are, taken together."""
-
-    asynchronous = True
-    reads = tuple(sorted({path for about in PLANS.builtins().values() for path in about.can["reads"]}))
-
 
 _COLUMNS = (
     "plan            samples/s  speed-up  of the bound  theory  idle trainer  idle engines  staleness: mean, by age"
@@ -30,11 +21,12 @@ _COLUMNS = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Ends the program with one line on a user's error."""
     try:
-        cfg = load_config(sys.argv[1:] if argv is None else argv, schema=SimulationConfig, plan=Compared)
+        argv = sys.argv[1:] if argv is None else argv
+        cfg = load_config(argv, schema=SimulationConfig, plan=Compared)
+        if cfg.simulate.from_run:
+            cfg = configuration_of(Path(cfg.simulate.from_run), argv, read_costs)
         if not cfg.trainer.max_training_steps:
             raise UserError("trainer.max_training_steps=0 would never end here: set the steps to be simulated")
-        if cfg.simulate.from_run:
-            read_costs(cfg, Path(cfg.simulate.from_run) / "metrics.jsonl")
         print("\n".join(report(cfg)))
     except UserError as error:
         exit_with(error)

@@ -6,7 +6,7 @@ would run; the same laws, fitted on the same pilot runs, judge all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +14,11 @@ from statistics import median
 
 import numpy as np
 
+from skyasync.config.load import load_config, origins
+from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
+from skyasync.observability.report.settings import read as read_settings
 from skyasync.simulate.learning import LearningLaw
 from skyasync.simulate.run import Outcome, simulate, train_s_per_token, trainer_devices, work
 from skyasync.simulate.settings import SimulationConfig
@@ -24,6 +27,22 @@ from skyasync.trainer.plans import PLANS
 
 BATCHES = 100  # drawn to compare the costs with
 INTERVAL = (0.05, 0.95)
+_OF_RUN = (
+    "trainer.train_batch_size",
+    "trainer.seed",
+    "trainer.placement.policy_num_nodes",
+    "trainer.placement.policy_num_gpus_per_node",
+    "generator.n_samples_per_prompt",
+    "generator.num_inference_engines",
+    "generator.max_num_seqs",
+)
+
+
+class Compared:
+    """What the compared plans are, taken together."""
+
+    asynchronous = True
+    reads = tuple(sorted({path for about in PLANS.builtins().values() for path in about.can["reads"]}))
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,30 @@ class Forecast:
     fastest: float
 
 
+def configuration_of(
+    run: Path, given: Sequence[str], read: Callable[[SimulationConfig, Path], None]
+) -> SimulationConfig:
+    """The run's batch, devices and costs; ``given`` settings override them.
+
+    Args:
+        read: puts the run's costs into a configuration that has its batch and devices.
+
+    Raises:
+        UserError: if the folder has no settings of a run, or ``read`` does not find the costs.
+    """
+    values = read_settings(run / "config.yaml")
+    if not values:
+        raise UserError(f"{run} is not a run's folder: it has no config.yaml")
+    argv = [f"{key}={written(values[key])}" for key in _OF_RUN if values.get(key) is not None]
+    measured = load_config(argv, schema=SimulationConfig, plan=Compared)
+    read(measured, run)
+    cfg = load_config([*argv, *given], schema=SimulationConfig, plan=Compared)
+    for name, value in vars(measured.simulate).items():
+        if f"simulate.{name}" not in origins(cfg):
+            setattr(cfg.simulate, name, value)
+    return cfg
+
+
 def read_run_costs(cfg: SimulationConfig, run: Path) -> None:
     """Costs as ``read_costs`` has them, for lengths that vary and for engines that a batch fills more than once.
 
@@ -63,7 +106,7 @@ def read_run_costs(cfg: SimulationConfig, run: Path) -> None:
     Raises:
         UserError: if the run is not one of the sync plan.
     """
-    read_costs(cfg, run / "metrics.jsonl")
+    read_costs(cfg, run)
     settings = cfg.simulate
     rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("response/length_mean") is not None]
     mean, longest = median(row["response/length_mean"] for row in rows), settings.length_mean
@@ -188,24 +231,27 @@ def best_split(cfg: SimulationConfig) -> SimulationConfig:
     return cfg
 
 
-def read_costs(cfg: SimulationConfig, metrics: Path) -> None:
+def read_costs(cfg: SimulationConfig, run: Path) -> None:
     """Put what a finished synchronous run measured into ``cfg``: lengths, decoding, training, weight sync.
 
-    The run's batch is taken to fit its engines' slots, so a decode step is a batch's generation time by its longest
-    response.
+    ``cfg`` has the run's batch and devices. The batch is taken to fit its engines' slots, so a decode step is a batch's
+    generation time by its longest response.
 
     Raises:
         UserError: if there is no such file or its steps lack what is needed.
     """
+    metrics = run / "metrics.jsonl"
     if not metrics.is_file():
-        raise UserError(f"simulate.from_run: there is no {metrics}")
+        raise UserError(f"costs are read from the metrics of a run: there is no {metrics}")
     rows = read_rows(metrics)
     needed = ("time/generate_s", "time/train_s", "time/sync_s", "response/length_mean", "response/length_max")
     rows = [row for row in rows if all(name in row for name in needed)][1:]
     if not rows:
-        raise UserError(f"simulate.from_run: {metrics} has no two steps with {', '.join(needed)}")
+        raise UserError(
+            f"costs are read from the metrics of a run: {metrics} has no two steps with {', '.join(needed)}"
+        )
     if any(row.get("staleness/max", 0) for row in rows):
-        raise UserError("simulate.from_run: costs are read from a run of the sync plan, whose phases do not overlap")
+        raise UserError(f"costs are read from a run of the sync plan, whose phases do not overlap: {run} is of another")
     settings, samples = cfg.simulate, cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
     placement = cfg.trainer.placement
     trainers = placement.policy_num_nodes * placement.policy_num_gpus_per_node

@@ -67,7 +67,7 @@ def test_a_synchronous_run_gives_the_costs_of_its_own_step(tmp_path: Path) -> No
            "response/length_max": 100.0}  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **row}) for i in range(5)))
     cfg = config(steps=20)
-    read_costs(cfg, tmp_path / "metrics.jsonl")
+    read_costs(cfg, tmp_path)
     assert simulate(cfg, "sync").step_s == pytest.approx(11.5)
     assert simulate(cfg, "one_step_off").step_s == pytest.approx(6.5, rel=0.02)
 
@@ -75,4 +75,21 @@ def test_a_synchronous_run_gives_the_costs_of_its_own_step(tmp_path: Path) -> No
 def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, f"simulate.from_run={tmp_path}"])
-    assert "there is no" in capsys.readouterr().err
+    assert "it has no config.yaml" in capsys.readouterr().err
+
+
+def test_the_costs_of_a_run_are_those_of_its_batch_and_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 samples take 11.5 seconds."""
+    row = {"time/generate_s": 6.0, "time/train_s": 5.0, "time/sync_s": 0.5, "response/length_mean": 70.0,
+           "response/length_max": 100.0}  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **row}) for i in range(5)))
+    settings = {"train_batch_size": 16, "placement": {"policy_num_nodes": 1, "policy_num_gpus_per_node": 2}}
+    engines = {"n_samples_per_prompt": 4, "num_inference_engines": 2}
+    (tmp_path / "config.yaml").write_text(json.dumps({"trainer": settings, "generator": engines}))
+    plan = [f"simulate.from_run={tmp_path}", "simulate.plans=[sync]", "simulate.advise=false"]
+    for given, throughput in (((), 64 / 11.5), (("trainer.train_batch_size=8",), 32 / (6 + 2.5 + 0.5))):
+        main([*plan, "trainer.max_training_steps=10", *given])
+        (sync,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sync ")]
+        assert float(sync.split()[1]) == pytest.approx(throughput, rel=0.01)
