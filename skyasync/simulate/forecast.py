@@ -21,7 +21,7 @@ from skyasync.observability.jsonl import read_rows
 from skyasync.observability.report.settings import read as read_settings
 from skyasync.simulate.learning import LearningLaw
 from skyasync.simulate.run import Outcome, simulate, train_s_per_token, trainer_devices, work
-from skyasync.simulate.settings import SimulationConfig
+from skyasync.simulate.settings import SimulationConfig, draw_lengths
 from skyasync.simulate.theory import draw_batches
 from skyasync.trainer.plans import PLANS
 
@@ -111,7 +111,6 @@ def read_run_costs(cfg: SimulationConfig, run: Path) -> None:
     rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("response/length_mean") is not None]
     mean, longest = median(row["response/length_mean"] for row in rows), settings.length_mean
     generate_s = settings.token_s * longest
-    settings.train_s_per_token *= longest / mean
     settings.slots = min(settings.slots, cfg.generator.max_num_seqs)
     settings.lengths, settings.length_mean, settings.token_s = "lognormal", mean, 1.0
     settings.length_max = int(max(row["response/length_max"] for row in rows))
@@ -120,6 +119,7 @@ def read_run_costs(cfg: SimulationConfig, run: Path) -> None:
         settings.length_sigma = (low + high) / 2
         low, high = (low, settings.length_sigma) if _longest(cfg) >= longest - 0.5 else (settings.length_sigma, high)
     settings.token_s = generate_s / float(draw_batches(cfg, BATCHES).complete_s[:, -1].mean())
+    settings.train_s_per_token *= longest / float(draw_lengths(settings, cfg.trainer.seed).mean())
 
 
 def _longest(cfg: SimulationConfig) -> float:

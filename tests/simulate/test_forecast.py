@@ -11,7 +11,7 @@ import pytest
 
 from skyasync.simulate.forecast import Candidate, Forecast, candidates, choose, forecast, read_run_costs
 from skyasync.simulate.learning import LearningLaw
-from skyasync.simulate.run import simulate
+from skyasync.simulate.run import simulate, work
 from tests.simulate.test_plans import config
 
 pytestmark = pytest.mark.slow
@@ -79,3 +79,11 @@ def test_a_synchronous_runs_costs_give_its_own_step(tmp_path: Path, slots: int) 
     assert simulate(cfg, "sync").step_s == pytest.approx(11.5, rel=0.03)
     assert cfg.simulate.length_mean == 60.0 and cfg.simulate.length_sigma > 0
     assert cfg.simulate.slots == min(slots, 32)
+
+
+def test_training_takes_as_long_as_measured_where_the_longest_responses_are_cut(tmp_path: Path) -> None:
+    row = costs() | {"response/length_mean": 30.0}
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **row}) for i in range(5)))
+    cfg = config()
+    read_run_costs(cfg, tmp_path)
+    assert work(cfg).training_s == pytest.approx(5.0)
