@@ -45,7 +45,7 @@ class SimulateConfig:
     switch_s: float = key(0.0, low=0.0)
     """Seconds in which devices change from training to generation, or back, in plans that share them."""
     from_run: str = key("", open_ended=True)
-    """Folder of a finished run of the sync plan to take batch, devices and costs from."""
+    """Folder of a finished run of the sync plan to take batch, devices, lengths and costs from."""
     advise: bool = key(True)
     """Recommend a split of the devices and a max_staleness."""
 

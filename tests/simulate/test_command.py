@@ -10,6 +10,7 @@ import pytest
 from skyasync.simulate.__main__ import main
 from skyasync.simulate.forecast import advise, best_split, read_costs
 from skyasync.simulate.run import simulate, work
+from skyasync.simulate.theory import FORMULAS
 from tests.simulate.test_plans import config
 
 pytestmark = pytest.mark.slow
@@ -78,18 +79,20 @@ def test_a_folder_without_a_run_is_an_error_that_names_it(tmp_path: Path, capsys
     assert "it has no config.yaml" in capsys.readouterr().err
 
 
-def test_the_costs_of_a_run_are_those_of_its_batch_and_devices(
+def test_the_costs_of_a_run_are_those_of_its_batch_devices_and_lengths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """64 samples take 11.5 seconds."""
-    row = {"time/generate_s": 6.0, "time/train_s": 5.0, "time/sync_s": 0.5, "response/length_mean": 70.0,
+    row = {"time/generate_s": 6.0, "time/train_s": 5.0, "time/sync_s": 0.5, "response/length_mean": 30.0,
            "response/length_max": 100.0}  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **row}) for i in range(5)))
     settings = {"train_batch_size": 16, "placement": {"policy_num_nodes": 1, "policy_num_gpus_per_node": 2}}
     engines = {"n_samples_per_prompt": 4, "num_inference_engines": 2}
     (tmp_path / "config.yaml").write_text(json.dumps({"trainer": settings, "generator": engines}))
-    plan = [f"simulate.from_run={tmp_path}", "simulate.plans=[sync]", "simulate.advise=false"]
-    for given, throughput in (((), 64 / 11.5), (("trainer.train_batch_size=8",), 32 / (6 + 2.5 + 0.5))):
-        main([*plan, "trainer.max_training_steps=10", *given])
-        (sync,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sync ")]
-        assert float(sync.split()[1]) == pytest.approx(throughput, rel=0.01)
+    main([f"simulate.from_run={tmp_path}", "simulate.plans=[sync,streamed,one_step_off,fully_async]",
+          "simulate.advise=false", "trainer.max_training_steps=40"])  # fmt: skip
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith((*FORMULAS, "fully"))]
+    throughput = {name: float(samples) for name, samples, *_ in rows}
+    assert throughput["sync"] == pytest.approx(64 / 11.5, rel=0.03)
+    assert throughput["sync"] < 0.9 * throughput["streamed"], "lengths vary, as in the run"
+    assert throughput["one_step_off"] < 0.95 * throughput["fully_async"]
