@@ -53,7 +53,7 @@ class Outcome:
     idle_trainer: float
     idle_engines: float
     generate_s: float
-    staleness: Counter[int]  # tokens by the staleness that they were trained at
+    staleness: Counter[int]  # tokens by the staleness at which these steps trained them
 
     @property
     def staleness_mean(self) -> float:
@@ -63,10 +63,13 @@ class Outcome:
 class _Steps(RunExtension):
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
+        self.staleness: list[Counter[int]] = []  # of each step
 
-    def on_step_end(self, trainer: object, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Simulated, metrics: dict[str, float]) -> None:  # type: ignore[override]
         names = ("idle/trainer", "idle/engines", "time/generate_s", "time/step_s")
         self.rows.append({name: metrics[name] for name in names})
+        self.staleness.append(trainer.staleness)
+        trainer.staleness = Counter()
 
 
 def work(cfg: SimulationConfig) -> Work:
@@ -86,15 +89,17 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
 
     cfg, steps = deepcopy(cfg), _Steps()
 
-    async def train() -> Counter[int]:
+    async def train() -> None:
         trainer = make_trainer(cfg, PLANS.find(plan))
         trainer.callbacks.append(steps)
         await trainer.train()
-        return trainer.staleness
 
-    staleness = run_virtual(train())
-    rows = steps.rows
-    span = rows[1 + len(rows) // 10 : len(rows) - 1 - cfg.trainer.max_staleness] or rows
+    run_virtual(train())
+    count = len(steps.rows)
+    middle = slice(1 + count // 10, max(count - 1 - cfg.trainer.max_staleness, 0))
+    if not steps.rows[middle]:
+        middle = slice(count)
+    span = steps.rows[middle]
     seconds = sum(row["time/step_s"] for row in span)
     samples = len(span) * cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
     return Outcome(
@@ -104,7 +109,7 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
         idle_trainer=sum(row["idle/trainer"] * row["time/step_s"] for row in span) / seconds,
         idle_engines=sum(row["idle/engines"] * row["time/step_s"] for row in span) / seconds,
         generate_s=sum(row["time/generate_s"] for row in span) / len(span),
-        staleness=staleness,
+        staleness=sum(steps.staleness[middle], Counter()),
     )
 
 

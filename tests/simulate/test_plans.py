@@ -134,6 +134,18 @@ def test_no_token_is_older_than_the_bound_and_none_is_lost(
     assert trainer.staleness.total() == trainer.generator.generated > 0, "every generated token was trained, once"
 
 
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_staleness_of_a_plan_is_the_one_after_its_first_steps(depth: int) -> None:
+    assert set(simulate(config(steps=20, async_queue_size=depth), "one_step_off").staleness) == {depth}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_run_that_is_all_start_and_end_has_the_averages_of_all_its_steps(steps: int) -> None:
+    outcome = simulate(config(steps=steps), "sync")
+    assert outcome.step_s == pytest.approx(16.0, rel=0.02)
+    assert outcome.staleness.total() == steps * 64 * 100
+
+
 def test_without_staleness_every_step_is_the_synchronous_one() -> None:
     cfg = config("lognormal", steps=20, max_staleness=0)
     assert simulate(cfg, "fully_async").step_s == pytest.approx(simulate(cfg, "sync").step_s, rel=1e-6)
