@@ -34,6 +34,7 @@ _OF_RUN = (
     "trainer.placement.policy_num_gpus_per_node",
     "generator.n_samples_per_prompt",
     "generator.num_inference_engines",
+    "generator.inference_engine_tensor_parallel_size",
     "generator.max_num_seqs",
 )
 
@@ -130,16 +131,36 @@ def _longest(cfg: SimulationConfig) -> float:
 
 
 def candidates(cfg: SimulationConfig, bounds: Sequence[int]) -> list[Candidate]:
-    """Plans x bounds x splits of the same devices: as configured, balanced, and one device moved either way."""
-    engines, trainers = cfg.generator.num_inference_engines, trainer_devices(cfg)
-    devices = engines + trainers
+    """Plans x bounds x splits of the same devices: as configured, balanced, and one engine's devices moved either way.
+
+    Bounds that ``trainer.sync_interval`` exceeds are left out.
+
+    Raises:
+        UserError: if it exceeds all of them.
+    """
+    engines = cfg.generator.num_inference_engines
     splits = {engines - 1, engines, engines + 1, best_split(cfg).generator.num_inference_engines}
+    kept = [bound for bound in bounds if bound >= cfg.trainer.sync_interval - 1]
+    if not kept:
+        raise UserError(
+            f"trainer.sync_interval={cfg.trainer.sync_interval} lets samples age by {cfg.trainer.sync_interval - 1}, "
+            f"more than any of the staleness bounds {', '.join(map(str, bounds))} allows"
+        )
     return [
-        Candidate(plan, bound, split, devices - split)
+        Candidate(plan, bound, split, _devices(cfg) - split * cfg.generator.devices_per_engine)
         for plan in cfg.simulate.plans
-        for bound in (bounds if "trainer.max_staleness" in PLANS.find(plan).reads else (None,))
-        for split in sorted(splits.intersection(range(1, devices)))
+        for bound in (kept if "trainer.max_staleness" in PLANS.find(plan).reads else (None,))
+        for split in sorted(splits.intersection(_splits(cfg)))
     ]
+
+
+def _devices(cfg: SimulationConfig) -> int:
+    return cfg.generator.num_inference_engines * cfg.generator.devices_per_engine + trainer_devices(cfg)
+
+
+def _splits(cfg: SimulationConfig) -> range:
+    """Numbers of engines that leave the trainer a device."""
+    return range(1, (_devices(cfg) - 1) // cfg.generator.devices_per_engine + 1)
 
 
 def forecast(
@@ -202,32 +223,30 @@ def advise(cfg: SimulationConfig) -> Advice:
     cfg.trainer.max_training_steps = min(cfg.trainer.max_training_steps, STEPS_TRIED)
     cfg.generator.generate_batch_size, cfg.trainer.async_generation_ratio = 0, 0.0
     tried: list[tuple[int, Outcome]] = []
-    for staleness in STALENESS_TRIED:
+    least = cfg.trainer.sync_interval - 1  # as much as samples age between two weight syncs
+    for staleness in [each for each in STALENESS_TRIED if each >= least] or [least]:
         cfg.trainer.max_staleness = staleness
         tried.append((staleness, simulate(cfg, "fully_async")))
         if tried[-1][1].step_s <= work(cfg).step_s / ENOUGH:
             break
     best = max(outcome.samples_per_s for _, outcome in tried)
     staleness, outcome = next(row for row in tried if row[1].samples_per_s >= ENOUGH * best)
-    placement = cfg.trainer.placement
-    trainers = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    return Advice(cfg.generator.num_inference_engines, trainers, staleness, outcome)
+    return Advice(cfg.generator.num_inference_engines, trainer_devices(cfg), staleness, outcome)
 
 
 def best_split(cfg: SimulationConfig) -> SimulationConfig:
     """The same devices and costs, divided so that the longer of generation and training is shortest."""
     cfg = deepcopy(cfg)
-    placement = cfg.trainer.placement
-    trainers = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    devices = cfg.generator.num_inference_engines + trainers
-    cfg.simulate.train_s_per_token = train_s_per_token(cfg) * trainers
+    placement, devices, splits = cfg.trainer.placement, _devices(cfg), _splits(cfg)
+    cfg.simulate.train_s_per_token = train_s_per_token(cfg) * trainer_devices(cfg)
     placement.policy_num_nodes = 1
 
     def step_s(engines: int) -> float:
-        cfg.generator.num_inference_engines, placement.policy_num_gpus_per_node = engines, devices - engines
+        cfg.generator.num_inference_engines = engines
+        placement.policy_num_gpus_per_node = devices - engines * cfg.generator.devices_per_engine
         return work(cfg).step_s
 
-    step_s(min(range(1, devices), key=step_s))
+    step_s(min(splits, key=step_s))
     return cfg
 
 
@@ -253,12 +272,10 @@ def read_costs(cfg: SimulationConfig, run: Path) -> None:
     if any(row.get("staleness/max", 0) for row in rows):
         raise UserError(f"costs are read from a run of the sync plan, whose phases do not overlap: {run} is of another")
     settings, samples = cfg.simulate, cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
-    placement = cfg.trainer.placement
-    trainers = placement.policy_num_nodes * placement.policy_num_gpus_per_node
     settings.lengths, settings.length_max, settings.prefill = "constant", 0, 0.0
     settings.length_mean = median(row["response/length_max"] for row in rows)
     settings.slots = -(-samples // cfg.generator.num_inference_engines)
     settings.token_s = median(row["time/generate_s"] / row["response/length_max"] for row in rows)
     train_s = median(row["time/train_s"] for row in rows)
-    settings.train_s_per_token = train_s * trainers / (samples * settings.length_mean)
+    settings.train_s_per_token = train_s * trainer_devices(cfg) / (samples * settings.length_mean)
     settings.sync_s = median(row["time/sync_s"] for row in rows)

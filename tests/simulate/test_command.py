@@ -53,6 +53,20 @@ def test_devices_are_split_where_the_work_is() -> None:
     assert work(split).generation_s == pytest.approx(work(split).training_s)
 
 
+@pytest.mark.parametrize(("interval", "least"), [(4, 3), (40, 39)])
+def test_the_advised_staleness_is_at_least_what_weight_syncs_cost(interval: int, least: int) -> None:
+    cfg = config(steps=20, sync_interval=interval, train_s_per_token=0.0001)
+    assert advise(cfg).max_staleness >= least
+
+
+def test_the_devices_of_engines_that_have_several_are_split_too() -> None:
+    """Two engines of two devices each; generation costs so much that the trainer keeps one device."""
+    cfg = config(inference_engine_tensor_parallel_size=2, train_s_per_token=0.0001)
+    cfg.trainer.placement.policy_num_gpus_per_node = 4
+    split = best_split(cfg)
+    assert (split.generator.num_inference_engines, split.trainer.placement.policy_num_gpus_per_node) == (3, 2)
+
+
 @pytest.mark.matrix
 def test_the_advised_staleness_is_enough_and_the_next_smaller_is_not() -> None:
     cfg = config("lognormal", length_max=800)

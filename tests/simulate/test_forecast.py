@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from skyasync.errors import UserError
 from skyasync.simulate.forecast import Candidate, Forecast, candidates, choose, forecast, read_run_costs
 from skyasync.simulate.learning import LearningLaw
 from skyasync.simulate.run import simulate, work
@@ -60,6 +61,23 @@ def test_candidates_are_splits_of_the_same_devices_and_bounds_are_of_plans_that_
     assert {one.engines + one.trainers for one in found} == {4}
     assert {(one.plan, one.bound) for one in found} == {("sync", None), ("fully_async", 2), ("fully_async", 4)}
     assert {one.engines for one in found} == {1, 2, 3}
+
+
+def test_an_engine_of_several_devices_is_moved_with_all_of_them() -> None:
+    cfg = config(train_s_per_token=0.004, inference_engine_tensor_parallel_size=2)
+    cfg.simulate.plans = ["sync"]
+    cfg.trainer.placement.policy_num_gpus_per_node = 3
+    assert {(one.engines, one.trainers) for one in candidates(cfg, (1,))} == {(1, 5), (2, 3), (3, 1)}
+
+
+def test_bounds_that_weight_syncs_exceed_are_no_candidates() -> None:
+    cfg = config(train_s_per_token=0.004, sync_interval=4)
+    cfg.simulate.plans = ["fully_async"]
+    assert {one.bound for one in candidates(cfg, (1, 2, 4, 8))} == {4, 8}
+    with pytest.raises(
+        UserError, match=r"trainer\.sync_interval=4 lets samples age by 3, more than any .* 1, 2 allows"
+    ):
+        candidates(cfg, (1, 2))
 
 
 def test_of_equally_fast_ones_the_least_stale_is_chosen() -> None:
