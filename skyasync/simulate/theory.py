@@ -12,7 +12,8 @@ The last is the recursion F_i = max(F_{i-1}, C_i) + t_i with F_0 = 0, of a queue
 last group that the trainer has waited for. So it is max(G + t_n, C_1 + T) + S at least and G + T + S at most.
 Expectations are means over drawn batches.
 
-Not here: ``fully_async``, whose batches have no beginning, and decode steps that take longer with more sequences.
+Not here: ``fully_async``, whose batches have no beginning, several updates or groups at a time, and decode steps that
+take longer with more sequences.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ FORMULAS: dict[str, Callable[[DrawnBatches], Array]] = {
 def expected_step_s(cfg: SimulationConfig, plan: str) -> float | None:
     """Mean seconds of a step; None where there is no formula."""
     trainer, several = cfg.trainer, cfg.trainer.sync_interval > 1 or cfg.trainer.policy_mini_batch_size > 0
+    several |= plan == "streamed" and trainer.stream_groups > 0
     if plan not in FORMULAS or several or trainer.async_queue_size != 1 or cfg.simulate.token_s_per_sequence:
         return None
     return float(FORMULAS[plan](draw_batches(cfg)).mean()) + cfg.simulate.sync_s

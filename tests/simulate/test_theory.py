@@ -41,6 +41,11 @@ def test_streamed_with_equal_lengths_hides_all_but_a_wave_of_the_shorter_side(tr
     assert expected_step_s(cfg, "streamed") == pytest.approx(expected, rel=1e-6)
 
 
+def test_portions_of_groups_have_no_formula() -> None:
+    assert expected_step_s(config(stream_groups=4), "streamed") is None
+    assert expected_step_s(config(stream_groups=4), "sync") is not None
+
+
 @given(GROUPS)
 def test_the_streamed_formula_is_the_recursion_and_within_its_bounds(groups: list[tuple[float, float]]) -> None:
     complete, training = np.array(sorted(groups)).T
