@@ -10,6 +10,7 @@ from typing import Any
 
 from skyasync.callbacks import RunExtension
 from skyasync.data.prompts import CountedPrompts
+from skyasync.errors import UserError
 from skyasync.observability.timeline import Timeline
 from skyasync.simulate.clock import run_virtual
 from skyasync.simulate.engines import DecodeCosts, VirtualClient, VirtualEngine
@@ -114,8 +115,19 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
 
 
 def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
-    """The plan with all its parts, on the running (virtual) event loop. Changes ``cfg``, which then belongs to it."""
+    """The plan with all its parts, on the running (virtual) event loop. Changes ``cfg``, which then belongs to it.
+
+    Raises:
+        UserError: for a setting that decides by rewards or times of samples that are not simulated.
+    """
     settings, generator = cfg.simulate, cfg.generator
+    for key, unset in (
+        ("trainer.algorithm.dynamic_sampling.type", cfg.trainer.algorithm.dynamic_sampling.type == "none"),
+        ("generator.oversample_per_prompt", not generator.oversample_per_prompt),
+        ("data.replay_groups", not cfg.data.replay_groups),
+    ):
+        if not unset:
+            raise UserError(f"{key} changes what a step trains, which is not simulated: leave it at its default")
     cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
     cfg.trainer.save_samples, cfg.trainer.resume_mode = 0, "none"
     cfg.trainer.ckpt_interval, cfg.trainer.ckpt_on_exit = 0, False
@@ -124,7 +136,9 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
     cfg.trainer.placement.colocate_all = False  # it does not say which virtual devices are shared: the plan does
     trainers, own, shares = trainer_devices(cfg), generator.num_inference_engines, plan.shares_devices
-    engines = range(own + trainers if shares else own)  # with one engine on each device that is shared
+    # with one engine on each device that is shared, if generator.hybrid_engines does not say otherwise
+    on_shared = {"all": trainers, "hybrid": min(generator.hybrid_engines or trainers, trainers), "": 0}[shares]
+    engines = range(own + on_shared)
     shared = {"all": engines, "hybrid": engines[own:], "": range(0)}[shares]
     client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in engines], engines[own:] if shares == "hybrid" else ())
     lengths = draw_lengths(settings, cfg.trainer.seed)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from skyasync.errors import UserError
 from skyasync.simulate.clock import Deadlock, run_virtual
 from skyasync.simulate.run import Outcome, make_trainer, simulate, train_s_per_token, work
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
@@ -99,6 +100,28 @@ def test_where_the_trainer_waits_plans_that_share_devices_are_faster_on_the_same
 def test_where_nothing_waits_plans_that_share_devices_are_not_slower(plan: str) -> None:
     separate = min(shared(1.0, other) for other in ("one_step_off", "fully_async"))
     assert shared(1.0, plan) < 1.02 * separate
+
+
+def test_as_many_engines_as_the_settings_say_are_on_the_policys_devices() -> None:
+    def engines(hybrid: int) -> int:
+        async def run() -> int:
+            cfg = config(hybrid_engines=hybrid)
+            cfg.trainer.placement.policy_num_gpus_per_node = 4
+            return len(make_trainer(cfg, HybridAsyncRayPPOTrainer).context.client.engines)  # type: ignore[attr-defined]
+
+        return run_virtual(run())
+
+    assert [engines(hybrid) for hybrid in (0, 1, 4)] == [6, 3, 6]
+
+
+@pytest.mark.parametrize("setting", ["dynamic_sampling", "oversample_per_prompt", "replay_groups"])
+def test_a_setting_that_is_not_simulated_is_an_error_that_names_it(setting: str) -> None:
+    cfg = config(steps=4)
+    cfg.trainer.algorithm.dynamic_sampling.type = "variance" if setting == "dynamic_sampling" else "none"
+    cfg.generator.oversample_per_prompt = int(setting == "oversample_per_prompt")
+    cfg.data.replay_groups = int(setting == "replay_groups")
+    with pytest.raises(UserError, match=rf"{setting}(\.type)? changes what a step trains, which is not simulated"):
+        simulate(cfg, "sync")
 
 
 # ---------------------------------------------------------------- guarantees
