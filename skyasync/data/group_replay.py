@@ -13,6 +13,7 @@ that is always solved, is Zhan et al. 2025 (ExGRPO, 2510.02245).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import isfinite
 from pathlib import Path
 
 from skyasync.config.schema import DataConfig
@@ -31,7 +32,7 @@ class SolvedGroups:
 
     def __init__(self, cfg: DataConfig) -> None:
         self._count, self._oldest, self._passing = cfg.replay_groups, cfg.replay_max_staleness, cfg.sampler_passing
-        self._candidates: list[Group] = []  # in the order in which they were trained
+        self._candidates: list[tuple[int, Group]] = []  # with the step that trained them, in their order
         self.drawn: list[Group] = []
 
     def draw(self, step: int) -> list[Group]:
@@ -40,9 +41,10 @@ class SolvedGroups:
         Args:
             step: training steps done.
         """
-        self._candidates = [group for group in self._candidates if step - _oldest_version(group) <= self._oldest]
-        self.drawn = sorted(self._candidates, key=self._pass_rate)[: self._count]
-        self._candidates = self.own(self._candidates)
+        candidates = [(when, each) for when, each in self._candidates if step - _oldest_version(each) <= self._oldest]
+        self.drawn = sorted((each for _, each in candidates), key=self._pass_rate)[: self._count]
+        drawn = set(map(id, self.drawn))
+        self._candidates = [(when, each) for when, each in candidates if id(each) not in drawn]
         return self.drawn
 
     def own(self, groups: Sequence[Group]) -> list[Group]:
@@ -50,10 +52,18 @@ class SolvedGroups:
         drawn = set(map(id, self.drawn))
         return [group for group in groups if id(group) not in drawn]
 
-    def trained(self, groups: Sequence[Group]) -> None:
-        """These were trained for the first time; kept are those that were solved by some samples, at most by half."""
+    def trained(self, groups: Sequence[Group], step: int) -> None:
+        """This step has trained these for the first time; kept are those that at most half of the samples have solved.
+
+        One with a reward that is not finite would spoil the step that replays it.
+        """
         if self._count:
-            self._candidates += [group for group in groups if 0 < self._pass_rate(group) <= 0.5]
+            fit = [group for group in groups if all(map(isfinite, group.rewards))]
+            self._candidates += [(step, group) for group in fit if 0 < self._pass_rate(group) <= 0.5]
+
+    def undo(self, step: int) -> None:
+        """The steps after this one have been undone, and their data is not trained another time."""
+        self._candidates = [(when, group) for when, group in self._candidates if when <= step]
 
     def _pass_rate(self, group: Group) -> float:
         right = [trajectory.reward >= self._passing for trajectory in group.played]
@@ -62,7 +72,7 @@ class SolvedGroups:
     def save(self, folder: Path) -> None:
         """Write the groups that are left into a checkpoint."""
         if self._candidates:
-            saved.write(folder / FILE, saved.RolloutState({}, self._candidates))
+            saved.write(folder / FILE, saved.RolloutState({}, [group for _, group in self._candidates]))
 
     def resume(self, folder: Path, prompt: Callable[[PromptId], Prompt]) -> None:
         """Take over a checkpoint's groups.
@@ -71,7 +81,8 @@ class SolvedGroups:
             prompt: by its identity.
         """
         saved_groups = self._count and (folder / FILE).exists()
-        self._candidates = list(saved.read(folder / FILE, prompt).groups) if saved_groups else []
+        groups = saved.read(folder / FILE, prompt).groups if saved_groups else []
+        self._candidates = [(0, group) for group in groups]  # of steps that are in the checkpoint
 
 
 def _oldest_version(group: Group) -> int:

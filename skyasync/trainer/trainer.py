@@ -326,7 +326,6 @@ class RayPPOTrainer(AlgorithmHooks):
         async with self.context.phases.limited("update"), self.keeping_bad(lambda: rollout):
             again = self.context.solved.draw(self.global_step)
             await self.learn_from([*rollout.groups, *again])
-            self.context.solved.trained(rollout.groups)
         await self.finish_step(rollout)
 
     @asynccontextmanager
@@ -408,6 +407,9 @@ class RayPPOTrainer(AlgorithmHooks):
             rows = read_rows(run_dir.ledger) if run_dir is not None else ()
             own_rows = [row for row in rows if row["step"] <= self.global_step]  # others are of before a resume
             checkpointer.ledger.undo(restored, own_rows)
+            self.context.solved.undo(restored)
+        if not checkpointer.ledger.undone:
+            self.context.solved.trained(rollout.groups, self.global_step + 1)
         self.context.progress.trained(rollout.position, rollout.trained_early)
         self.metrics.update(self.context.prompts.observe(rollout.results, rollout.position))
         if self.cfg.data.replay_groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ def rows(groups: list[Group]) -> list[int]:
 
 def test_what_few_samples_have_solved_is_replayed_once_and_the_most_difficult_first() -> None:
     solved = SolvedGroups(DataConfig(replay_groups=2))
-    solved.trained([group(0, [0, 0, 0, 0]), group(1, [1, 1, 1, 0]), group(2, [1, 1, 0, 0]), group(3, [0, 0, 0, 1])])
-    solved.trained([group(4, [0, 1, 0, 0]), group(5, [0.9, 0.9, 0, 0])])
+    solved.trained([group(0, [0, 0, 0, 0]), group(1, [1, 1, 1, 0]), group(2, [1, 1, 0, 0]), group(3, [0, 0, 0, 1])], 1)
+    solved.trained([group(4, [0, 1, 0, 0]), group(5, [0.9, 0.9, 0, 0])], 2)
     assert rows(solved.draw(2)) == [3, 4]
     assert rows(solved.own([group(6, [1, 0]), *solved.drawn])) == [6]
     assert [rows(solved.draw(3)), rows(solved.draw(4))] == [[2], []]
@@ -49,14 +50,22 @@ def test_what_few_samples_have_solved_is_replayed_once_and_the_most_difficult_fi
 def test_groups_with_tokens_that_are_too_old_are_not_replayed() -> None:
     for step, drawn in ((7, [1]), (8, [])):
         solved = SolvedGroups(DataConfig(replay_groups=2, replay_max_staleness=4))
-        solved.trained([group(0, [0, 1], version=2), group(1, [0, 1], version=3)])
+        solved.trained([group(0, [0, 1], version=2), group(1, [0, 1], version=3)], 4)
         assert rows(solved.draw(step)) == drawn
+
+
+def test_groups_of_undone_steps_and_those_with_rewards_that_are_not_finite_are_not_replayed() -> None:
+    solved = SolvedGroups(DataConfig(replay_groups=9))
+    for step in range(1, 5):
+        solved.trained([group(step, [0, 1]), group(10 + step, [0, 0, 1, nan])], step)
+    solved.undo(2)
+    assert rows(solved.draw(4)) == [1, 2]
 
 
 def test_a_checkpoint_keeps_the_groups_that_are_left(tmp_path: Path) -> None:
     settings = DataConfig(replay_groups=1)
     solved, resumed = SolvedGroups(settings), SolvedGroups(settings)
-    solved.trained([group(row, [0, 1, 0], version=row) for row in range(4)])
+    solved.trained([group(row, [0, 1, 0], version=row) for row in range(4)], 4)
     solved.draw(4)
     solved.save(tmp_path)
     resumed.resume(tmp_path, lambda identity: Prompt(identity, [], ""))

@@ -276,6 +276,15 @@ def test_the_ledger_counts_what_was_undone_as_given_up(tmp_path: Path) -> None:
     assert {ends[name][0].partition("@")[0] for name in of[:8] + of[16:]} == {"trained"}
 
 
+def test_solved_groups_of_undone_steps_are_not_replayed(tmp_path: Path) -> None:
+    """Each step replays the four groups of the step before."""
+    options: dict[str, Any] = {"trainer__on_spike": "rollback", "data__replay_groups": 4}
+    run = spiking(PLANS[0], tmp_path, {4: 0.75}, **options).train()
+    steps = [stream(24)[start : start + 4] for start in range(0, 24, 4)]
+    replayed = [steps[0], steps[1], steps[2], [], steps[4]]
+    assert run.trained == steps[0] + [each for new, old in zip(steps[1:], replayed, strict=True) for each in new + old]
+
+
 def test_the_ledgers_lines_of_before_a_resume_are_not_undone(tmp_path: Path) -> None:
     first = spiking(PLANS[0], tmp_path, {}, trainer__on_spike="rollback", run_dir=RunDirectory(tmp_path, "run"))
     first.faults["update", 4] = ZeroDivisionError("a bug")
