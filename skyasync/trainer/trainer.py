@@ -340,13 +340,12 @@ class RayPPOTrainer(AlgorithmHooks):
     async def learn_from(self, groups: list[Group]) -> None:
         """The part of ``train_on`` that changes the weights: prepare, then mini-batch by mini-batch."""
         batch, trainer = await self.prepare(groups), self.cfg.trainer
-        if batch is None:
-            return
-        with self.timed("update"):
-            for _ in range(trainer.update_epochs_per_batch):
-                for part, _ in batch.mini_batches(trainer.policy_mini_batch_size):
-                    await self.forward_backward(part)
-                    await self.optimizer_step()
+        if batch is not None:
+            with self.timed("update"):
+                for _ in range(trainer.update_epochs_per_batch):
+                    for part, _ in batch.mini_batches(trainer.policy_mini_batch_size):
+                        await self.forward_backward(part)
+                        await self.optimizer_step()
         self.metrics.update(self.learner.finish(batch))
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch | None:

@@ -20,6 +20,7 @@ from skyasync.algorithms.off_policy import Drift, drift_by_staleness, effective_
 from skyasync.config.parts import Plan
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.rollout.types import Group
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.extensions.staleness_control import (
     BETA1,
@@ -38,6 +39,7 @@ from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import LocalRun, config, without_times
+from tests.trainer.plans.parts import make_run
 
 KLS = st.floats(0, 100) | st.just(math.nan) | st.just(math.inf)
 BATCHES = st.dictionaries(st.integers(0, 9), st.builds(Drift, st.integers(1, 1000), KLS), max_size=4)
@@ -117,6 +119,16 @@ def test_the_state_goes_through_a_checkpoint(bound: int, batches: list[dict[int,
     before = [rule.choose(batch) for batch in batches[:cut]]
     resumed = StepSize(**json.loads(json.dumps(asdict(rule))))
     assert before + [resumed.choose(batch) for batch in batches[cut:]] == factors
+
+
+def test_a_step_without_a_group_worth_training_on_has_not_moved_the_policy() -> None:
+    class NothingInStep2(RayPPOTrainer):
+        def filter_groups(self, groups: list[Group]) -> list[Group]:
+            return [] if self.global_step == 1 else groups
+
+    correction = {"trainer__algorithm__off_policy_correction": "none"}  # which the scripted update would not have
+    run = make_run(NothingInStep2, prompts=12, trainer__staleness_control="auto", **correction).train()
+    assert run.trainer.learner.control.state_dict()["factors"] == [1.0, 0.0, 1.0]
 
 
 MUCH, LITTLE = 0.4, 0.01  # nats per token: effective sample sizes of 0.45 and 0.98
