@@ -95,10 +95,10 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
                 ax.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
                 values = smooth(values)
             dots: Any = {"marker": "o", "markersize": 4.5} if line.markers or len(values) == 1 else {}
-            ax.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=label or "_", **dots)
+            ax.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=_literal(label) or "_", **dots)
         if several and len(shown) > 1:  # colours are runs, as the page says; styles are lines
             for line, style in zip(shown, itertools.cycle(_STYLES), strict=False):
-                ax.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=line.label)
+                ax.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=_literal(line.label))
         _finish(figure, ax, chart, len(logged), "training step")
     return out.getvalue()
 
@@ -113,7 +113,7 @@ def _histogram(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
             total = sum(tokens.values()) or 1.0
             at = [staleness + (number - (len(counts) - 1) / 2) * width for staleness in tokens]
             shares = [count / total for count in tokens.values()]
-            bars = ax.bar(at, shares, width * 0.92, color=colour_of(list(runs).index(run)), label=run)
+            bars = ax.bar(at, shares, width * 0.92, color=colour_of(list(runs).index(run)), label=_literal(run))
             if len(counts) == 1 and len(tokens) <= 12:
                 ax.bar_label(bars, [f"{share:.0%}" if share >= 0.005 else "" for share in shares], fontsize=10.5)
         ax.set_xticks(sorted({staleness for tokens in counts.values() for staleness in tokens}))
@@ -144,6 +144,11 @@ def _stack(chart: Chart, rows: Sequence[Row]) -> str:
 def colour_of(number: int) -> str:
     """The colour of the n-th line, as the page has it."""
     return _SERIES[number % COLOURS]
+
+
+def _literal(label: str) -> str:
+    """The label as it is: Matplotlib hides one that begins with an underscore, and reads dollars as formulas."""
+    return " " * label.startswith("_") + label.replace("$", r"\$")
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:

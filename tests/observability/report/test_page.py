@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
-from skyasync.observability.report.charts import sections, tokens_by_staleness
-from skyasync.observability.report.figures import last_steps, read_spans
+from skyasync.observability.report.charts import Chart, Line, sections, tokens_by_staleness
+from skyasync.observability.report.figures import draw, last_steps, read_spans
 from skyasync.observability.report.page import chosen, page, write_report
 from skyasync.observability.run_dir import status_file
 from tests.observability.report.folders import make_run, sample
@@ -143,6 +143,16 @@ def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
     differ = made[made.index("Settings in which the runs differ") :]
     assert "trainer.plan" in differ and "one_step_off" in differ and "max_training_steps" not in differ
     assert Page(made).open == []
+
+
+def test_names_that_matplotlib_reads_as_its_own_stay_as_they_are() -> None:
+    """Labels that begin with an underscore are hidden by default, and dollars enclose formulas."""
+    chart, rows = Chart("Reward", (Line("reward", "from $x_{ to $y"),)), [{"step": 1, "reward": 0.5}]
+    assert "from $x_{ to $y" in draw(chart, {"one": rows})
+    compared = draw(chart, {"_first": rows, "_second": rows})
+    assert "_first" in compared and "_second" in compared
+    histogram = draw(Chart("Tokens", (), kind="histogram"), {name: [{"staleness/tokens_1": 2.0}] for name in "_$"})
+    assert "> _<" in histogram and ">$<" in histogram
 
 
 def test_a_page_that_cannot_be_made_is_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
