@@ -150,4 +150,6 @@ class Recovery:
         mode = self._budget.resume_mode(checkpoints, trainer.resume_mode)
         run.cfg = replace(run.cfg, trainer=replace(trainer, resume_mode=mode))
         freeze(run.cfg)
+        secrets = run.run_dir.secrets
         run.run_dir = RunDirectory(folder.parent, folder.name, resume=True)
+        run.run_dir.secrets = secrets

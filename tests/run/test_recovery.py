@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from skyasync.config.schema import Config
+from skyasync.config.secrets import Secrets
 from skyasync.observability.jsonl import read_rows
+from skyasync.observability.run_dir import RunDirectory
 from skyasync.run.recovery import NAME, Recovery
 from skyasync.utils.machine import born
 from skyasync.weight_sync.sync import WeightSync
@@ -50,3 +52,13 @@ def test_workers_that_end_with_the_program_are_not_started_again(tmp_path: Path)
 )
 def test_there_must_be_something_to_go_on_from(settings: dict[str, Any], again: bool, tmp_path: Path) -> None:
     assert restarting(tmp_path, **settings).lost_workers(3) is again
+
+
+def test_secrets_are_hidden_in_the_files_of_a_controller_that_was_started_again(tmp_path: Path) -> None:
+    recovery, folder = restarting(tmp_path, ckpt_interval=5), RunDirectory(tmp_path, "run")
+    folder.secrets = Secrets(["hunter2-hunter2"])
+    run: Any = recovery._experiment
+    run.run_dir = folder
+    assert recovery.lost_controller(3, FAILURE)
+    run.run_dir.write_samples(4, [{"prompt": "the key is hunter2-hunter2"}])
+    assert read_rows(run.run_dir.samples) == [{"step": 4, "prompt": "the key is ***"}]
