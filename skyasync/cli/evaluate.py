@@ -12,6 +12,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, TextIO
 
 from skyasync.cli.commands import Arguments, take_options, whole_number
+from skyasync.config.model_files import CONFIG
 from skyasync.config.resume import STATE
 from skyasync.errors import UserError, nearest
 
@@ -130,20 +131,26 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     from skyasync.observability.report.settings import MODEL, read
 
     if not name:
+        if best:
+            raise UserError("--best needs the run whose best checkpoint is meant: --of runs/NAME")
         return []
     path = Path(name).expanduser()
     if not path.exists() and ":" not in name and (path.parts[0] == "runs" or path.parent.is_dir()):
         close = nearest(path.name, (each.name for each in path.parent.glob("*")), count=1)
         hint = f": did you mean {path.parent / close[0]}?" if close else ""
         raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
-    if not (path / STATE).is_file() and not (path / "checkpoints").is_dir():
+    of_run = (path / "config.yaml").is_file() and not (path / CONFIG).is_file()  # checkpoints may be elsewhere
+    of_run = of_run or (path / "checkpoints").is_dir()
+    if not of_run and not (path / STATE).is_file():
+        if best:
+            raise UserError(f"--best chooses among the checkpoints of a run, and {name} is a model")
         return [f"{MODEL}={name}"]
     from skyasync.cli.export import find_checkpoint, write
 
     checkpoint = find_checkpoint(name, best=best)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write(checkpoint, folder / "model")
-    config, run = list[str](), checkpoint.parent.parent / "config.yaml"
+    config, run = list[str](), (path if of_run else checkpoint.parent.parent) / "config.yaml"
     if run.is_file():
         # The run has written its model for each role that shares it; these settings name no model of their own.
         settings = read(run)
@@ -153,4 +160,4 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
             if key.endswith(".model.path") and key != MODEL and value == settings.get(MODEL)
         ]
         config = ["--config", str(run), *(f'{key}=""' for key in shared)]
-    return [*config, f"{MODEL}={folder / 'model'}", "trainer.resume_mode=none"]
+    return [*config, f"{MODEL}={folder / 'model'}", "trainer.resume_mode=none", 'trainer.ckpt_path=""']

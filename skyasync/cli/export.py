@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from skyasync.cli.commands import Arguments, take_options
 from skyasync.config.resume import STATE
 from skyasync.errors import UserError, unknown
+from skyasync.observability.report.settings import read
 from skyasync.trainer.checkpoint.checkpoints import CONFIG, Checkpoints, glance, read_best
 
 if TYPE_CHECKING:
@@ -122,12 +123,14 @@ def find_checkpoint(name: str, *, best: bool = False) -> Path:
     """
     folder = Path(name).expanduser()
     if (folder / STATE).is_file():
+        if best:
+            raise UserError(f"--best chooses among the checkpoints of a run, and {folder} is one checkpoint")
         if problem := glance(folder):
             raise UserError(f"checkpoint {folder} cannot be used: {problem}")
         return folder
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name a checkpoint's, or a run's that has some")
-    inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    inside = checkpoints_of_run(folder)
     if best:
         recorded = read_best(inside)
         if recorded is None:
@@ -137,3 +140,10 @@ def find_checkpoint(name: str, *, best: bool = False) -> Path:
     if newest is None:
         raise UserError(f"{folder} has no checkpoint: a run with trainer.ckpt_interval keeps some")
     return newest
+
+
+def checkpoints_of_run(run: Path) -> Path:
+    """The folder of a run's checkpoints, which its settings may have put elsewhere; the folder itself of no run."""
+    elsewhere = read(run / "config.yaml").get("trainer.ckpt_path")
+    places = ([Path(str(elsewhere))] if elsewhere else []) + [run / "checkpoints"]
+    return next((place for place in places if place.is_dir()), run)

@@ -78,7 +78,9 @@ def replay(argv: Arguments) -> None:
 
 def _checkpoint(run: Path, step: int) -> Path:
     """Raises ``UserError``, with the steps that there are, if the run has no such checkpoint."""
-    home = Path(str(read_settings(run / "config.yaml").get("trainer.ckpt_path") or run / "checkpoints"))
+    from skyasync.cli.export import checkpoints_of_run
+
+    home = checkpoints_of_run(run)
     folder = home / f"step_{step:06d}"
     if not folder.is_dir():
         steps = sorted(int(path.name[5:]) for path in home.glob("step_*") if path.name[5:].isdecimal())
