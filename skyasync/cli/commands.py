@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 from skyasync.errors import UserError, nearest
 
@@ -244,6 +245,11 @@ def take_options(
         else:
             rest.append(argument)
     return given, rest
+
+
+def is_path(argument: str) -> bool:
+    """Whether an argument next to settings is a folder: its name may have a ``=``."""
+    return not argument.startswith("-") and ("=" not in argument or Path(argument).is_dir())
 
 
 def whole_number(text: str, option: str, least: int = 1) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyasync.cli.commands import Arguments, take_options, whole_number
+from skyasync.cli.commands import Arguments, is_path, take_options, whole_number
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
 from skyasync.simulate.forecast import (
@@ -104,7 +104,7 @@ def run(argv: Arguments) -> None:
 
 def _is_run(words: Sequence[str], place: int) -> bool:
     word, before = words[place], words[place - 1] if place else ""
-    return "=" not in word and not word.startswith("-") and not before.startswith("-")
+    return is_path(word) and not before.startswith("-")
 
 
 def _number(text: str, option: str) -> float:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from skyasync.cli.commands import Arguments, take_options, visible, whole_number
+from skyasync.cli.commands import Arguments, is_path, take_options, visible, whole_number
 from skyasync.errors import UserError
 from skyasync.observability import jsonl
 from skyasync.observability.report.page import sample_of
@@ -57,10 +57,9 @@ def replay(argv: Arguments) -> None:
         ("--show", "--tokens", "--nonfinite"),
         settings=True,
     )
-    names = [argument for argument in rest if "=" not in argument and not argument.startswith("-")]
-    if not names or rest[0] != names[0]:
+    if not rest or not is_path(rest[0]):
         raise UserError("skyasync replay needs the folder of a run first: skyasync replay runs/NAME")
-    run = Path(names[0])
+    run = Path(rest[0])
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run's folder: it has no config.yaml")
     nonfinite, settings = "--nonfinite" in options, rest[1:]
@@ -142,7 +141,9 @@ def show(run: Path, step: int | None, episode: str, *, tokens: bool, nonfinite: 
             step = max((row["step"] for row in samples_of_run), default=0)
         rows = [row for row in samples_of_run if step in (None, row["step"]) and row["prompt_id"].startswith(episode)]
     if not rows:
-        raise UserError(f"{run} has recorded no {f'episode {episode}' if episode else f'episodes of step {step}'}")
+        what = f"episode {episode}" if episode else f"episodes of step {step}" if step else "episodes"
+        bad = " with a non-finite value" if nonfinite else ""
+        raise UserError(f"{run} has recorded no {what}{bad}")
     for row in rows[:MOST]:
         _print(row, console, tokens=tokens)
     if len(rows) > MOST:

@@ -69,8 +69,10 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
         path, equals, text = argument.partition("=")
         bare = path.lstrip("+~")
         takes_value = argument.startswith("-") and not text and (path in ("--help", "-h") or not equals)
-        if takes_value and arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
-            text = arguments.pop(0)  # also of an option that does not exist
+        if takes_value and arguments and not arguments[0].startswith("-"):
+            named, setting, _ = arguments[0].partition("=")
+            if not setting or (path == "--config" and keys.holder(named) is None):  # a file's path may have a =
+                text = arguments.pop(0)  # also of an option that does not exist
         if path in ("--help", "-h"):
             line.help = text
         elif path == "--config":

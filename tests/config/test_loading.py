@@ -162,6 +162,13 @@ def test_a_free_mapping_is_replaced_as_a_whole_by_a_later_layer(tmp_path: Path) 
     assert load_config(["--config", first, "environment.env_config.b=4"]).environment.env_config == {"a": 1, "b": 4}
 
 
+def test_the_path_of_a_file_may_have_an_equals_sign(tmp_path: Path) -> None:
+    file = write(tmp_path, "trainer: {seed: 3}", "lr=1e-3.yaml")
+    assert load_config(["--config", file, "trainer.epochs=2"]).trainer.seed == 3
+    with pytest.raises(ConfigError, match="--config needs a file"):
+        load_config(["--config", "trainer.epochs=2"])
+
+
 def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
     first = write(tmp_path, "trainer:\n  seed: 1\n  epochs: 2\n  train_batch_size: 8\n")
     second = write(tmp_path, "trainer:\n  seed: 2\n  epochs: 3\ngenerator.backend: transformers\n", "second.yaml")
