@@ -27,8 +27,8 @@ HELP = """\
 usage: skyasync runs [FOLDER] [--sort METRIC] [--best] [--json]
 
 Lists the runs of a folder (by default runs), the newest first: plan, steps, held-out score (last and best), training
-reward, time and state, and the settings in which they differ, those of the command line first. A run is lost if its
-process ended without a reason.
+reward, time (since it was resumed, if it was) and state, and the settings in which they differ, those of the command
+line first. A run is lost if its process ended without a reason.
 
 --sort METRIC  the largest last value of a metric of metrics.jsonl first; shows the value
 --best         only the first run of --sort, or without it the run with the best held-out score
@@ -42,7 +42,7 @@ _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"
 
 @dataclass(frozen=True)
 class Listed:
-    """A run in the list; None is unknown. ``seconds`` from its start to its newest step."""
+    """A run in the list; None is unknown. ``seconds`` are those of its last command, to its end or newest step."""
 
     name: str
     state: str
@@ -127,6 +127,8 @@ def _listed(
     last = rows[-1].get("time") if rows else None
     began = status.began or (rows[0].get("time") if rows else None) or path.stat().st_mtime
     ended = time.time() if status.state == RUNNING else status.ended or last
+    if ended and ended < began:  # it was resumed, and lost before a step
+        ended = None
     return Listed(
         name=path.name,
         state=status.state,

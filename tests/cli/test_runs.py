@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyasync.__main__ import command
+from skyasync.cli.runs import listed
 from skyasync.observability.run_dir import status_file
 
 
@@ -33,6 +34,14 @@ def test_runs_are_listed_with_their_state(folder: Path, capsys: pytest.CaptureFi
     assert second.split()[:6] == ["second", "one_step_off", "2/3", "0.200", "0.250", "0.200"]
     assert second.split()[-1] == "running"
     assert "first" in out and "no_run" not in out
+
+
+def test_a_run_that_was_resumed_and_lost_before_a_step_took_no_negative_time(folder: Path) -> None:
+    with status_file(folder / "first"):
+        lost = json.loads((folder / "first" / "status.json").read_text()) | {"born": "1"}
+    (folder / "first" / "status.json").write_text(json.dumps(lost))
+    first = next(run for run in listed(folder) if run.name == "first")
+    assert (first.state, first.seconds) == ("lost", None)
 
 
 LR = "trainer.policy.optimizer_config.lr"
