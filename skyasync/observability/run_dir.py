@@ -27,6 +27,7 @@ from skyasync.config.secrets import Secrets
 from skyasync.errors import UserError
 from skyasync.observability import jsonl
 from skyasync.observability.jsonl import replace_text
+from skyasync.processes import born
 
 log = logging.getLogger(__name__)
 
@@ -197,13 +198,14 @@ RUNNING, FINISHED, STOPPED, FAILED, LOST, UNKNOWN = "running", "finished", "stop
 
 @dataclass(frozen=True)
 class Status:
-    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``reason``: why it ended before its last step;
-    ``engine``: the inference engine, and why it was chosen."""
+    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``born``: which process of this ``pid`` it is;
+    ``reason``: why it ended before its last step; ``engine``: the inference engine, and why it was chosen."""
 
     state: str = UNKNOWN
     began: float = 0.0
     ended: float = 0.0
     pid: int = 0
+    born: str = ""
     host: str = ""
     reason: str = ""
     engine: str = ""
@@ -217,7 +219,8 @@ class Status:
 def status_file(folder: Path, engine: str = "") -> Iterator[None]:
     """Write that the run continues, and after the block how it ended."""
     began = round(time.time(), 3)
-    status = Status(RUNNING, began=began, pid=os.getpid(), host=socket.gethostname(), engine=engine)
+    pid, host = os.getpid(), socket.gethostname()
+    status = Status(RUNNING, began=began, pid=pid, born=born(pid), host=host, engine=engine)
     _write(folder, status)
     state = FAILED
     try:
@@ -243,14 +246,22 @@ def read_status(folder: Path) -> Status:
         status = Status(**{name: values[name] for name in Status.__dataclass_fields__ if name in values})
     except (OSError, ValueError, TypeError):
         return Status(FAILED if (folder / "error.txt").exists() else UNKNOWN)
-    if status.state == RUNNING and status.host == socket.gethostname():
-        try:
-            os.kill(status.pid, 0)
-        except ProcessLookupError:
-            return replace(status, state=LOST)
-        except PermissionError:  # of another user, and alive
-            pass
+    if status.state == RUNNING and status.host == socket.gethostname() and not _goes_on(status):
+        return replace(status, state=LOST)
     return status
+
+
+def _goes_on(status: Status) -> bool:
+    """Whether the run's process exists, and is no later one with the same number, as after a restart of a container."""
+    if now := born(status.pid):
+        return status.born in ("", now)  # earlier versions did not record it
+    try:
+        os.kill(status.pid, 0)
+    except PermissionError:  # of another user, whose processes are hidden
+        return True
+    except ProcessLookupError:
+        pass
+    return False
 
 
 def _write(folder: Path, status: Status) -> None:

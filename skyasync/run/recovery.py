@@ -22,6 +22,7 @@ from skyasync.config.resume import keeps_checkpoints, written_ns
 from skyasync.errors import headline
 from skyasync.observability.jsonl import append_rows, read_rows
 from skyasync.observability.run_dir import RunDirectory
+from skyasync.processes import born
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
@@ -83,8 +84,6 @@ class Recovery:
     """Restarts of one run. The controller's process has a copy, in its experiment."""
 
     def __init__(self, experiment: BasePPOExp, folder: Path) -> None:
-        from skyasync.utils.machine import born
-
         self._experiment = experiment
         self._budget = Restarts(folder, experiment.cfg.trainer.max_restarts)
         self._program = os.getpid(), born(os.getpid())  # which makes this
@@ -96,7 +95,6 @@ class Recovery:
 
     def lost_workers(self, step: int) -> bool:
         """Whether the run failed because a worker's process did, and the workers may be started again."""
-        from skyasync.utils.machine import born
         from skyasync.weight_sync.sync import WeightSync
 
         run, (program, began) = self._experiment, self._program

@@ -1,7 +1,4 @@
-"""This machine: its memory and its GPUs, without torch, and which process is which.
-
-Invariant: a process and a later one with the same number are told apart by the time at which they began.
-"""
+"""This machine: its memory and its GPUs, without torch, and the identity of an actor's process."""
 
 from __future__ import annotations
 
@@ -12,6 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from skyasync.processes import born
 
 HIDDEN = ("", "-1")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
@@ -84,12 +83,3 @@ class ProcessIdentity(NamedTuple):
         if self.node == ray.get_runtime_context().get_node_id() and born(self.number) == self.born:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.number, signal.SIGKILL)
-
-
-def born(process: int) -> str:
-    """When a process began; empty if there is none, or only the record of one that has ended."""
-    try:
-        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return "" if state == "Z" else numbers[18]
-    except (OSError, ValueError, IndexError):
-        return ""

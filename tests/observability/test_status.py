@@ -37,6 +37,16 @@ def test_a_run_whose_process_is_gone_is_lost(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "lost"
 
 
+def test_a_run_whose_processs_number_another_process_has_is_lost(tmp_path: Path) -> None:
+    """In a container that is started again, numbers are small and return."""
+    with status_file(tmp_path):
+        values = json.loads((tmp_path / STATUS).read_text())
+        (tmp_path / STATUS).write_text(json.dumps(values | {"born": "1"}))
+        assert read_status(tmp_path).state == "lost"
+        (tmp_path / STATUS).write_text(json.dumps({name: value for name, value in values.items() if name != "born"}))
+        assert read_status(tmp_path).state == "running", "of an earlier version"
+
+
 def test_without_a_status_the_error_file_tells(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "unknown"
     (tmp_path / "error.txt").write_text("Traceback")

@@ -14,8 +14,8 @@ from skyasync.config.schema import Config
 from skyasync.config.secrets import Secrets
 from skyasync.observability.jsonl import read_rows
 from skyasync.observability.run_dir import RunDirectory
+from skyasync.processes import born
 from skyasync.run.recovery import NAME, Recovery
-from skyasync.utils.machine import born
 from skyasync.weight_sync.sync import WeightSync
 
 FAILURE = RuntimeError("gone")
