@@ -22,7 +22,7 @@ from skyasync.rollout.reenactment import Reenactment, ScheduledClient
 from skyasync.rollout.schedule import ScheduledStep
 from skyasync.rollout.trajectory_files import RecordedStep, read
 from skyasync.rollout.types import Group, Prompt, PromptId
-from skyasync.run.experiment import BasePPOExp, EnginelessExperiment
+from skyasync.run.experiment import EnginelessExperiment, ReplacingExperiment
 from skyasync.trainer import RayPPOTrainer, Rollout
 from skyasync.trainer.context import Metrics, Parts
 from skyasync.trainer.extensions import notify
@@ -263,7 +263,7 @@ class ReplayExperiment(EnginelessExperiment):
         return trainer
 
 
-class ReenactmentExperiment(BasePPOExp):
+class ReenactmentExperiment(ReplacingExperiment):
     """A replay whose engines generate the samples again."""
 
     recorded: ClassVar[Path | None] = None

@@ -60,12 +60,14 @@ def sft(argv: Arguments) -> None:
 
 def check_settings(cfg: Config) -> None:
     """Raises ``UserError`` for the first setting of the user's that has no effect."""
-    keys = Keys.of(type(cfg))
+    keys, model = Keys.of(type(cfg)), cfg.trainer.policy.model.path
     for path, origin in origins(cfg).items():
         holder = keys.holder(path)
         if origin == RECIPE or holder is None or (path.startswith(READ) and not path.startswith(NOT_READ)):
             continue
-        if origin == COMMAND_LINE or attrgetter(holder.path)(cfg) != holder.default:
+        value = attrgetter(holder.path)(cfg)
+        as_written = value == holder.default or (path.endswith(".model.path") and value == model)  # by every run
+        if origin == COMMAND_LINE or not as_written:
             where = "" if origin == COMMAND_LINE else f"{origin}: "
             raise UserError(f"{where}{path} has no effect with skyasync sft, which generates nothing: remove it")
 

@@ -12,11 +12,15 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 from uuid import uuid4
 
+from skyasync.config.keys import Keys
+from skyasync.config.load import dump_config
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import hidden
@@ -26,6 +30,7 @@ from skyasync.inference.interface import ENGINES, EngineConfig, InferenceEngine
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config, engines_per_device, rounding
+from skyasync.observability.jsonl import replace_text
 from skyasync.observability.run_dir import RunDirectory
 from skyasync.preflight.prepare import prepare
 from skyasync.rollout.generator_api import TrajectoryGenerator
@@ -384,8 +389,30 @@ class BasePPOExp:
         return engine_config(self.cfg, gpus=self.gpus)
 
 
-class EnginelessExperiment(BasePPOExp):
-    """Its settings of engines are replaced: they have no effect."""
+class ReplacingExperiment(BasePPOExp):
+    """An experiment that replaces settings which have no effect in it. The run's ``config.yaml`` has the user's."""
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        self._given = deepcopy(cfg)
+
+    def prepare(self) -> None:
+        replaced = [
+            key.path
+            for key in Keys.of(type(self.cfg))
+            if attrgetter(key.path)(self.cfg) != attrgetter(key.path)(self._given)
+        ]
+        super().prepare()
+        assert self.run_dir is not None
+        written = deepcopy(self.cfg)
+        for path in replaced:
+            group, _, name = path.rpartition(".")
+            setattr(attrgetter(group)(written), name, attrgetter(path)(self._given))
+        replace_text(self.run_dir.config, dump_config(written, secrets=False))
+
+
+class EnginelessExperiment(ReplacingExperiment):
+    """Its settings of engines are replaced."""
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)

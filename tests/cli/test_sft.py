@@ -12,11 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from skyasync.__main__ import command
+from skyasync.cli.sft import SupervisedExperiment, check_settings
+from skyasync.config import load_config
+from skyasync.config.schema import AlgorithmConfig
 from skyasync.data.demonstrations import load_demonstrations
 from skyasync.examples.tiny.model import build
 from skyasync.examples.tiny.tasks import demonstrations as tiny_demonstrations
 from skyasync.examples.tiny_models import SFTSteps, fine_tune
 from skyasync.models.images import data_url
+from skyasync.observability.run_dir import unlock_run
 from skyasync.rollout.tokenizer import load_tokenizer
 from skyasync.rollout.types import images_in
 from tests.end_to_end.runs import Trained, arguments
@@ -138,6 +142,21 @@ def test_a_setting_without_effect_is_one_line(
         learn(tmp_path, model, data, "run", setting)
     assert ended.value.code == 2
     assert line in capsys.readouterr().err
+
+
+def test_the_settings_that_a_run_writes_repeat_it_and_are_those_of_its_evaluation(
+    model: str, data: Path, tmp_path: Path
+) -> None:
+    given = [f"trainer.policy.model.path={model}", f"data.train_data={data}", f"trainer.runs_dir={tmp_path}",
+             "trainer.run_name=run", "generator.sampling_params.max_generate_length=9"]  # fmt: skip
+    experiment = SupervisedExperiment(load_config(given))
+    experiment.prepare()
+    unlock_run(tmp_path / "run")
+    again = load_config(["--config", str(tmp_path / "run" / "config.yaml")])
+    check_settings(again)
+    assert again.generator.sampling_params.max_generate_length == 9
+    assert again.generator.num_inference_engines == 1 and again.trainer.algorithm == AlgorithmConfig()
+    assert SupervisedExperiment(again).cfg.trainer.algorithm == experiment.cfg.trainer.algorithm
 
 
 @pytest.mark.matrix
