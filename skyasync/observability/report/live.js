@@ -1,4 +1,4 @@
-// The live page fetches itself and shows what is new; open settings and the colours of the samples stay as they are.
+// The live page fetches itself and shows what is new; what is open and the colours of the samples stay as they are.
 let seen = "";
 async function update() {
   try {
@@ -7,11 +7,11 @@ async function update() {
       seen = answer.headers.get("ETag");
       const made = new DOMParser().parseFromString(await answer.text(), "text/html");
       const chosen = document.querySelector("input.choice:checked");
-      const open = document.querySelector("details")?.open;
+      const open = [...document.querySelectorAll("details[open]")];
       for (const part of ["title", "header", "nav", "main"])
         document.querySelector(part).replaceWith(made.querySelector(part));
       if (chosen) document.getElementById(chosen.id).checked = true;
-      if (open) document.querySelector("details").open = true;
+      for (const part of open) document.getElementById(part.id)?.setAttribute("open", "");
     }
     document.body.classList.remove("ended");
   } catch {

@@ -41,11 +41,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
-def look(made: Path, **how: Any) -> dict[str, Any]:
+def look(made: Path, **how: Any) -> Any:
     title = re.search(r"<title>(.*?)</title>", ask(made, "--dump-dom", **how), flags=re.DOTALL)
     assert title is not None
-    found: dict[str, Any] = json.loads(html.unescape(title[1]))
-    return found
+    return json.loads(html.unescape(title[1]))
 
 
 @pytest.mark.matrix
@@ -67,3 +66,17 @@ def test_dark_is_dark_in_pictures_too(made: Path) -> None:
 def test_a_picture_of_it_can_be_taken(made: Path, tmp_path: Path) -> None:
     shoot(made, tmp_path / "page.png", 390, 600)
     assert (tmp_path / "page.png").stat().st_size > 5_000
+
+
+def test_what_a_reader_has_opened_stays_open_when_the_live_page_is_updated(tmp_path: Path) -> None:
+    opens = """<script>
+    const next = document.documentElement.outerHTML;
+    fetch = async () => new Response(next);
+    document.getElementById("all-settings").open = true;
+    const opened = () => [...document.querySelectorAll("details[open]")].map((part) => part.id);
+    update().then(() => document.title = JSON.stringify(opened()));
+    </script>"""
+    (tmp_path / "page.html").write_text(
+        page([make_run(tmp_path / "run")], live=True).replace("</body>", f"{opens}</body>")
+    )
+    assert look(tmp_path / "page.html") == ["all-settings"]
