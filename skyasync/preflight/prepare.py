@@ -42,7 +42,7 @@ from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config
 from skyasync.models.config import complaints
 from skyasync.observability.jsonl import replace_text
-from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run
+from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run, unlock_run
 from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.model import (
@@ -142,12 +142,19 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         print(line)
     if line := about_recipe(cfg):
         print(f"note: {line}", file=sys.stderr)
-    resumes = Resume.of(trainer).within(checkpoints_of(trainer))
-    run_dir = RunDirectory(trainer.runs_dir, name, resume=resumes)
-    lock_run(run_dir.path)
-    run_dir.secrets = Secrets.of(cfg)
-    replace_text(run_dir.config, dump_config(cfg, secrets=False))
-    replace_text(run_dir.origins, json.dumps(origins(cfg), indent=1) + "\n")
+    run_dir = None
+    try:
+        run_dir = RunDirectory(trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer)))
+        lock_run(run_dir.path)
+        run_dir.secrets = Secrets.of(cfg)
+        replace_text(run_dir.config, dump_config(cfg, secrets=False))
+        replace_text(run_dir.origins, json.dumps(origins(cfg), indent=1) + "\n")
+    except OSError as error:
+        if run_dir is not None:
+            run_dir.discard()
+            unlock_run(run_dir.path)
+        folder = Path(trainer.runs_dir) / name
+        raise UserError(f"the run's folder {folder} cannot be written: {error.strerror or error}") from error
     freeze(cfg)
     return run_dir
 

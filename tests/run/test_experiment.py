@@ -12,6 +12,7 @@ from skyasync.errors import UserError
 from skyasync.observability.run_dir import unlock_run
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.run.experiment import BasePPOExp
+from tests.full_disk import files_end_at
 from tests.observability.test_run_lock import holder
 
 HERE = __name__
@@ -114,6 +115,24 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
     OwnTokenizer(again(tmp_path)).prepare()
     assert "policy" in (folder / "config.yaml").read_text()
     unlock_run(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_nothing_is_left(tmp_path):
+    with (
+        files_end_at(100),
+        pytest.raises(UserError, match=r"^the run's folder .*mine cannot be written: File too large"),
+    ):
+        OwnTokenizer(named_run(tmp_path)).prepare()
+    assert not (tmp_path / "mine").exists()
+    cfg = named_run(tmp_path)
+    cfg.trainer.run_name = "x" * 300
+    with pytest.raises(UserError, match="cannot be written: File name too long"):
+        OwnTokenizer(cfg).prepare()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("before")
+    with files_end_at(100), pytest.raises(UserError, match="mine cannot be written"):
+        OwnTokenizer(again(tmp_path)).prepare()
+    assert (tmp_path / "mine" / "config.yaml").read_text() == "before"
 
 
 def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
