@@ -5,7 +5,10 @@ Invariant: nothing is imported before it is known what is to be done.
 
 from __future__ import annotations
 
+import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -36,13 +39,28 @@ def program() -> None:
 def _carry_out(subcommand: str, argv: Sequence[str]) -> None:
     try:
         status = SUBCOMMANDS[subcommand].carry_out(argv)
+        sys.stdout.flush()
     except UserError as error:
         _exit_with(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
+    except BrokenPipeError:
+        if not _reader_gone():
+            raise
+        raise SystemExit(128 + signal.SIGPIPE) from None
     if status:
         raise SystemExit(status)
+
+
+def _reader_gone() -> bool:
+    """Whether nothing reads standard output any more, as after ``| head``; from then on it leads nowhere."""
+    output, poll = sys.stdout.fileno(), select.poll()
+    poll.register(output, 0)
+    gone = bool(poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    return gone
 
 
 def _exit_with(error: UserError) -> None:

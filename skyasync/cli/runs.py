@@ -152,7 +152,7 @@ def table(runs: Sequence[Listed], metric: str = "") -> Table:
     shown.add_column("plan", overflow="fold")
     for name in ("steps", "score", "best", "reward", *([metric] if metric else ()), "time"):
         shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("state")
+    shown.add_column("state", no_wrap=True)
     if any(run.differs for run in runs):
         shown.add_column("settings that differ", overflow="fold")
     for run in runs:

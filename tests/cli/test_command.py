@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tomllib
@@ -77,6 +78,15 @@ def test_evaluate_names_the_run_that_is_not_there(
         assert ended.value.code == 2
         said = capsys.readouterr().err
         assert said.startswith(f"error: --of {name}: there is no such run, checkpoint or model folder") and hint in said
+
+
+def test_a_reader_that_ends_early_is_no_error() -> None:
+    program = [sys.executable, "-u", "-m", "skyasync", "completion", "bash"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+        assert done.stdout is not None and done.stderr is not None
+        done.stdout.close()
+        assert done.stderr.read() == ""
+    assert done.returncode == 128 + signal.SIGPIPE
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
