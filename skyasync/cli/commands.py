@@ -93,7 +93,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "evaluate": Subcommand(
         "skyasync.cli.evaluate:evaluate",
         "evaluate a model or a checkpoint on held-out prompts",
-        (*_SETTINGS, "--of", "--best", "--k", "--passing", "--prompts", "--json"),
+        (*_SETTINGS, "--of", "--best", "--k", "--passing", "--prompts", "--out", "--json"),
         needs=True,
     ),
     "export": Subcommand(
@@ -137,7 +137,7 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "serve": Subcommand(
         "skyasync.cli.serve:serve",
         "start a vLLM server for generator.engines",
-        _HELP,
+        ("--port", "--host", "--help"),
         settings=False,
         needs=True,
         passes_on=True,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyasync.cli.commands import Arguments, take_options
+from skyasync.config.model_files import model_path
 from skyasync.config.resume import STATE
 from skyasync.errors import UserError, unknown
 from skyasync.observability.report.settings import read
@@ -54,6 +55,8 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     """
     if dtype not in DTYPES:
         raise UserError(unknown("--dtype", dtype, DTYPES))
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: name a new folder with --out")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is there and not empty: name another folder with --out")
     try:
@@ -68,6 +71,8 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
             f"the model that {checkpoint} was trained from is {'not there: ' + origin if origin else 'not known'}; "
             f"name it (for its configuration and tokenizer) with --model PATH"
         )
+    if model:
+        origin = model_path(model, "--model")
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar

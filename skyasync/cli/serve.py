@@ -11,7 +11,7 @@ import sys
 from importlib.util import find_spec
 
 from skyasync.cli.commands import Arguments
-from skyasync.errors import MissingVLLMError
+from skyasync.errors import MissingVLLMError, UserError
 
 HELP = """\
 usage: skyasync serve MODEL [--port PORT] [vLLM's own arguments]
@@ -26,8 +26,7 @@ SKYASYNC_ENGINES_KEY has the same secret for server and run.
 def serve(argv: Arguments) -> None:
     """Serve until the process is ended."""
     if argv[0].startswith("-"):
-        print(HELP, end="")
-        return
+        raise UserError("skyasync serve takes the model first: skyasync serve MODEL [--port PORT] ...")
     if find_spec("vllm") is None:
         raise MissingVLLMError
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # which adds the routes

@@ -89,6 +89,13 @@ def test_a_reader_that_ends_early_is_no_error() -> None:
     assert done.returncode == 128 + signal.SIGPIPE
 
 
+def test_a_server_without_a_model_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(["serve", "--port", "8000"])
+    assert ended.value.code == 2
+    assert "skyasync serve takes the model first" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_verb_has_a_home(name: str) -> None:
     module, _, function = SUBCOMMANDS[name].home.partition(":")
