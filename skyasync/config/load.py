@@ -16,20 +16,21 @@ import dataclasses
 import enum
 import functools
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_origin
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyasync.config.check import check_config
 from skyasync.config.command_line import Assignment, CommandLine, print_help, read_command_line, read_file, unknown_key
-from skyasync.config.keys import Keys
+from skyasync.config.keys import Key, Keys
 from skyasync.config.schema import Config
 from skyasync.config.secrets import hidden
-from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, written
+from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, parse, written
 from skyasync.errors import UserError
 from skyasync.other_frameworks import other_frameworks
 
@@ -190,6 +191,13 @@ def _layers(
             else:
                 try:  # an entry of a free mapping may be anything
                     value = convert(assignment.node, key.type if path == key.path else Any)
+                    if (
+                        isinstance(value, str)
+                        and path == key.path
+                        and _takes_one_text(key)
+                        and not _of_list(value, keys)
+                    ):
+                        value = [value]  # it has references, which is why it is no list yet
                     settings.append(TypedSetting(path, value, where))
                 except WrongTypeError as error:
                     allowed = f" (allowed: {', '.join(map(written, key.choices))})" if key.choices else ""
@@ -222,6 +230,20 @@ def _layers(
         except UserError as error:
             problems.append(f"{PRESET_KEY}={name}: {error}")
     return default + preset + explicit, chosen
+
+
+def _takes_one_text(key: Key) -> bool:
+    """Whether a text is accepted as a list of one."""
+    try:
+        return convert(parse("text"), key.type) == ["text"]
+    except WrongTypeError:
+        return False
+
+
+def _of_list(text: str, keys: Keys) -> bool:
+    """Whether a text is a reference to a list, and nothing else."""
+    reference = re.fullmatch(r"\$\{([\w.]+)\}", text)
+    return reference is not None and reference[1] in keys and get_origin(keys[reference[1]].type) is list
 
 
 @functools.lru_cache(maxsize=8)

@@ -162,6 +162,15 @@ def test_a_free_mapping_is_replaced_as_a_whole_by_a_later_layer(tmp_path: Path) 
     assert load_config(["--config", first, "environment.env_config.b=4"]).environment.env_config == {"a": 1, "b": 4}
 
 
+def test_a_text_with_references_is_a_list_of_one_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    file = write(tmp_path, "data: {train_data: '${oc.env:DATA}/train.parquet', val_data: '${data.train_data}'}")
+    assert (data := load_config(["--config", file]).data).train_data == data.val_data == ["/data/train.parquet"]
+    assert load_config(["data.train_data=${trainer.runs_dir}"]).data.train_data == ["runs"]
+    with pytest.raises(ConfigError, match=r"trainer\.eval_k: Invalid value assigned: int is not a ListConfig"):
+        load_config(["trainer.eval_k=${trainer.seed}"])
+
+
 def test_the_path_of_a_file_may_have_an_equals_sign(tmp_path: Path) -> None:
     file = write(tmp_path, "trainer: {seed: 3}", "lr=1e-3.yaml")
     assert load_config(["--config", file, "trainer.epochs=2"]).trainer.seed == 3
