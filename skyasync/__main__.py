@@ -45,6 +45,10 @@ def _carry_out(subcommand: str, argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
+    except PermissionError as error:  # of another user's run
+        if not SUBCOMMANDS[subcommand].runs:
+            raise
+        _exit_with(UserError(f"{error.filename}: {error.strerror}"))
     except BrokenPipeError:
         if not _reader_gone():
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -94,8 +95,17 @@ def listed(folder: Path, metric: str = "") -> list[Listed]:
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the one that trainer.runs_dir has")
-    logs = ("config.yaml", "metrics.jsonl")
-    paths = [path for path in folder.iterdir() if any((path / name).is_file() for name in logs)]
+    logs, paths, hidden = ("config.yaml", "metrics.jsonl"), list[Path](), 0
+    for path in folder.iterdir():
+        try:
+            paths += [path] if any((path / name).is_file() for name in logs) else []
+        except PermissionError:
+            hidden += 1
+    if hidden:
+        print(
+            f"note: folders in {folder} that cannot be read: {hidden} (runs are private to their users)",
+            file=sys.stderr,
+        )
     if not paths:
         raise UserError(f"there is no run in {folder}: a run's folder has a config.yaml")
     rows = [jsonl.read_rows(path / "metrics.jsonl") for path in paths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -34,6 +35,26 @@ def test_runs_are_listed_with_their_state(folder: Path, capsys: pytest.CaptureFi
     assert second.split()[:6] == ["second", "one_step_off", "2/3", "0.200", "0.250", "0.200"]
     assert second.split()[-1] == "running"
     assert "first" in out and "no_run" not in out
+
+
+def test_runs_of_other_users_are_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    is_file = Path.is_file
+
+    def private(path: Path) -> bool:
+        if path.parent.name == "second":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", private)
+    command(["runs", str(folder)])
+    said = capsys.readouterr()
+    assert "first" in said.out and "second" not in said.out
+    assert said.err == f"note: folders in {folder} that cannot be read: 1 (runs are private to their users)\n"
+    with pytest.raises(SystemExit):
+        command(["report", str(folder / "second")])
+    assert capsys.readouterr().err == f"error: {folder / 'second' / 'metrics.jsonl'}: Permission denied\n"
 
 
 def test_a_run_that_was_resumed_and_lost_before_a_step_took_no_negative_time(folder: Path) -> None:
