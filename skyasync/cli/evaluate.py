@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from skyasync.cli.rollout_experiment import RolloutExperiment
     from skyasync.config.schema import Config
     from skyasync.rollout.evaluation import PromptScores
+    from skyasync.rollout.tokenizer import Tokenizer
     from skyasync.rollout.types import Group
 
 HELP = """\
@@ -81,7 +83,12 @@ def evaluate(argv: Arguments) -> None:
         standard_error = metrics.get(f"{name}_error")
         error = "" if standard_error is None else f" ± {standard_error:.4f}"
         if not name.endswith("/score_error"):
-            console.print(f"{name:<32} {value:.4f}{error}" if value != int(value) else f"{name:<32} {value:g}{error}")
+            console.print(f"{name:<32} {figure(value)}{error}")
+
+
+def figure(value: float) -> str:
+    """Counts without decimals; a metric of the user's may be NaN."""
+    return f"{value:g}" if value.is_integer() else f"{value:.4f}"
 
 
 def _opened(path: str) -> TextIO:
@@ -98,18 +105,29 @@ def measure(experiment: RolloutExperiment, most: int = 0, out: TextIO | None = N
     Args:
         out: gets each episode as a line.
     """
-    from skyasync.cli.rollout import record
     from skyasync.rollout.evaluation import Scoring
     from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
 
     groups = experiment.play(experiment.prompts(most))
     scoring, tokenizer = Scoring.of(experiment.cfg), experiment.get_tokenizer()
-    for group in groups if out else ():
-        for trajectory in group.trajectories:
-            print(json.dumps(record(group, trajectory, tokenizer), default=str), file=out)
+    if out:
+        _write_episodes(out, groups, tokenizer)
     if problem := describe(bad_rewards(groups)):
         raise UserError(problem)
     return scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
+
+
+def _write_episodes(out: TextIO, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+    """A full disk is only a warning, so that the metrics are printed."""
+    from skyasync.cli.rollout import record
+
+    try:
+        with out:
+            for group in groups:
+                for trajectory in group.trajectories:
+                    print(json.dumps(record(group, trajectory, tokenizer), default=str), file=out)
+    except OSError as error:
+        print(f"warning: --out {out.name} is incomplete: {error.strerror or error}", file=sys.stderr)
 
 
 def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str, float]:

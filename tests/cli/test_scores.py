@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from skyasync.cli.evaluate import scores
+from skyasync.cli.evaluate import figure, measure, scores
+from skyasync.config.schema import Config
 from skyasync.rollout.evaluation import prompt_scores
 from skyasync.rollout.types import Group
+from tests.full_disk import files_end_at
 from tests.rollout.episodes import action, prompt, trajectory
 
 
@@ -30,3 +35,19 @@ def test_a_set_has_its_own() -> None:
     found = scores(groups, [prompt_scores(each, [1]) for each in groups])
     assert (found["eval/prompts"], found["eval/aime/prompts"], found["eval/aime/score"]) == (3, 2, 0.5)
     assert found["eval/aime/score_error"] == pytest.approx(np.std([1.0, 0.0], ddof=1) / np.sqrt(2))
+
+
+def test_a_metric_that_is_no_number_is_printed_too() -> None:
+    assert [figure(value) for value in (16.0, 0.25, float("nan"), float("inf"))] == ["16", "0.2500", "nan", "inf"]
+
+
+def test_a_full_disk_takes_no_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    groups, tokenizer = [group(0, 1.0, 0.0)], SimpleNamespace(decode=lambda tokens, **_: "text")
+    experiment: Any = SimpleNamespace(
+        cfg=Config(), play=lambda prompts: groups, prompts=lambda most: [], get_tokenizer=lambda: tokenizer
+    )
+    out = (tmp_path / "episodes.jsonl").open("w")
+    with files_end_at(10):
+        found = measure(experiment, 0, out)
+    assert found["eval/score"] == 0.5
+    assert capsys.readouterr().err == f"warning: --out {out.name} is incomplete: File too large\n"
