@@ -41,13 +41,14 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
     experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
     engine = chosen_engine(experiment.cfg)
+    folder.error.unlink(missing_ok=True)  # of the command before
     try:
         with status_file(folder.path, engine), to_the_end(folder.timeline), _live_page(experiment, folder):
             return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
         if not started:
             folder.discard()
-        elif isinstance(error, Exception) and not folder.error.exists():
+        if isinstance(error, Exception) and folder.path.exists() and not folder.error.exists():
             folder.save_error("".join(format_exception(error)))
         raise
     finally:
@@ -81,7 +82,6 @@ def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool
     with _terminated() as hear, cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
         hear()
         started.append(True)
-        folder.error.unlink(missing_ok=True)  # of the command before
         experiment.gpus = gpus
         if engine := chosen_engine(experiment.cfg):
             print(f"engine: {engine}", flush=True)

@@ -11,6 +11,7 @@ import pytest
 
 import skyasync.run.ray_cluster
 from skyasync.config.schema import Config
+from skyasync.errors import UserError
 from skyasync.observability.run_dir import RunDirectory
 from skyasync.run import launch as program
 from skyasync.run.experiment import BasePPOExp
@@ -48,3 +49,20 @@ def test_a_resumed_run_that_fails_before_its_first_step_does_not_show_the_summar
     with pytest.raises(RuntimeError, match="no model") if fails else nullcontext():
         program.run(BasePPOExp(cfg), folder)
     assert ("1.00 s each" in capsys.readouterr().out) == (not fails or steps_of_this_start > 0)
+
+
+def test_a_resumed_run_that_does_not_start_has_its_own_error_not_that_of_the_command_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_small(*_: object, **__: object) -> None:
+        raise UserError("there are too few devices")
+
+    monkeypatch.setattr(skyasync.run.ray_cluster, "cluster", too_small)
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "resumed" / "error.txt").write_text("RuntimeError: of yesterday")
+    for name, resume in (("resumed", True), ("new", False)):
+        with pytest.raises(UserError, match="too few"):
+            program.run(BasePPOExp(Config()), RunDirectory(tmp_path, name, resume=resume))
+    assert "yesterday" not in (error := (tmp_path / "resumed" / "error.txt").read_text())
+    assert error.endswith("UserError: there are too few devices\n")
+    assert not (tmp_path / "new").exists()
