@@ -82,11 +82,10 @@ class ProgressRecorder(Tracker):
 
     Args:
         total: steps of the whole run; may be set when it is known.
-        start: steps finished before this process (a resumed run).
     """
 
-    def __init__(self, total: int = 0, *, start: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self._step, self._clock = total, start, clock
+    def __init__(self, total: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total, self._step, self._clock = total, 0, clock
         self.sample: LatestSample | None = None
         self._started = clock()
         self._phase = ""
@@ -95,6 +94,10 @@ class ProgressRecorder(Tracker):
         self._finished: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS + 1)
         self._recent: deque[dict[str, float | None]] = deque(maxlen=ETA_STEPS)
         self._limit, self._warnings, self._warning = "", 0, ""
+
+    def resume(self, step: int) -> None:
+        """The steps up to this one were finished before."""
+        self._step = max(self._step, step)
 
     def phase(self, text: str) -> None:
         """What the run is doing: "starting engines", "training", ..."""

@@ -55,6 +55,9 @@ class _Recording(RunExtension):
     def __init__(self, recorder: ProgressRecorder) -> None:
         self._recorder = recorder
 
+    def on_start(self, trainer: Watched) -> None:
+        self._recorder.resume(trainer.global_step)
+
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         self._recorder.log(metrics, trainer.global_step)
 

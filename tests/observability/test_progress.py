@@ -105,7 +105,8 @@ def test_the_remaining_time_follows_the_recent_steps():
 
 def test_a_resumed_run_starts_where_it_was():
     clock = VirtualClock()
-    recorder = ProgressRecorder(20, start=10, clock=clock)
+    recorder = ProgressRecorder(20, clock=clock)
+    recorder.resume(10)
     assert recorder.report().step == 10
     for step in (11, 12):
         clock.now += 3

@@ -168,3 +168,16 @@ def test_sigterm_interrupts_once_and_is_told_from_ctrl_c():
         assert heard.is_set()
         signal.raise_signal(signal.SIGTERM)  # while the run saves
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_a_resumed_run_is_reported_at_the_step_where_it_was():
+    trainer = Trainer(seconds=60)
+    trainer.global_step = 10
+    part = Controller(Experiment(trainer), {})
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(part.run())
+        await trainer.started.wait()
+        (recording,) = trainer.callbacks
+        recording.on_start(trainer)
+        assert (await part.report(-1)).step == 10
+        await part.stop()
