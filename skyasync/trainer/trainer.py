@@ -470,8 +470,7 @@ class RayPPOTrainer(AlgorithmHooks):
         self.reporter.log(metrics, step)
         if stopped and step < self.total_steps:
             raise RunStopped
-        await notify(self, "on_step_begin", step + 1)
-        phases.begin_step(step + 1)
+        await self._begin_step(step + 1)
 
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
@@ -558,8 +557,12 @@ class RayPPOTrainer(AlgorithmHooks):
         if self.cfg.trainer.eval_before_train and not resumed:
             self.reporter.log(await self.evaluate(), 0)
         self.context.schedule.begin()
-        await notify(self, "on_step_begin", self.global_step + 1)
-        self.context.phases.begin_step(self.global_step + 1)
+        await self._begin_step(self.global_step + 1)
+
+    async def _begin_step(self, step: int) -> None:
+        if step <= self.total_steps:  # after the last step there are metrics to take, and no step begins
+            await notify(self, "on_step_begin", step)
+        self.context.phases.begin_step(step)
 
     async def _save_on_exit(self) -> None:
         """Leave a checkpoint of the last whole step, if the settings ask for it and there is none yet."""

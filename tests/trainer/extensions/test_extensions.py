@@ -78,11 +78,18 @@ def test_all_methods_are_called_and_awaited_in_every_plan(plan: type[RayPPOTrain
     others = [event for event in recorder.events[3:] if event[0] not in ("rollout", "weight_update")]
     assert others == [
         ("step_end", 1), ("step_begin", 2), ("evaluate", 2), ("step_end", 2), ("checkpoint", "step_000002"),
-        ("step_begin", 3), ("evaluate", 3), ("step_end", 3), ("checkpoint", "step_000003"), ("step_begin", 4),
-        ("end", 3),
+        ("step_begin", 3), ("evaluate", 3), ("step_end", 3), ("checkpoint", "step_000003"), ("end", 3),
     ]  # fmt: skip
     assert [version for event, version in recorder.events if event == "weight_update"] == [0, 1, 2, 3]
     assert run.tracker.of("my/metric") == {1: 1.0, 2: 1.0, 3: 1.0}
+
+
+def test_no_step_begins_in_a_resumed_run_that_has_trained_all(tmp_path: Path) -> None:
+    settings = {"trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 3}
+    make_run(RayPPOTrainer, **settings).train()
+    recorder = Recorder()
+    make_run(RayPPOTrainer, callbacks=[recorder], trainer__resume_mode="latest", **settings).train()
+    assert recorder.events == [("weight_update", 3), ("start", 3), ("end", 3)]
 
 
 class StopsAfter(TrainerCallback):
@@ -307,6 +314,8 @@ class Scores(TrainerCallback):
         ([3, 2, 1, 1, 1], {"patience": 2, "mode": "min"}, 5),
         ([1.0, 1.05, 1.08, 1.2], {"patience": 2, "min_delta": 0.1}, 3),
         ([1, 2, 3, 4], {"patience": 1}, 6),
+        ([nan, 1, 2, 3, 4, 5], {"patience": 2}, 6),
+        ([1, nan, nan, 2], {"patience": 2}, 3),
     ],
 )
 def test_early_stopping_ends_a_run_that_improves_no_more(
