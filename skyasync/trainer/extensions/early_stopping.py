@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isnan, nan
 from typing import Any, Literal
 
 from skyasync.callbacks import TrainerCallback, Watched
@@ -51,12 +52,14 @@ class EarlyStopping(TrainerCallback):
             return
         self._seen = True
         gain = 0.0 if self._best is None else (value - self._best if self._mode == "max" else self._best - value)
-        if self._best is None or gain > self._min_delta:
+        # NaN is no improvement, and as the best value it would make every later one none.
+        if not isnan(value) and (self._best is None or gain > self._min_delta):
             self._best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self._patience:
-            trainer.stop(f"{self._metric} has not improved on {self._best:g} in {self._waited} values (EarlyStopping)")
+            best = nan if self._best is None else self._best
+            trainer.stop(f"{self._metric} has not improved on {best:g} in {self._waited} values (EarlyStopping)")
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"metric": self._metric, "best": self._best, "waited": self._waited}

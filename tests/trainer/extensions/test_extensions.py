@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from math import nan
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
