@@ -41,6 +41,27 @@ Reward = OneReward | Mapping[OneReward, float] | Sequence[OneReward | tuple[OneR
 MODEL = "trainer.policy.model.path"
 TRAIN, EVALUATION = "data.train_data", "data.val_data"
 
+#: Settings of a run by which its model answers a prompt: prefixes of their keys.
+OF_ENGINES = (
+    "data.apply_chat_template",
+    "data.chat_template",
+    "data.system_prompt",
+    "generator.",
+    "ray.",
+    "trainer.max_prompt_length",
+    "trainer.placement.colocate_all",
+    "trainer.placement.policy_",
+    "trainer.placement.timeout_s",
+    "trainer.policy.model.",
+)
+OF_AGENTS = (
+    "generator.agent_",
+    "generator.endpoint_",
+    "generator.reasoning_parser",
+    "generator.tool_parser",
+    "generator.turn_discount",
+)
+
 
 def train(
     model: str | Path | None = None,
@@ -145,15 +166,26 @@ class TrainResult:
     def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
         """One response of the trained policy to each prompt (text, or a conversation), with the run's engine.
 
-        The engine starts for this call, so pass all prompts at once. Sampling is that of evaluation.
+        The engine starts for this call, so pass all prompts at once. Sampling is that of evaluation. Agents and
+        environments are left out: the model answers each prompt once.
+
+        Raises:
+            UserError: if a prompt has more than ``trainer.max_prompt_length`` tokens.
         """
         rows = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
-        of_engines = ("generator.", "trainer.policy.model.", "trainer.placement.", "data.apply_chat_template", "ray.")
         of_plans = {key for about in PLANS.builtins().values() for key in about.can["reads"]}
         settings = {key: value for key, value in _flat(self.settings) if key not in of_plans and key != MODEL}
-        one = {key: value for key, value in settings.items() if key.startswith((*of_engines, "data.chat_template"))}
+        engines = {key: value for key, value in settings.items() if key.startswith(OF_ENGINES)}
+        one = {key: value for key, value in engines.items() if not key.startswith(OF_AGENTS)}
         one["generator.eval_n_samples_per_prompt"] = 1
-        return [each["response"] for each in rollouts(self.model, rows, "zero", settings=one, evaluation=True)]
+        one["trainer.algorithm.off_policy_correction"] = "none"  # nothing is trained: any sampling is allowed
+        episodes = rollouts(self.model, rows, "zero", settings=one, evaluation=True)
+        if len(episodes) < len(rows):
+            raise UserError(
+                f"{len(rows) - len(episodes)} of {len(rows)} prompts have more tokens than the run's "
+                f"trainer.max_prompt_length allows: shorten them"
+            )
+        return [each["response"] for each in episodes]
 
     def to_pandas(self) -> pandas.DataFrame:
         """The history as a data frame."""

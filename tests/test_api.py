@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skyasync import TrainResult, UserError, evaluate, rollouts, train
+from skyasync.api import EVALUATION, _configured
 from skyasync.registry import user_parts
 from skyasync.run.experiment import BasePPOExp
 
@@ -66,16 +67,43 @@ def test_what_is_wrong_is_one_error(arguments: dict[str, Any], problem: str) -> 
 
 
 def test_the_engine_of_a_run_is_made_again_from_its_own_settings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("skyasync.api.rollouts", lambda *_, settings, **__: asked.append(settings) or [])
-    settings = {
-        "trainer": {"max_staleness": 2, "policy": {"model": {"path": "m", "dtype": "bfloat16"}}}, "data.val_data": "x",
-        "generator.max_turns": 2, "trainer.tracker": "x",
+    kept = {
+        "trainer.policy.model.dtype": "bfloat16", "generator.max_turns": 2, "data.system_prompt": "Be brief.",
+        "trainer.max_prompt_length": 2000, "generator.sampling_params.frequency_penalty": 0.5,
     }  # fmt: skip
-    TrainResult({}, [], Path("a"), Path("a/model"), None, settings).generate("1+1")
-    assert asked == [
-        {"trainer.policy.model.dtype": "bfloat16", "generator.max_turns": 2, "generator.eval_n_samples_per_prompt": 1}
-    ]
+    settings = {
+        **kept, "trainer": {"max_staleness": 2, "policy": {"model": {"path": "m"}}}, "data.val_data": "x",
+        "trainer.tracker": "x", "generator.agent_program": "agent.py:run", "generator.turn_discount": 0.9,
+        "generator.tool_parser": "mistral", "trainer.placement.colocate_policy_critic": False,
+    }  # fmt: skip
+    asked = _asked_of_engines(monkeypatch, settings, ["1+1"])
+    fixed = {"generator.eval_n_samples_per_prompt": 1, "trainer.algorithm.off_policy_correction": "none"}
+    assert asked == kept | fixed
+
+
+def test_a_prompt_that_the_run_would_leave_out_is_an_error_and_moves_no_other_response(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UserError, match=r"1 of 2 prompts have more tokens than the run's trainer\.max_prompt_length"):
+        _asked_of_engines(monkeypatch, {}, ["long " * 1000, "1+1"], left_out=1)
+
+
+def _asked_of_engines(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], prompts: list[str], left_out: int = 0
+) -> dict[str, Any]:
+    """The settings with which a result's engine is made, which a run may have."""
+    asked: dict[str, Any] = {}
+
+    def episodes(
+        model: Path, rows: list[dict[str, Any]], reward: str, *, settings: dict[str, Any], evaluation: bool
+    ) -> list[dict[str, Any]]:
+        asked.update(settings)
+        with _configured(model, {EVALUATION: rows}, reward, None, {}, settings):
+            return [{"response": "2"} for _ in rows[left_out:]]
+
+    monkeypatch.setattr("skyasync.api.rollouts", episodes)
+    TrainResult({}, [], Path("a"), Path("a/model"), None, settings).generate(prompts)
+    return asked
 
 
 def test_a_history_is_a_data_frame_if_pandas_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
