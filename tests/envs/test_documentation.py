@@ -31,10 +31,11 @@ def named(shown):
 def test_the_guessing_game(named):
     env = make("shown-guess", extras={"answer": "7"})
     assert env.step(" 3 ")["observations"] == [{"role": "user", "content": "too low"}]
+    assert env.step("a seven")["observations"] == [{"role": "user", "content": "too low"}]
     assert env.step("9")["observations"] == [{"role": "user", "content": "too high"}]
     end = env.step("7")
     assert (end["observations"], end["reward"], end["done"]) == ([], 1.0, True)
-    assert env.get_metrics() == {"guesses": 3.0}
+    assert env.get_metrics() == {"guesses": 4.0}
 
 
 def test_the_shop_with_its_tool(named):
@@ -47,6 +48,7 @@ def test_the_shop_with_its_tool(named):
 
     assert answers("pear") == "4"
     assert answers("plum") == "error: there is no plum"
+    assert answers(["pear"]) == "error: there is no ['pear']"
     assert env.step("4")["reward"] == 1.0
 
 
