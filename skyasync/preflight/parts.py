@@ -29,6 +29,7 @@ from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
 from skyasync.observability import TRACKERS
 from skyasync.registry import Registry, python_file
 from skyasync.rewards import REWARDS
+from skyasync.rewards.signature import wrong_return
 from skyasync.rollout.evaluation import answer_reader
 from skyasync.rollout.trajectory_files import need_pyarrow
 from skyasync.trainer import RayPPOTrainer
@@ -155,7 +156,11 @@ def check_plan_class(plan: object) -> None:
             if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
                 right = "async def" if inspect.iscoroutinefunction(original) else "def, not async def"
                 raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
-            parameters = inspect.signature(original).parameters.values()
+            signature = inspect.signature(original)
+            yields = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
+            if not yields and "None" not in str(signature.return_annotation) and wrong_return(method) == "nothing":
+                raise UserError(f"{what} returns nothing, and must return: {signature.return_annotation}")
+            parameters = signature.parameters.values()
             try:
                 inspect.signature(method).bind(*[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
             except TypeError:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partialmethod
 
 import pytest
 
 from skyasync.config.check import check_names
 from skyasync.config.schema import Config
+from skyasync.data.prompts import PromptBatch
 from skyasync.errors import UserError
 from skyasync.preflight.parts import check_plan_class
+from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer import RayPPOTrainer
 
 
@@ -28,6 +31,32 @@ def test_whatever_can_be_called_as_a_method_may_override_one() -> None:
     check_plan_class(ByPartialMethod)
     with pytest.raises(UserError, match=r"ByValue\.filter_groups has the name of a method of RayPPOTrainer"):
         check_plan_class(ByValue)
+
+
+class Forgets(RayPPOTrainer):
+    def filter_groups(self, groups: list[Group]) -> list[Group]:  # type: ignore[return]
+        [group for group in groups if any(group.rewards)]
+
+
+class ForgetsLater(RayPPOTrainer):
+    async def generate(self, prompts: PromptBatch) -> Rollout:  # type: ignore[return]
+        await super().generate(prompts)
+
+
+class Yields(RayPPOTrainer):
+    def remaining_prompts(self) -> Iterator[PromptBatch]:
+        yield from super().remaining_prompts()
+
+    async def save_checkpoint(self, *, patient: bool = True) -> None:
+        """Nothing is needed of it."""
+
+
+def test_a_method_without_its_return_is_an_error_that_names_it() -> None:
+    check_plan_class(Yields)
+    with pytest.raises(UserError, match=r"^Forgets\.filter_groups returns nothing, and must return: list\[Group\]$"):
+        check_plan_class(Forgets)
+    with pytest.raises(UserError, match=r"^ForgetsLater\.generate returns nothing, and must return: Rollout$"):
+        check_plan_class(ForgetsLater)
 
 
 @pytest.mark.parametrize(
