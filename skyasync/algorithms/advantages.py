@@ -16,6 +16,7 @@ from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.binding import bind, configured, setting
 from skyasync.algorithms.masked import JoinedRows, whiten
 from skyasync.algorithms.values import discounted_returns, gae
+from skyasync.errors import UserError
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def compute_advantages(
 
     Raises:
         ValueError: if the estimator needs values and there are none.
+        UserError: if it returns something else than two tensors of the shape of the rewards.
     """
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)
@@ -57,11 +59,24 @@ def compute_advantages(
     if "values" in estimator.inputs and values is None:
         raise ValueError(f"advantage estimator {name!r} needs a critic's values")
     tensors = {"rewards": rewards, "mask": mask, "group_ids": group_ids, "values": values, "lengths": lengths}
-    advantages, returns = estimator(tensors)
+    advantages, returns = _checked(estimator(tensors), rewards, name)
     if setting(cfg, "advantage_batch_normalize", False):
         advantages = whiten(advantages, mask)
     clip = setting(cfg, "advantage_clip", 0.0)
     return (advantages.clamp(-clip, clip) if clip else advantages), returns
+
+
+def _checked(outcome: object, rewards: Tensor, name: str) -> Estimate:
+    """A pair; one tensor of two rows would be taken apart as one, and another shape would be broadcast."""
+    pair = outcome if isinstance(outcome, tuple | list) else ()
+    shapes = [tuple(each.shape) for each in pair if isinstance(each, torch.Tensor)]
+    if shapes != [rewards.shape] * 2:
+        found = f"tensors of shapes {shapes}" if pair else type(outcome).__name__
+        raise UserError(
+            f"advantage estimator {name!r} must return a pair (advantages, returns), each of the shape of the rewards, "
+            f"{tuple(rewards.shape)}; it returned {found}"
+        )
+    return pair[0], pair[1]
 
 
 def scores(rewards: Tensor) -> Tensor:

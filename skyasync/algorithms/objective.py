@@ -64,7 +64,7 @@ class Objective:
 
     def __init__(self, cfg: object) -> None:
         self.anchor = setting(cfg, "ratio_anchor", "proximal")
-        name = setting(cfg, "policy_loss_type", "ppo")
+        self._name = name = setting(cfg, "policy_loss_type", "ppo")
         loss = POLICY_LOSSES[name]
         select = declared(loss, "select")
         self._loss = bind(loss, cfg)
@@ -121,6 +121,7 @@ class Objective:
 
         Raises:
             ValueError: if a tensor that the objective needs is missing.
+            UserError: if the loss returns something else than one value per token.
         """
         given = {
             "current": torch.where(mask, current, 0),
@@ -139,6 +140,7 @@ class Objective:
         tensors["anchor"] = tensors.get(self.anchor, tensors["proximal"])
         outcome = self._loss(tensors)
         loss, statistics = outcome if isinstance(outcome, tuple) else (outcome, {})
+        self._check_per_token(loss, mask)
         loss, statistics = self._correct(loss, statistics, tensors, correction_exponent)
         loss = self._regularize(loss, statistics, tensors)
         with torch.no_grad():
@@ -227,6 +229,16 @@ class Objective:
         missing = sorted(name for name in needed if name not in tensors)
         if missing:
             raise ValueError(f"the objective needs {', '.join(missing)} (objective.needs = {sorted(self.needs)})")
+
+    def _check_per_token(self, loss: object, mask: Tensor) -> None:
+        """A mean would be scaled by the weights of the reduction, without an error."""
+        if isinstance(loss, Tensor) and loss.shape == mask.shape:
+            return
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UserError(
+            f"policy loss {self._name!r} must return one value per token, a tensor of shape {tuple(mask.shape)}; it "
+            f"returned {found} (trainer.algorithm.loss_reduction averages)"
+        )
 
 
 def _tensors_of(batch: Rows) -> dict[str, Any]:

@@ -165,8 +165,12 @@ def with_advantages(batch: ScoredBatch) -> TrainingBatch:
     """The training batch, if the hook returned one; else of its own batch, which has ``batch.advantages``."""
     from skyasync.models.batch import TrainingBatch
 
-    if isinstance(batch, TrainingBatch):
-        return batch
-    if getattr(batch, "advantages", None) is None:  # a user's object, or None
+    advantages = getattr(batch, "advantages", None)  # a user's object, or None
+    if advantages is None:
         raise UserError("compute_advantages_and_returns must set batch.advantages, and returned a batch without them")
-    return batch.to_stage(TrainingBatch)
+    if advantages.shape != batch.loss_mask.shape:
+        raise UserError(
+            f"compute_advantages_and_returns must give each token its advantage, {tuple(batch.loss_mask.shape)}; "
+            f"batch.advantages has shape {tuple(advantages.shape)}"
+        )
+    return batch if isinstance(batch, TrainingBatch) else batch.to_stage(TrainingBatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from skyasync.algorithms import ADVANTAGE_ESTIMATORS
 from skyasync.algorithms.advantages import compute_advantages, normalize
 from skyasync.algorithms.masked import whiten
 from skyasync.algorithms.values import discounted_returns, gae
+from skyasync.errors import UserError
 from tests.algorithms.batches import config, random_batch
 
 SCORES = torch.tensor([1.0, 3.0, 2.0, 0.0, 4.0, 8.0], dtype=torch.float64)
@@ -163,3 +165,20 @@ def test_whitening_and_clipping_come_last(name: str) -> None:
         config(advantage_estimator=name, advantage_batch_normalize=True, advantage_clip=0.7), *args
     )
     torch.testing.assert_close(changed, whiten(plain, batch.loss_mask).clamp(-0.7, 0.7))
+
+
+@pytest.mark.parametrize(("returned", "found"), [
+    (lambda rewards: rewards, "Tensor"),
+    (lambda rewards: (rewards.sum(1), rewards.sum(1)), r"tensors of shapes \[\(2,\), \(2,\)\]"),
+    (lambda rewards: None, "NoneType"),
+])  # fmt: skip
+@pytest.mark.parametrize("joined", [False, True])
+def test_an_estimator_that_returns_no_pair_of_the_right_shape_is_an_error_that_names_it(
+    returned: Callable[[Tensor], object], found: str, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "mine", returned)
+    rewards, rows = torch.ones(2, 3), torch.arange(2)
+    with pytest.raises(UserError, match=rf"'mine' must return a pair .*\(2, 3\); it returned {found}"):
+        compute_advantages(
+            config(advantage_estimator="mine"), rewards, rewards > 0, rows, trajectory_ids=rows if joined else None
+        )

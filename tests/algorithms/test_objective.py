@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.kl import kl_estimate
@@ -206,3 +208,17 @@ def test_an_entropy_of_coefficient_0_is_a_statistic_and_no_part_of_the_loss() ->
     assert "entropy" not in found[0][1] and torch.equal(found[1][1]["entropy"], batch.entropy.detach())
     objectives = [Objective(config(use_entropy_loss=True, entropy_loss_coef=coef)) for coef in (0.0, 0.1)]
     assert [o.trains_entropy for o in objectives] == [False, True] and all("entropy" in o.needs for o in objectives)
+
+
+@pytest.mark.parametrize(("returned", "found"), [
+    (lambda loss: loss.mean(), r"a tensor of shape \(\)"),
+    (lambda loss: (loss.sum(1), {}), r"a tensor of shape \(6,\)"),
+    (lambda loss: None, "NoneType"),
+])  # fmt: skip
+def test_a_loss_that_is_not_per_token_is_an_error_that_names_it(
+    returned: Callable[[Tensor], object], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(POLICY_LOSSES, "mine", lambda current, advantages: returned(-current * advantages))
+    batch = random_batch()
+    with pytest.raises(UserError, match=rf"policy loss 'mine' must return one value per token.*it returned {found}"):
+        token_loss(config(policy_loss_type="mine"), batch)
