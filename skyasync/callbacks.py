@@ -61,7 +61,10 @@ class RunExtension:
         """After the last step, if nothing failed."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of them."""
+        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of them.
+
+        Keys of mappings are text when they are loaded.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -12,13 +12,16 @@ order. A group that arrives late counts when it is trained, so that a checkpoint
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
 
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
+from skyasync.errors import UserError
 from skyasync.registry import Registry
 from skyasync.rollout.types import Prompt, PromptId
 
@@ -48,7 +51,10 @@ class PromptSampler:
         """A group of this prompt has been trained, or rejected, with these rewards; failed episodes are left out."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of them."""
+        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of them.
+
+        Keys of mappings are text when they are loaded.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,9 +139,20 @@ class SampledStream(PromptStream):
             place = self.offered
             self.offered += 1
             number = np.random.default_rng((self._seed, place, 1)).random()
-            if number < self._sampler.chance(self._stream.prompt(place)):
+            if number < self._chance(self._stream.prompt(place)):
                 break
         return place
+
+    def _chance(self, prompt: Prompt) -> float:
+        """Raises ``UserError`` for what is no number: no prompt would be taken by its chance."""
+        chance: Any = self._sampler.chance(prompt)
+        try:
+            number = float(chance)
+        except (TypeError, ValueError):
+            number = nan
+        if isnan(number):
+            raise UserError(f"{type(self._sampler).__name__}.chance returned {chance!r} for {prompt.id}: no number")
+        return number
 
     def preview(self, position: int) -> Prompt:
         return self._stream.preview(position)
@@ -157,6 +174,8 @@ class SampledStream(PromptStream):
     def state_dict(self) -> Mapping[str, Any]:
         taken = [[position, place] for position, place in self._taken_from.items()]
         state = dict(self._sampler.state_dict())
+        if type(self._sampler) is not PassRateSampler:  # whose state is plain, and may be large
+            _check_plain(self._sampler, state)
         return {"offered": self.offered, "next": self._next, "taken": taken, "sampler": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,3 +188,13 @@ class SampledStream(PromptStream):
 
     def go_on(self, mark: Sequence[int]) -> None:
         self._stream.go_on(mark)
+
+
+def _check_plain(sampler: PromptSampler, state: Mapping[str, Any]) -> None:
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{type(sampler).__name__}.state_dict() returns what a checkpoint cannot keep ({error}): it may hold "
+            f"numbers, strings, booleans, None, lists and mappings"
+        ) from error

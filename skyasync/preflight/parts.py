@@ -22,6 +22,7 @@ from skyasync.config.schema import Config
 from skyasync.config.schema.environment import judges
 from skyasync.config.schema.generator import ONLINE
 from skyasync.config.schema.sampling import backend
+from skyasync.data.samplers import SAMPLERS, PromptSampler
 from skyasync.envs import ENVS, SERVED
 from skyasync.envs.base import STEP_FORM, BaseTextEnv
 from skyasync.errors import MissingExtraError, UserError, unknown
@@ -54,8 +55,10 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
         check_installed(ENGINES, engine)
     if ":" in cfg.trainer.strategy:
         check_reference(cfg.trainer.strategy, "trainer.strategy")
+    check_sampler(cfg.data.sampler)
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
+        _check_tracker(name)
         if name == "wandb":
             _check_wandb()
     for name in judges(cfg.environment):
@@ -80,6 +83,30 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
             if ":" in name and not name.startswith(VLLM):
                 check_reference(name, f"generator.{key}")
         check_parsers(*(name if name.startswith(VLLM) else "" for name in parsers.values()))
+
+
+def check_sampler(name: str) -> None:
+    """Raises ``UserError`` unless it is a ``PromptSampler``, and its methods take what the original's take."""
+    sampler = SAMPLERS.find(name)
+    if not isinstance(sampler, type) or not issubclass(sampler, PromptSampler):
+        raise UserError(f"sampler {name!r} must be a subclass of skyasync.data.samplers.PromptSampler")
+    for method, original in inspect.getmembers(PromptSampler, inspect.isfunction):
+        own = inspect.getattr_static(sampler, method)
+        try:
+            inspect.signature(own).bind(*inspect.signature(original).parameters)
+        except TypeError:
+            raise UserError(f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}") from None
+    if wrong_return(sampler.chance) == "nothing":
+        raise UserError(f"sampler {name!r}: chance returns nothing; it must return a number from 0 to 1")
+
+
+def _check_tracker(name: str) -> None:
+    """Raises ``UserError`` unless a tracker is made from its context."""
+    tracker = TRACKERS[name]
+    try:
+        inspect.signature(tracker).bind(None)
+    except TypeError:
+        raise UserError(f"tracker {name!r} must be made from a context: def __init__(self, context)") from None
 
 
 def _check_wandb() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from skyasync.config import load_config
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptStream
-from skyasync.data.samplers import PassRateSampler, SampledStream
+from skyasync.data.samplers import PassRateSampler, PromptSampler, SampledStream
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
 from skyasync.rollout.types import Prompt, PromptId
@@ -202,3 +202,24 @@ def test_a_sampler_of_ones_own_is_a_class_in_a_file(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(setting: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(["data.sampler=pass_rate", setting])
+
+
+@pytest.mark.parametrize("chance", [float("nan"), None, "often"])
+def test_a_chance_that_is_no_number_is_an_error_that_names_the_sampler(chance: Any) -> None:
+    class Own(PromptSampler):
+        def chance(self, prompt: Prompt) -> float:
+            return chance  # type: ignore[no-any-return]
+
+    sampled = SampledStream(PromptStream([prompt(0)], 1, 7, 10), Own(Config()), 1, 7)
+    with pytest.raises(UserError, match=rf"^Own\.chance returned {chance!r} for e0-i0: no number$"):
+        sampled.prompt(0)
+
+
+def test_a_state_that_a_checkpoint_cannot_keep_is_the_samplers() -> None:
+    class Own(PromptSampler):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    sampled = SampledStream(PromptStream([prompt(0)], 1, 7, 10), Own(Config()), 1, 7)
+    with pytest.raises(UserError, match=r"^Own\.state_dict\(\) returns what a checkpoint cannot keep .*set"):
+        sampled.state_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partialmethod
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from skyasync.config.check import check_names
 from skyasync.config.schema import Config
 from skyasync.data.prompts import PromptBatch
 from skyasync.errors import UserError
-from skyasync.preflight.parts import check_plan_class
+from skyasync.preflight.parts import check_parts, check_plan_class, check_sampler
 from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer import RayPPOTrainer
 
@@ -57,6 +58,59 @@ def test_a_method_without_its_return_is_an_error_that_names_it() -> None:
         check_plan_class(Forgets)
     with pytest.raises(UserError, match=r"^ForgetsLater\.generate returns nothing, and must return: Rollout$"):
         check_plan_class(ForgetsLater)
+
+
+SAMPLERS_OF_A_USER = """
+from skyasync.data.samplers import PromptSampler
+
+class Right(PromptSampler):
+    def __init__(self, cfg):
+        self.groups = 0
+
+class NoBase:
+    def __init__(self, cfg):
+        pass
+
+class Without(PromptSampler):
+    def __init__(self):
+        pass
+
+class Rewards(PromptSampler):
+    def observe(self, prompt):
+        pass
+
+class Forgets(PromptSampler):
+    def chance(self, prompt):
+        1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Rihgt", r"unknown attribute 'Rihgt': did you mean 'Right'"),
+        ("NoBase", r"must be a subclass of skyasync\.data\.samplers\.PromptSampler"),
+        ("Without", r"__init__\(self\) must take \(self, cfg\)"),
+        ("Rewards", r"observe\(self, prompt\) must take \(self, prompt, rewards\)"),
+        ("Forgets", r"chance returns nothing; it must return a number from 0 to 1"),
+    ],
+)
+def test_a_sampler_that_cannot_work_is_found_before_the_run(name: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(SAMPLERS_OF_A_USER)
+    check_sampler(f"{file}:Right")
+    with pytest.raises(UserError, match=problem):
+        check_sampler(f"{file}:{name}")
+
+
+def test_a_tracker_that_takes_no_context_is_found_before_the_run(tmp_path: Path) -> None:
+    cfg, file = Config(), tmp_path / "own.py"
+    file.write_text("class Right:\n    def __init__(self, context): ...\n\nclass Wrong:\n    pass\n")
+    cfg.trainer.logger = ["jsonl", "console", f"{file}:Right"]
+    check_parts(cfg, [])
+    cfg.trainer.logger.append(f"{file}:Wrong")
+    with pytest.raises(UserError, match=r"own\.py:Wrong' must be made from a context: def __init__\(self, context\)"):
+        check_parts(cfg, [])
 
 
 @pytest.mark.parametrize(
