@@ -71,10 +71,10 @@ def _checked(outcome: object, rewards: Tensor, name: str) -> Estimate:
     pair = outcome if isinstance(outcome, tuple | list) else ()
     shapes = [tuple(each.shape) for each in pair if isinstance(each, torch.Tensor)]
     if shapes != [rewards.shape] * 2:
-        found = f"tensors of shapes {shapes}" if pair else type(outcome).__name__
+        result = f"tensors of shapes {shapes}" if pair else type(outcome).__name__
         raise UserError(
             f"advantage estimator {name!r} must return a pair (advantages, returns), each of the shape of the rewards, "
-            f"{tuple(rewards.shape)}; it returned {found}"
+            f"{tuple(rewards.shape)}; it returned {result}"
         )
     return pair[0], pair[1]
 

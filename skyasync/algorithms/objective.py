@@ -234,10 +234,10 @@ class Objective:
         """A mean would be scaled by the weights of the reduction, without an error."""
         if isinstance(loss, Tensor) and loss.shape == mask.shape:
             return
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        result = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(
             f"policy loss {self._name!r} must return one value per token, a tensor of shape {tuple(mask.shape)}; it "
-            f"returned {found} (trainer.algorithm.loss_reduction averages)"
+            f"returned {result} (trainer.algorithm.loss_reduction averages)"
         )
 
 
