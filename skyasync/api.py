@@ -108,10 +108,9 @@ def train(
         experiment = _ExportingExperiment(cfg)
         experiment.data_rows |= rows
         if callbacks:
-            from skyasync.preflight.parts import check_callbacks
+            from skyasync.preflight.parts import checked_callbacks
 
-            check_callbacks([type(callback) for callback in callbacks])
-            experiment.callbacks = list(callbacks)
+            experiment.callbacks = checked_callbacks(callbacks)
         metrics = experiment.run() or {}
     from skyasync.observability import jsonl
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyasync import TrainResult, UserError, evaluate, rollouts, train
+from skyasync import EarlyStopping, TrainResult, UserError, evaluate, rollouts, train
 from skyasync.api import EVALUATION, _configured
 from skyasync.registry import user_parts
 from skyasync.run.experiment import BasePPOExp
@@ -55,6 +55,8 @@ def test_a_wrong_key_is_rejected_with_the_nearest(call: Callable[..., Any], sett
         ({"prompts": {"train": ROWS, "test": ROWS}}, "found dict with train, test: pass one of its splits"),
         ({"prompts": 3}, "prompts must be rows, a path or a function; found int"),
         ({"prompts": ROWS, "steps": 1, "settings": {"data.streaming": True}}, "prompts must be a path or module"),
+        ({"callbacks": [EarlyStopping]}, r"callback EarlyStopping is a class: pass an object, EarlyStopping\(\)"),
+        ({"callbacks": EarlyStopping("eval/score")}, "callbacks must be a list of skyasync.TrainerCallback objects"),
         ({"callbacks": [right]}, "callback function must be a subclass of skyasync.TrainerCallback"),
     ],
 )  # fmt: skip

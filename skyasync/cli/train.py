@@ -72,10 +72,9 @@ def main(
 
         def run(experiment: BasePPOExp) -> dict[str, float] | None:
             if callbacks:
-                from skyasync.preflight.parts import check_callbacks
+                from skyasync.preflight.parts import checked_callbacks
 
-                check_callbacks([type(callback) for callback in callbacks])
-                experiment.callbacks = list(callbacks)
+                experiment.callbacks = checked_callbacks(callbacks)
             return run_or_exit(experiment, experiment.run)
 
         if rehearsal:

@@ -200,6 +200,21 @@ def _parameters(function: Callable[..., object]) -> str:
     return f"({', '.join(str(p).partition(':')[0] for p in inspect.signature(function).parameters.values())})"
 
 
+def checked_callbacks(callbacks: object) -> list[RunExtension]:
+    """The callbacks that a program passes, or an experiment returns.
+
+    Raises:
+        UserError: for what is no sequence of objects, and as ``check_callbacks``.
+    """
+    if not isinstance(callbacks, Sequence):
+        raise UserError(f"callbacks must be a list of skyasync.TrainerCallback objects; found {callbacks!r}")
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise UserError(f"callback {callback.__name__} is a class: pass an object, {callback.__name__}()")
+    check_callbacks([type(callback) for callback in callbacks])
+    return list(callbacks)
+
+
 def check_callbacks(classes: Iterable[type]) -> None:
     """Methods called ``on_...`` are hooks that exist, and take what they are called with."""
     hooks = {name: hook for name, hook in inspect.getmembers(TrainerCallback) if name.startswith("on_")}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.frozen import freeze
-from skyasync.preflight.parts import check_callbacks
+from skyasync.preflight.parts import checked_callbacks
 from skyasync.trainer import RayPPOTrainer
 
 if TYPE_CHECKING:  # what these import is loaded where it is used
@@ -76,8 +76,7 @@ class Components:
             generator=self.generator,
             colocate_pg=self.placement,
         )
-        callbacks = [*experiment.callbacks, *experiment.get_callbacks()]
-        check_callbacks([type(callback) for callback in callbacks])
+        callbacks = [*experiment.callbacks, *checked_callbacks(experiment.get_callbacks())]
         trainer.extensions.extend(callbacks)
         self.share_threads(trainer.asynchronous and trainer.shares_devices != "all")
         return trainer
