@@ -74,6 +74,7 @@ class ReplayTrainer(RayPPOTrainer):
         difference: the first one from the run, in words.
     """
 
+    trains_all = False  # the run may have been ended before
     files: Sequence[Path] = ()
     independent = False
     recorded: Path | None = None

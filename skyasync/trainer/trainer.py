@@ -123,6 +123,8 @@ class RayPPOTrainer(AlgorithmHooks):
     #: Engines that compute on the policy's devices between its training steps, with requests in flight: "all" of them,
     #: or "hybrid" ones next to others.
     shares_devices: str = ""
+    #: ``train`` ends with the last prompt: a warning says if it ended before.
+    trains_all: ClassVar[bool] = True
     #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
     reads: ClassVar[tuple[str, ...]] = ()
 
@@ -316,6 +318,9 @@ class RayPPOTrainer(AlgorithmHooks):
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
         self._check_running("train_on")
+        if self.global_step == self.context.phases.step:
+            message = "%s.train trains on without end_step: step %d is not logged, evaluated or saved"
+            log.warning(message, type(self).__name__, self.global_step)
         with self.timed("train"):
             await self.weight_updates.offload_engines()
             self.checkpointer.between_steps = False
@@ -534,6 +539,9 @@ class RayPPOTrainer(AlgorithmHooks):
             steps = trainer.max_training_steps
             if self.global_step < steps and not context.length.batches_left:
                 log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
+            elif self.trains_all and self.global_step < self.total_steps and not context.stop_reason:
+                name, done, total = type(self).__name__, self.global_step, self.total_steps
+                log.warning("%s.train has ended with step %d of %d: prompts are left", name, done, total)
             exports = {POLICY: trainer.export_path}
             if ROLES[CRITIC_ROLE].enabled_if(self.cfg):
                 exports[CRITIC_ROLE] = trainer.critic.export_path

@@ -211,3 +211,41 @@ def test_a_second_cancellation_ends_the_update_too(tmp_path):
     run_virtual(scenario())
     assert run.dispatch.cancelled == 1
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- plans that lack a step
+
+
+class WithoutEndStep(RayPPOTrainer):
+    async def train(self):
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                await self.train_on(await self.generate(prompts))
+                await self.sync_policy_weights_to_inference_engines()
+
+
+class EndsEarly(RayPPOTrainer):
+    async def train(self):
+        async with self.running():
+            for prompts in self.remaining_prompts():
+                status = await self.train_on(await self.generate(prompts))
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+                return
+
+
+def test_a_plan_that_never_ends_a_step_is_told_what_it_lacks(caplog):
+    make_run(WithoutEndStep, prompts=12).train()
+    message = "WithoutEndStep.train trains on without end_step: step 1 is not logged, evaluated or saved"
+    assert [record.message for record in caplog.records if "end_step" in record.message] == [message]
+
+
+def test_a_plan_that_ends_before_its_prompts_does_not_seem_to_have_trained_them(caplog):
+    make_run(EndsEarly, prompts=12).train()
+    assert "EndsEarly.train has ended with step 1 of 3: prompts are left" in caplog.text
+
+
+@every_plan
+def test_a_plan_that_trains_all_causes_no_warning(plan, caplog):
+    make_run(plan, prompts=10).train()
+    assert "has ended with step" not in caplog.text and "end_step" not in caplog.text
