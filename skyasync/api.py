@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import yaml
 
 from skyasync.cli.train import configuration
 from skyasync.config.keys import Keys
+from skyasync.config.load import RECIPE, origins
 from skyasync.config.schema import Config
 from skyasync.config.values import dotted
 from skyasync.envs import ENVS
@@ -123,7 +125,7 @@ def train(
         run_dir=folder.path,
         model=experiment.exported,
         report=report if report.is_file() else None,
-        settings=dict(settings or {}),
+        settings={**_of_recipe(cfg), **(settings or {})},
     )
 
 
@@ -152,7 +154,7 @@ class TrainResult:
         run_dir: the run's folder.
         model: the trained policy, a Hugging Face folder.
         report: the page about the run; None without ``trainer.report``.
-        settings: those that the run was given.
+        settings: those that the run was given, and those of the tiny example if it was that.
     """
 
     metrics: dict[str, float] = field(repr=False)
@@ -323,6 +325,11 @@ def _named(stack: ExitStack, registry: Registry, part: object) -> str:
     return name
 
 
+def _of_recipe(cfg: Config) -> dict[str, Any]:
+    """The settings of the tiny example, if the run is that."""
+    return {key: attrgetter(key)(cfg) for key, origin in origins(cfg).items() if origin == RECIPE and key != MODEL}
+
+
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values; a mapping that is no group of settings is a value."""
     return dotted(settings, lambda path, group: path in Keys.of(Config).groups)
@@ -331,7 +338,7 @@ def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _text(key: str, value: object) -> str:
     """A value as the command line takes it."""
     if isinstance(value, str | Path):
-        return str(value)
+        return str(value) or '""'
     try:
         text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
     except yaml.representer.RepresenterError:

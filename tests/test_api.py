@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from skyasync import EarlyStopping, TrainResult, UserError, evaluate, rollouts, train
-from skyasync.api import EVALUATION, _configured
+from skyasync.api import EVALUATION, _configured, _of_recipe
+from skyasync.cli.train import configuration
 from skyasync.registry import user_parts
 from skyasync.run.experiment import BasePPOExp
 
@@ -81,6 +82,23 @@ def test_the_engine_of_a_run_is_made_again_from_its_own_settings_alone(monkeypat
     asked = _asked_of_engines(monkeypatch, settings, ["1+1"])
     fixed = {"generator.eval_n_samples_per_prompt": 1, "trainer.algorithm.off_policy_correction": "none"}
     assert asked == kept | fixed
+
+
+def test_empty_text_is_a_value() -> None:
+    with _configured(None, {}, None, None, {}, {"data.system_prompt": "", "environment.env_config": {"a": ""}}) as (
+        cfg,
+        _,
+    ):
+        assert cfg.data.system_prompt == "" and cfg.environment.env_config == {"a": ""}
+
+
+def test_the_engine_of_the_tiny_example_samples_as_its_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**_of_recipe(configuration([])), "generator": {"sampling_params": {"max_generate_length": 12}}}
+    asked = _asked_of_engines(monkeypatch, settings, ["Sort: 21"])
+    assert asked["generator.sampling_params.max_generate_length"] == 12
+    assert asked["generator.eval_sampling_params.temperature"] is None, "as in training"
+    assert asked["trainer.max_prompt_length"] == 32
+    assert _of_recipe(configuration(["trainer.policy.model.path=owner/model", "data.train_data=rows.jsonl"])) == {}
 
 
 def test_a_prompt_that_the_run_would_leave_out_is_an_error_and_moves_no_other_response(
