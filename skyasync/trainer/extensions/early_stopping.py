@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import isnan, nan
 from typing import Any, Literal
 
-from skyasync.callbacks import TrainerCallback, Watched
+from skyasync.callbacks import Answer, TrainerCallback, Watched
 from skyasync.errors import UserError
 from skyasync.trainer.extensions import nearest_metric
 
@@ -34,6 +34,11 @@ class EarlyStopping(TrainerCallback):
         self._best: float | None = None
         self._waited = 0
         self._seen = False
+
+    def on_start(self, trainer: Watched) -> Answer:
+        if self._metric.startswith("eval/") and not trainer.eval_dataset:
+            raise UserError(f"EarlyStopping: {self._metric} needs held-out prompts: set data.val_data or data.val_sets")
+        return super().on_start(trainer)
 
     def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> None:
         if self._metric.startswith("eval/"):

@@ -350,6 +350,13 @@ def test_early_stopping_on_a_metric_that_there_is_not_names_the_nearest() -> Non
         run.train()
 
 
+def test_early_stopping_on_an_evaluation_that_there_is_not_is_an_error_at_the_start() -> None:
+    run = make_run(RayPPOTrainer, callbacks=[EarlyStopping("eval/score")])
+    with pytest.raises(UserError, match=r"^EarlyStopping: eval/score needs held-out prompts: set data\.val_data or "):
+        run.train()
+    assert run.trained == []
+
+
 @pytest.mark.parametrize(
     "arguments, problem",
     [({"mode": "most"}, "mode='most' must be 'max' or 'min'"), ({"patience": 0}, "patience=0 must be at least 1")],
