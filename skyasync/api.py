@@ -149,7 +149,7 @@ class TrainResult:
     """The result of a run.
 
     Args:
-        metrics: of the last step.
+        metrics: the newest value of every metric.
         history: one row per step, with ``step`` and ``time``.
         run_dir: the run's folder.
         model: the trained policy, a Hugging Face folder.
