@@ -295,3 +295,20 @@ def test_a_recipe_with_a_critic_keeps_it(tmp_path: Path) -> None:
         "trainer.critic.warmup_steps": 10,
     }  # fmt: skip
     assert {path: found.get(path) for path in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt", "response"),
+    [
+        (["--prompt_max_len", "512", "--generate_max_len", "8000"], 512, 8000),
+        (["--generate_max_len", "8000"], 1024, 8000),
+        (["--prompt_max_len", "512"], 512, 1024),
+        (["--max_len", "3072", "--max_new_tokens", "1024"], 2048, 1024),
+        (["--max_len", "3072", "--prompt_max_len", "512"], 512, 2560),
+    ],
+)
+def test_lengths_of_earlier_releases_are_limits_of_their_own(words: list[str], prompt: int, response: int) -> None:
+    found = {"trainer.max_prompt_length": 512, **of(*words, system="openrlhf")}
+    assert found["trainer.max_prompt_length"] == prompt
+    assert found["generator.sampling_params.max_generate_length"] == response
+    assert found.get("generator.max_model_len") == (3072 if "--max_len" in words else None)

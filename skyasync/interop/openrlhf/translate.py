@@ -34,10 +34,14 @@ def finish(draft: Draft) -> None:
     if draft.value(f"{A}policy_loss_type") == "gspo":
         draft.put(f"{A}loss_reduction", "sequence_mean", "actor.policy_loss_type", "policy_loss_type")
     draft.set_kl(bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef"))
-    total = draft.theirs("data.max_len", "max_len")
-    response = draft.theirs("rollout.max_new_tokens", "max_new_tokens")
-    if isinstance(total, int):  # their limit counts prompt and response together
-        names, prompt = draft.named("data.max_len", "max_len"), "trainer.max_prompt_length"
+    total, names = draft.theirs("data.max_len", "max_len"), draft.named("data.max_len", "max_len")
+    response, prompt = draft.theirs("rollout.max_new_tokens", "max_new_tokens"), "trainer.max_prompt_length"
+    if not names and draft.named("prompt_max_len", "generate_max_len"):  # earlier releases, without a limit of both
+        draft.ours.pop("generator.max_model_len", None)
+        for path in (prompt, f"{SAMPLING}.max_generate_length"):
+            if path not in draft.ours:
+                draft.put(path, 1024)
+    elif isinstance(total, int):  # their limit counts prompt and response together
         if isinstance(response, int) and "prompt_max_len" not in draft.given:
             draft.put(prompt, total - response, *names)
         elif response is None and total > draft.number(prompt):
