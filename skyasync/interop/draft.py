@@ -103,6 +103,11 @@ class Draft:
             if not any(name in other.theirs for other in self.ours.values()):
                 self.left[name] = why or "it has no effect here next to the other settings"
 
+    def drop_group(self, prefix: str, why: str) -> None:
+        """``drop`` for every key of ours that begins so."""
+        for path in [path for path in self.ours if path.startswith(prefix)]:
+            self.drop(path, why)
+
     def context(self) -> ConversionContext:
         """What conversions may depend on."""
         ours = {path: setting.value for path, setting in self.ours.items()}

@@ -15,7 +15,7 @@ import yaml
 from skyasync.config.values import Value, escape, written
 from skyasync.errors import UserError, unknown
 from skyasync.interop.conversion import BATCH
-from skyasync.interop.draft import MINI, PLACEMENT, PLAN, Draft, DraftSetting, begin
+from skyasync.interop.draft import MINI, PLACEMENT, PLAN, SAMPLING, A, Draft, DraftSetting, begin
 from skyasync.interop.recipe import SourceRecipe, detect, read_recipe
 from skyasync.interop.system import systems
 
@@ -95,6 +95,9 @@ def _finish(draft: Draft) -> None:
         draft.drop(size, f"with {PLACEMENT}colocate_all each engine has one GPU: {engines}={whole}")
     if draft.value(PLAN) != "sync" and draft.value(f"{PLACEMENT}colocate_all"):
         draft.drop(f"{PLACEMENT}colocate_all", f"plan {draft.value(PLAN)}: engines and policy work at once")
+    length, end = (f"{A}overlong_buffer.{name}" for name in ("len", "max_len"))
+    if draft.number(length) and end not in draft.ours:  # complete at the longest response, as in all of them
+        draft.put(end, int(draft.number(f"{SAMPLING}.max_generate_length")), *draft.origin(length))
     # A cosine that ends at a share of its rate has a name of its own.
     for section in ("policy", "critic"):
         name, options = (f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs"))

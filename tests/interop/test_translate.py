@@ -312,3 +312,19 @@ def test_lengths_of_earlier_releases_are_limits_of_their_own(words: list[str], p
     assert found["trainer.max_prompt_length"] == prompt
     assert found["generator.sampling_params.max_generate_length"] == response
     assert found.get("generator.max_model_len") == (3072 if "--max_len" in words else None)
+
+
+OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg."
+
+
+def test_a_penalty_counts_if_it_is_on_and_is_complete_at_the_longest_response() -> None:
+    words = [f"{OVERLONG}len=64", f"{OVERLONG}penalty_factor=0.5", "data.max_response_length=512"]
+    on = of(*words, f"{OVERLONG}enable=True", system="verl")
+    buffer = f"{A}overlong_buffer."
+    assert (on[f"{buffer}len"], on[f"{buffer}max_len"], on[f"{buffer}penalty_factor"]) == (64, 512, 0.5)
+    off = of(*words, f"{OVERLONG}enable=False", system="verl")
+    assert [path for path in off if path.startswith(buffer)] == []
+    older = of("reward_model.overlong_buffer.len=64", "reward_model.overlong_buffer.enable=True", system="verl")
+    assert older[f"{buffer}len"] == 64
+    given = of("--reward.overlong_buffer_len", "64", "--rollout.max_new_tokens", "300", system="openrlhf")
+    assert (given[f"{buffer}len"], given[f"{buffer}max_len"]) == (64, 300)

@@ -45,6 +45,9 @@ def finish(draft: Draft) -> None:
         if draft.value(reduction) != "sequence_mean":
             draft.drop(reduction, f"not for the policy's loss there: {mode} decides")
             draft.put(reduction, "sequence_mean", mode)
+    for name in [name for name in draft.given if re.search(r"overlong_buffer(_cfg)?\.enable$", name)]:
+        if not draft.given[name]:
+            draft.drop_group(f"{A}overlong_buffer.", f"it has no effect there with {name}=false")
     rewards = "environment.reward_funcs"
     for name in [name for name in draft.given if name.endswith(_FUNCTION)]:
         if rewards in draft.ours:
