@@ -51,7 +51,8 @@ def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[s
     Raises:
         NoCounterpartError: if the value has none.
     """
-    alias = None if isinstance(value, list | dict) else row.aliases.get(written(value), row.aliases.get("*"))
+    whole = isinstance(value, list | dict) and value  # which no alias spells
+    alias = None if whole else row.aliases.get(written(value), row.aliases.get("*"))
     if alias == "~":
         return None
     if alias == "-" or row.kind != "key":

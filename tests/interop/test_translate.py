@@ -328,3 +328,33 @@ def test_a_penalty_counts_if_it_is_on_and_is_complete_at_the_longest_response() 
     assert older[f"{buffer}len"] == 64
     given = of("--reward.overlong_buffer_len", "64", "--rollout.max_new_tokens", "300", system="openrlhf")
     assert (given[f"{buffer}len"], given[f"{buffer}max_len"]) == (64, 300)
+
+
+@pytest.mark.parametrize(
+    ("words", "system", "expected"),
+    [
+        (["actor.use_lora=false", "actor.lora_rank=16"], "areal", {"trainer.policy.lora.rank": None}),
+        (["actor.use_lora=true"], "areal",
+         {"trainer.policy.lora.rank": 32, "trainer.policy.lora.target_modules": None}),
+        (["actor.use_lora=true", "actor.lora_rank=8"], "areal", {"trainer.policy.lora.rank": 8}),
+        (["actor.overlong_tokens=64"], "areal", {f"{A}overlong_buffer.len": None}),
+        (["actor.overlong_tokens=64", "actor.overlong_reward_penalty=true", "gconfig.max_new_tokens=300"], "areal",
+         {f"{A}overlong_buffer.len": 64, f"{A}overlong_buffer.max_len": 300}),
+        (["eval_gconfig.greedy=true", "eval_gconfig.temperature=1.0"], "areal",
+         {"generator.eval_sampling_params.temperature": 0}),
+        (["eval_gconfig.greedy=true"], "areal", {"generator.eval_sampling_params.temperature": 0}),
+        (["--lora_r", "16"], "trl", {"trainer.policy.lora.rank": None}),
+        (["--lora_r", "16", "--use_peft"], "trl", {"trainer.policy.lora.rank": 16}),
+        (["pg_clip=0.1", "pg_clip_high=0.28"], "roll", {f"{A}eps_clip_low": 0.1, f"{A}eps_clip_high": 0.1}),
+        (["pg_clip=0.1", "pg_clip_high=0.28", "use_pg_clip_range=true"], "roll", {f"{A}eps_clip_high": 0.28}),
+    ],
+)  # fmt: skip
+def test_a_key_counts_if_its_switch_is_on(words: list[str], system: str, expected: dict[str, object]) -> None:
+    found = of(*words, system=system)
+    assert {path: found.get(path) for path in expected} == expected
+
+
+def test_a_trl_run_evaluates_with_the_sampling_of_training() -> None:
+    found = of("--num_generations", "6", "--temperature", "0.9", system="trl")
+    assert found["generator.eval_sampling_params.temperature"] is None
+    assert found["generator.eval_n_samples_per_prompt"] == 6

@@ -64,7 +64,7 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def finish(draft: Draft) -> None:
-    """Rewards' norms, and what its workflow and its evaluation bring."""
+    """Rewards' norms, adapters and penalties that are on, and what its workflow and its evaluation bring."""
     norms = [f"{A}reward_norm_{end}" for end in ("mean", "std")]
     if not any(name.startswith("actor.reward_norm") and draft.given[name] is not None for name in draft.given):
         for path in norms:
@@ -73,7 +73,14 @@ def finish(draft: Draft) -> None:
     if draft.value(f"{A}advantage_estimator") == "rloo":
         for path in norms:
             draft.drop(path, "the estimator rloo")
-    if "eval_gconfig.temperature" not in draft.given:
+    rank = "trainer.policy.lora.rank"
+    if not draft.theirs("actor.use_lora"):
+        draft.drop_group("trainer.policy.lora.", "it has no effect there without actor.use_lora")
+    elif rank not in draft.ours:
+        draft.put(rank, 32, "actor.use_lora")
+    if not draft.theirs("actor.overlong_reward_penalty"):
+        draft.drop_group(f"{A}overlong_buffer.", "it has no effect there without actor.overlong_reward_penalty")
+    if not draft.named("eval_gconfig.temperature") and not draft.theirs("eval_gconfig.greedy"):
         draft.put("generator.eval_sampling_params.temperature", None)  # as in training
     for key, split in (("train_data", "train"), ("val_data", "test")):
         sources = draft.value(f"data.{key}")

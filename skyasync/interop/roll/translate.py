@@ -61,6 +61,9 @@ def finish(draft: Draft) -> None:
         # Its estimator alone compares nothing: groups are compared by the norms of rewards.
         draft.put(_ESTIMATOR, "normalized", *draft.named("adv_estimator"))
         _without_norms(draft)
+    if not draft.theirs("use_pg_clip_range"):
+        for end in ("low", "high"):
+            draft.set_one_of(f"{A}eps_clip_{end}", "pg_clip")
     draft.set_staleness("async_generation_ratio")
     if draft.value(PLAN) == "fully_async":
         draft.put("trainer.eval_mode", "pause")  # as its validation does

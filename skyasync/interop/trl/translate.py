@@ -20,7 +20,7 @@ CONVERSIONS: dict[str, Conversion] = {"rewards": _rewards}
 
 
 def finish(draft: Draft) -> None:
-    """Batches from per-device sizes, the loss's reduction, what scales rewards, names of data sets, other trainers."""
+    """Batches from per-device sizes, the loss's reduction, what scales rewards, evaluation, other trainers."""
     loss = draft.theirs("loss_type")
     if draft.theirs("importance_sampling_level") == "sequence":
         draft.put(f"{A}policy_loss_type", "gspo", "importance_sampling_level", "loss_type")
@@ -28,8 +28,14 @@ def finish(draft: Draft) -> None:
         for name, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
             if f"trainer.policy.lora.{name}" not in draft.ours:
                 draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
+    else:
+        draft.drop_group("trainer.policy.lora.", "it has no effect there without use_peft")
     if re.search(r"RLOO|\brloo\b", draft.recipe.command):
         _rloo(draft)
+    samples = "generator.eval_n_samples_per_prompt"  # evaluation samples as training does
+    if samples not in draft.ours:
+        draft.put(samples, draft.value(N), *draft.origin(N))
+    draft.put("generator.eval_sampling_params.temperature", None)
     if "Async" in draft.recipe.command:
         draft.put(PLAN, "fully_async")
         draft.put("generator.backend", "vllm")
