@@ -35,6 +35,7 @@ from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
 from skyasync.models.images import images_of, reads_images
+from skyasync.rollout.generator_api import request_seed
 from skyasync.rollout.types import TrajectoryId, action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
@@ -66,7 +67,9 @@ class Session:
     def __init__(
         self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None, reads_behaviour: str = ""
     ) -> None:
-        self.identity, self.sampling, self.affinity = identity, sampling, affinity or str(identity)
+        # The run's seed: other samples of the prompt have the same, and a request may set one of its own.
+        self._seed, self.sampling = sampling.seed, replace(sampling, seed=None)
+        self.identity, self.affinity = identity, affinity or str(identity)
         self.reads_behaviour = reads_behaviour
         self.api_key = secrets.token_urlsafe(32)
         self.recorder = Recorder()
@@ -86,17 +89,14 @@ class Session:
         most = min(sampling.max_tokens, capacity)
         sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         first, self._requests = self._requests, self._requests + request.choices
-        seeds = [None if sampling.seed is None else (sampling.seed + i) % 2**62 for i in range(request.choices)]
-        return [
-            GenerationRequest(
-                request_id=f"{self.identity}-c{first + choice}",
-                prompt_token_ids=prompt,
-                sampling=sampling if seed is None else replace(sampling, seed=seed),
-                session_id=self.affinity,
-                images=images_of(request.messages),
-            )
-            for choice, seed in enumerate(seeds)
-        ]
+        requests = []
+        for choice in range(request.choices):
+            name = f"{self.identity}-c{first + choice}"
+            own = request_seed(self._seed, name) if sampling.seed is None else (sampling.seed + choice) % 2**62
+            each = sampling if own is None else replace(sampling, seed=own)
+            shown = images_of(request.messages)
+            requests.append(GenerationRequest(name, prompt, each, session_id=self.affinity, images=shown))
+        return requests
 
     def reads(self, size: int | None) -> AbstractAsyncContextManager[object]:
         """Held while a request of ``size`` bytes (None: unknown) is read. Long requests are read one at a time."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,12 @@ from skyasync.agents.calls import MOST_BYTES
 from skyasync.agents.recorder import sequences
 from skyasync.agents.server import Endpoint
 from skyasync.inference.client import InferenceClient
-from skyasync.rollout.types import Segment
+from skyasync.rollout.generator_api import request_seed
+from skyasync.rollout.types import PromptId, Segment, TrajectoryId
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.agents.endpoints import (
+    DEFAULTS,
     EPISODE,
     HELLO,
     MAX_MODEL_LEN,
@@ -46,6 +49,24 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def real(model: str, tokenizer: Any) -> AsyncIterator[SimpleNamespace]:
     async with real_endpoint(model, tokenizer) as found:
         yield found
+
+
+async def test_the_runs_seed_draws_every_answer_by_its_own_name_and_a_requests_seed_as_it_says(tokenizer: Any) -> None:
+    engine = Scripted(tokenizer, *["a"] * 6)
+    endpoint, seeded = Endpoint(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN), replace(DEFAULTS, seed=7)
+    await endpoint.start()
+    for repetition in range(2):
+        async with endpoint.session(TrajectoryId(PromptId(0, 3), repetition), seeded) as session:
+            client = openai.AsyncOpenAI(base_url=url(endpoint), api_key=session.api_key)
+            await chat(client, HELLO)
+            await chat(client, HELLO)
+            await chat(client, HELLO, seed=5)
+            await client.close()
+    await endpoint.close()
+    seeds = [request.sampling.seed for request in engine.requests]
+    assert seeds[2] == seeds[5] == 5
+    assert len(set(seeds)) == 5, "samples of a prompt, and the calls of each, are drawn independently"
+    assert seeds[0] == request_seed(7, "e0-i3-r0-c0"), "and the same in every run"
 
 
 async def test_a_conversation_is_recorded_as_computed_also_across_a_weight_update(real: Any) -> None:
