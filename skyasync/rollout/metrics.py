@@ -46,7 +46,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             domains.setdefault(str(domain), []).append(group)
     by_domain: dict[str, float] = {}
     for domain, own in sorted(domains.items()):
-        by_domain[f"reward/mean/{domain}"] = fmean(r for group in own for r in group.rewards)
+        if earned := [reward for group in own for reward in group.rewards]:
+            by_domain[f"reward/mean/{domain}"] = fmean(earned)
         by_domain[f"reward/mixed_groups/{domain}"] = fmean(len(set(group.rewards)) > 1 for group in own)
         by_domain[f"reward/prompts/{domain}"] = len(own) / len(groups)
     return {

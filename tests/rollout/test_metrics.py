@@ -87,6 +87,14 @@ def test_rewards_are_told_per_domain_as_well():
     }  # fmt: skip
 
 
+def test_a_domain_whose_episodes_all_failed_has_no_mean_reward():
+    failed = trajectory(row=1, stop="abort")
+    failed.metrics = {"given_up": 1.0}
+    metrics = rollout_metrics([group(1.0), Group(prompt(1, domain="code"), [failed])])
+    assert metrics["reward/prompts/code"] == 0.5 and "reward/mean/code" not in metrics
+    assert metrics["env/given_up"] == 1.0
+
+
 def test_in_evaluation_the_reward_is_the_score():
     names = ("reward/mean", "reward/mean/sums", "reward/mean_other", "reward/std", "env/exact_match")
     assert [eval_name(name) for name in names] == [
