@@ -2,6 +2,7 @@
 
 import asyncio
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 
@@ -216,6 +217,16 @@ async def test_no_sequence_exceeds_max_model_len():
 
 
 @virtual_time
+async def test_the_least_length_of_a_response_fits_in_what_is_free():
+    asked = prompts(Once, 1)
+    length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
+    engine = ScriptedEngine(lambda _: "yes")
+    longer = [replace(each, sampling=replace(each.sampling, min_tokens=30)) for each in requests(asked)]
+    await groups(generator(engine, max_model_len=length + 20), longer)
+    (sent,) = engine.requests
+    assert sent.sampling.min_tokens == sent.sampling.max_tokens == 20, "vLLM and SGLang reject a larger one"
+
+
 async def test_a_prompt_that_is_too_long_is_rejected_with_its_name_and_the_keys():
     asked = prompts(Once, 1)
     length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
