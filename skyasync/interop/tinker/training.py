@@ -44,11 +44,12 @@ _RANGES = {"learning_rate": (0, 1e6), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1
 
 
 class RequestOutcome(NamedTuple):
-    """What a request has come to. ``state``: the model's state must be saved with it."""
+    """What a request has come to. ``state``: the model's state must be saved with it; not ``ok``: it is an error."""
 
     result: bytes
     checkpoint: Checkpoint | None = None
     state: bool = False
+    ok: bool = True
 
 
 class TrainingQueue:
@@ -152,7 +153,7 @@ class TrainingQueue:
             self._store.finish(request, model, json.dumps(failure).encode(), ok=False)
             return
         obsolete = self._store.finish(
-            request, model, outcome.result, ok=True, state=state, checkpoint=outcome.checkpoint
+            request, model, outcome.result, ok=outcome.ok, state=state, checkpoint=outcome.checkpoint
         )
         if obsolete:
             shutil.rmtree(obsolete, ignore_errors=True)
@@ -197,7 +198,8 @@ class TrainingQueue:
         async with dispatch.transfer.changing():
             metrics = (await dispatch.call(POLICY, "adam_step", adam))[0]
         if problem := metrics.pop("problem", ""):
-            raise UserError(f"there was no step, and the gradient is dropped: {problem}")
+            failure = {"error": f"there was no step, and the gradient is dropped: {problem}", "category": "user"}
+            return _json(failure)._replace(ok=False, state=True)  # else the gradient would come back with a new rank
         named = {"grad_norm:mean": metrics["grad_norm"]} if metrics else {}
         return _json({"metrics": named, "type": "optim_step"})
 

@@ -2,7 +2,7 @@
 
 ``PolicyTurns`` decides who computes with the policy: one model at a time, also across the loss of a rank. Invariant:
 inside ``run`` the policy has the model's adapters as they are after its last finished request, whatever has failed
-before: new ranks load the model's last state, and repeat what has been done since.
+before: new ranks, and those in which a request has failed, load the model's last state and repeat what was done since.
 
 | who waits      | for what                        | woken by                                          |
 |----------------|---------------------------------|---------------------------------------------------|
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from skyasync.errors import UserError
 from skyasync.interop.tinker.losses import LossBatch, SummedLoss
 from skyasync.models.backend import LOGPROBS, MODEL, OutputRequest, SaveResult, Totals
 from skyasync.models.batch import UpdateBatch
@@ -85,8 +86,8 @@ class MultiAdapterWorker(PolicyWorker):
 
     def load_adapters(self, folder: str, optimizer: bool) -> None:
         """What ``save`` wrote, into the active model."""
-        self.backend.drop_gradient()
         self.load(folder)
+        self.backend.drop_gradient()
         if not optimizer:
             self._fsdp.optimizer.state.clear()
             self._fsdp.step = 0
@@ -124,6 +125,7 @@ class AdapterState:
     optimizer: list[dict[str, Any]]
     totals: Totals
     step: int
+    passes: int
 
 
 def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
@@ -140,6 +142,7 @@ def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
         [steps.pop(p, {}) for p in parameters],
         part.totals,
         backend.step,
+        backend.passes,
     )
     backend.drop_gradient()
     backend.step = 0
@@ -150,7 +153,7 @@ def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
             parameter.grad = gradient
             if own:
                 steps[parameter] = own
-        part.totals, backend.step = state.totals, state.step
+        part.totals, backend.step, backend.passes = state.totals, state.step, state.passes
     return taken
 
 
@@ -200,8 +203,11 @@ class PolicyTurns:
                     try:
                         await self._activate(model)
                         return await work(self.dispatch)
-                    except Exception:
+                    except Exception as error:
                         if (lost := self.dispatch.lost) is None:
+                            if not isinstance(error, UserError):  # it may have changed a part of the model
+                                self._resident.discard(model)
+                                self._active = BASE
                             raise
                 try:
                     self.dispatch = await self._replace(*lost)

@@ -113,7 +113,7 @@ class FSDPBackend(ModelBackend):
             self.dtype = attrgetter(spec.dtype)(torch)
         self.trained: dict[str, TrainedPart] = {}
         self._offloaded = OffloadBuffers()
-        self._passes = 0  # of forward_backward since the last optimizer step
+        self.passes = 0  # of forward_backward since the last optimizer step
         self._checked_replicas = False  # the ranks of the tensor dimension had equal gradients
         self._problem: str | None = None  # of the current gradient; None: not examined
         self._metrics: dict[str, dict[str, float]] = {}  # of the current gradient
@@ -345,10 +345,10 @@ class FSDPBackend(ModelBackend):
     def forward_backward(self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()) -> dict[str, Tensor]:
         whole = {name: torch.zeros(batch.tokens.shape) for name in returns}
         dropout: AbstractContextManager[None] = nullcontext()
-        self._passes += 1
+        self.passes += 1
         if self.adapters:  # their dropout draws what a resumed run draws again
             group = self.ranks.rank // self.spec.mesh_shape.tensor  # ranks that split matrices drop the same inputs
-            seed = hash((self.spec.trainer.seed, self.step, self._passes, group))
+            seed = hash((self.spec.trainer.seed, self.step, self.passes, group))
             dropout = self.adapters.dropping(seed)
         with self._gathered(), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
@@ -428,10 +428,10 @@ class FSDPBackend(ModelBackend):
     def examine(self, scale: float = 1.0) -> str:
         if self._problem is None:
             problems: list[str] = []
-            if self.stage and self._passes:
+            if self.stage and self.passes:
                 self.stage.add_embedding_gradients()
             for name, part in self.trained.items():
-                if part.totals.sums or (self.stage and self._passes):  # the last stage has the totals
+                if part.totals.sums or (self.stage and self.passes):  # the last stage has the totals
                     problems += self._examine(name, part, scale)
             self._problem = "; ".join(problems)
         return self._problem
@@ -494,7 +494,7 @@ class FSDPBackend(ModelBackend):
     def drop_gradient(self) -> None:
         for part in self.trained.values():
             part.drop_gradient()  # gradients are as large as the weights: none stays until the next update
-        self._passes, self._problem, self._metrics = 0, None, {}
+        self.passes, self._problem, self._metrics = 0, None, {}
         if self.spec.trainer.placement.colocate_all and self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the engine that wakes on this GPU
 

@@ -59,6 +59,13 @@ def trained(model: str, seed: int, rows: list[Any], steps: int) -> Callable[[Any
     return lambda service: losses_of(service.create_lora_training_client(model, 4, seed).result(), rows, steps)
 
 
+def resumed(service: Any, name: str, requests: int) -> TrainingClient:
+    """A client of a model that has had so many requests, as the one whose server ended."""
+    client = TrainingClient(service.holder, 0, name, info=None)
+    client._request_id_counter = client._turn_counter = requests
+    return client
+
+
 async def test_gradients_add_up_until_the_step_and_its_settings_are_those_of_torch(model: str, tmp_path: Path) -> None:
     settings = {"learning_rate": 3e-2, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6, "weight_decay": 0.1}
     async with tinker_server(model, tmp_path) as up:
@@ -173,9 +180,7 @@ async def test_lost_ranks_and_a_new_server_change_nothing(model: str, tmp_path: 
 
             def go_on(service: Any) -> list[float]:
                 assert service.create_rest_client().get_training_run(name).result().lora_rank == 4
-                client = TrainingClient(service.holder, 0, name, info=None)
-                client._request_id_counter = client._turn_counter = 8  # as the client whose server ended
-                return losses_of(client, [FIRST], 1)
+                return losses_of(resumed(service, name, 8), [FIRST], 1)
 
             progress += await with_sdk(up.server, go_on)
     assert progress == whole
@@ -257,3 +262,73 @@ async def test_what_the_server_cannot_carry_out_is_left_to_the_next_one(model: s
         assert up.server._store.request(name).result is None
     async with tinker_server(model, tmp_path) as up:
         assert (await up.server._training.result(name, 60.0)).ok
+
+
+async def test_a_gradient_that_was_dropped_stays_dropped_in_a_new_server(model: str, tmp_path: Path) -> None:
+    async with tinker_server(model, tmp_path) as up:
+        whole = await with_sdk(up.server, trained(model, 1, [FIRST], 3))
+
+        def program(service: Any) -> tuple[str, list[float]]:
+            client = service.create_lora_training_client(model, rank=4, seed=1).result()
+            before = losses_of(client, [FIRST], 1)
+            bad = datum(5, 6, 7, logprobs=[-2000.0, -2000.0], advantages=[-1.0, -1.0])  # a ratio beyond float32
+            client.forward_backward([bad], "importance_sampling")
+            with pytest.raises(tinker.RequestFailedError, match="there was no step, and the gradient is dropped"):
+                client.optim_step(types.AdamParams(**ADAM)).result()
+            return client.model_id, before + losses_of(client, [FIRST], 1)
+
+        name, progress = await with_sdk(up.server, program)
+    async with tinker_server(model, tmp_path) as up:
+        progress += await with_sdk(up.server, lambda service: losses_of(resumed(service, name, 6), [FIRST], 1))
+    assert progress == whole
+
+
+@pytest.mark.parametrize("method", ["accumulate", "save"])
+async def test_a_request_that_fails_within_the_ranks_changes_nothing(
+    model: str, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that runs out after a part of the gradient; a disk that takes no state after the step."""
+    monkeypatch.setattr(training, "STEPS_PER_STATE", 2)
+    async with tinker_server(model, tmp_path) as up:
+        whole = await with_sdk(up.server, trained(model, 1, [FIRST], 3))
+        worker = up.dispatches[0]._policy
+        works = getattr(worker, method)
+
+        def fails(*args: Any) -> Any:
+            setattr(worker, method, works)
+            works(*args)
+            raise RuntimeError("there is no more room")
+
+        def program(service: Any) -> list[float]:
+            client = service.create_lora_training_client(model, rank=4, seed=1).result()
+            progress = losses_of(client, [FIRST], 1)
+            if method == "accumulate":
+                worker.accumulate = fails
+                with pytest.raises(tinker.RequestFailedError, match="no more room"):
+                    client.forward_backward([FIRST], "cross_entropy").result()
+                return progress + losses_of(client, [FIRST], 2)
+            future, worker.save = client.forward_backward([FIRST], "cross_entropy"), fails
+            progress += list(future.result().loss_fn_outputs[0]["logprobs"].data)
+            with pytest.raises(tinker.RequestFailedError, match="no more room"):
+                client.optim_step(types.AdamParams(**ADAM)).result()
+            same = client.forward([FIRST], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+            assert list(same) == progress[len(same) :], "there was no step"
+            client.optim_step(types.AdamParams(**ADAM)).result()
+            return progress + losses_of(client, [FIRST], 1)
+
+        assert await with_sdk(up.server, program) == whole
+
+
+async def test_passes_since_the_last_step_are_counted_for_each_model(model: str, tmp_path: Path) -> None:
+    """The stages of a pipeline decide by the count whether there is a gradient."""
+    async with tinker_server(model, tmp_path) as up:
+
+        def program(service: Any) -> None:
+            one, other = (service.create_lora_training_client(model, rank=4, seed=s).result() for s in (1, 2))
+            one.forward_backward([FIRST], "cross_entropy").result()
+            other.forward_backward([FIRST], "cross_entropy").result()
+            other.optim_step(types.AdamParams(**ADAM)).result()
+            one.forward([FIRST], "cross_entropy").result()
+
+        await with_sdk(up.server, program)
+        assert up.dispatches[0]._policy.backend.passes == 1
