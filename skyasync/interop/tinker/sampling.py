@@ -67,7 +67,7 @@ class SnapshotTurns:
         """Inside the engines hold it.
 
         Args:
-            snapshot: the path of a checkpoint; "" is the base model.
+            snapshot: the folder of a checkpoint; "" is the base model.
         """
         if snapshot == self.current and not self._waiting and not self._changing:
             self._users += 1
@@ -107,7 +107,7 @@ class SnapshotTurns:
         elif (checkpoint := self._store.checkpoint(snapshot)) is not None:
             number, call = checkpoint.number, ("show_adapters", checkpoint.folder)
         else:
-            raise UserError(f"there is no checkpoint {snapshot}: it has expired or was deleted")
+            raise UserError("the checkpoint of this sampler has expired or was deleted, or another one has its name")
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, *call)
         await self._weights.sync(number, self._paused)
@@ -116,6 +116,8 @@ class SnapshotTurns:
         """The same snapshot from new ranks: replacements of engines get it from there."""
         self._weights.restart(dispatch)
         if self.current is not None:
+            if not self._users and self._store.checkpoint(self.current) is None:
+                self.current = BASE  # its checkpoint was deleted
             await self.load(self.current, dispatch)
 
     @asynccontextmanager

@@ -309,16 +309,18 @@ class TinkerServer:
     def _sampled_checkpoint(self, path: str | None) -> str:
         if not path:
             return BASE
-        if self._known_checkpoint(path).kind == "external_weights":
+        checkpoint = self._known_checkpoint(path)
+        if checkpoint.kind == "external_weights":
             raise RequestError(f"{path} is for other programs: sample from weights or sampler_weights")
-        return path
+        return checkpoint.folder
 
     async def _sampler(self, request: web.Request) -> web.Response:
         sampler = request.match_info["sampler"]
         if (snapshot := self._store.snapshot(sampler)) is None:
             raise RequestError(f"there is no sampler {sampler}", status=404)
+        checkpoint = self._store.checkpoint(snapshot) if snapshot else None
         answer = {"sampler_id": sampler, "base_model": self._base_model}
-        return web.json_response({**answer, "model_path": snapshot or None})
+        return web.json_response({**answer, "model_path": checkpoint.path if checkpoint else None})
 
     async def _sample(self, request: web.Request) -> web.Response:
         body = await _parsed(request, types.SampleRequest)

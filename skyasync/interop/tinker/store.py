@@ -65,6 +65,7 @@ class Store:
         self._database.row_factory = sqlite3.Row
         self._database.execute("pragma journal_mode=wal")
         self._database.executescript(SCHEMA)
+        self._version = 0  # the last one given to a checkpoint by this server
 
     def close(self) -> None:
         self._database.close()
@@ -86,14 +87,14 @@ class Store:
         return {row["id"]: json.loads(row["about"]) for row in self._rows("select * from sessions order by rowid desc")}
 
     def add_sampler(self, sampler: str, session: str, number: int, snapshot: str) -> None:
-        """Args: snapshot: the path of its checkpoint; "" samples from the base model."""
+        """Args: snapshot: the folder of its checkpoint; "" samples from the base model."""
         self._write("insert or ignore into samplers values (?, ?, ?, ?)", sampler, session, number, snapshot)
 
     def samplers(self, session: str) -> list[str]:
         return [row["id"] for row in self._rows("select id from samplers where session = ?", session)]
 
     def snapshot(self, sampler: str) -> str | None:
-        """The path of a sampler's checkpoint; None if there is no such sampler."""
+        """The folder of a sampler's checkpoint; None if there is no such sampler."""
         rows = self._rows("select snapshot from samplers where id = ?", sampler)
         return rows[0]["snapshot"] if rows else None
 
@@ -173,14 +174,17 @@ class Store:
     # ---------------------------------------------------------------- checkpoints
 
     def next_version(self) -> int:
-        [(number,)] = self._rows("select coalesce(max(number), 0) + 1 from checkpoints")
-        return int(number)
+        """Never the same one twice, also after checkpoints were removed: engines may still hold their weights."""
+        [(number,)] = self._rows("select coalesce(max(number), 0) from checkpoints")
+        self._version = max(self._version, int(number)) + 1
+        return self._version
 
     def expire(self, path: str, expires: float | None) -> None:
         self._write("update checkpoints set expires = ? where path = ?", expires, path)
 
-    def checkpoint(self, path: str) -> Checkpoint | None:
-        return next((each for each in self.checkpoints() if each.path == path), None)
+    def checkpoint(self, name: str) -> Checkpoint | None:
+        """By its path, or by its folder, which no other one has if it is replaced by one of the same path."""
+        return next((each for each in self.checkpoints() if name in (each.path, each.folder)), None)
 
     def checkpoints(self, model: str = "", *, named: bool | None = None) -> list[Checkpoint]:
         """Those that have not expired, the oldest first; the files of others are removed."""

@@ -236,7 +236,7 @@ class TrainingQueue:
             row = self._store.model(model)
             assert row is not None
             answer["sampling_session_id"] = f"{row['session']}:sample:{number}"
-            self._store.add_sampler(answer["sampling_session_id"], row["session"], number, checkpoint.path)
+            self._store.add_sampler(answer["sampling_session_id"], row["session"], number, checkpoint.folder)
         return _json({**answer, "type": "save_weights_for_sampler"})._replace(checkpoint=checkpoint)
 
     async def _save_external(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:

@@ -17,7 +17,7 @@ from tinker import types
 
 from skyasync.interop.tinker import training, worker
 from tests.inference.tiny_llama import EOS, save_tiny_llama
-from tests.interop.tinker.local_server import tinker_server, with_sdk
+from tests.interop.tinker.local_server import KEY, tinker_server, with_sdk
 from tests.interop.tinker.test_training import ADAM, FIRST, losses_of
 
 pytestmark = pytest.mark.slow
@@ -218,3 +218,51 @@ async def test_ranks_that_are_lost_while_no_request_needs_them_are_replaced(
         async with asyncio.timeout(60):
             await replaced.wait()
         assert len(up.dispatches) == 2
+
+
+async def test_a_name_that_is_used_again_is_another_snapshot(model: str, tmp_path: Path) -> None:
+    """``overwrite``, and a checkpoint that is deleted and saved again: the engines still hold the first."""
+    async with tinker_server(model, tmp_path) as up:
+        tokens = types.ModelInput.from_ints(PROMPT)
+
+        def program(service: Any) -> None:
+            client = service.create_lora_training_client(model, rank=4, seed=1).result()
+            rest = tinker.RestClient(base_url=up.server.base_url, api_key=KEY)
+
+            def saved(kind: str) -> str:
+                if kind == "weights":
+                    return client.save_state("latest", overwrite=True).result().path
+                return client.save_weights_for_sampler("best").result().path
+
+            for kind in ("weights", "sampler_weights"):
+                samplers = []
+                for turn in range(2):
+                    losses_of(client, [FIRST], 2)
+                    path = saved(kind)
+                    samplers.append(service.create_sampling_client(model_path=path).result())
+                    expected = trainers_logprobs(client, PROMPT)
+                    assert samplers[-1].compute_logprobs(tokens).result()[1:] == pytest.approx(expected, abs=1e-5)
+                    if kind == "sampler_weights" and not turn:
+                        rest.delete_checkpoint_from_tinker_path(path).result()
+                with pytest.raises(tinker.RequestFailedError, match="or another one has its name"):
+                    samplers[0].compute_logprobs(tokens).result()
+
+        await with_sdk(up.server, program)
+
+
+async def test_ranks_are_replaced_after_the_engines_checkpoint_was_deleted(model: str, tmp_path: Path) -> None:
+    async with tinker_server(model, tmp_path) as up:
+        loop = asyncio.get_running_loop()
+
+        def program(service: Any) -> None:
+            client = service.create_lora_training_client(model, rank=4, seed=1).result()
+            rest = tinker.RestClient(base_url=up.server.base_url, api_key=KEY)
+            path = client.save_weights_for_sampler("best").result().path
+            sampled(service.create_sampling_client(model_path=path).result()).result()
+            rest.delete_checkpoint_from_tinker_path(path).result()
+            loop.call_soon_threadsafe(lose_ranks, up)
+            losses_of(client, [FIRST], 1)
+            assert sampled(service.create_sampling_client(base_model=model).result()).result().sequences
+
+        await with_sdk(up.server, program)
+        assert len(up.dispatches) == 2 and not up.turns.ended.done()
