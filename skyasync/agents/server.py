@@ -141,7 +141,7 @@ class Endpoint:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
                 probe.connect(("192.0.2.1", 9))  # an address for documentation, which no machine has
                 host = str(probe.getsockname()[0])
-        return f"http://{host}:{self.port}/v1"
+        return f"http://{in_url(host)}:{self.port}/v1"
 
     async def close(self) -> None:
         """End all calls and stop listening. Safe to call twice."""
@@ -217,6 +217,11 @@ class Endpoint:
 
 
 # ---------------------------------------------------------------- requests
+
+
+def in_url(host: str) -> str:
+    """An address as URLs have it: those of IPv6 stand in brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def key_of(request: web.Request) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -49,6 +50,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def real(model: str, tokenizer: Any) -> AsyncIterator[SimpleNamespace]:
     async with real_endpoint(model, tokenizer) as found:
         yield found
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="the system has no IPv6")
+async def test_an_ipv6_address_is_in_brackets_in_the_base_url(tokenizer: Any) -> None:
+    endpoint = Endpoint(InferenceClient([Scripted(tokenizer, "yes")]), tokenizer, MAX_MODEL_LEN, "::1")
+    await endpoint.start()
+    async with endpoint.session(EPISODE, DEFAULTS) as session:
+        client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=session.api_key)
+        assert (await chat(client, HELLO)).choices[0].message.content == "yes"
+        await client.close()
+    await endpoint.close()
 
 
 async def test_the_runs_seed_draws_every_answer_by_its_own_name_and_a_requests_seed_as_it_says(tokenizer: Any) -> None:

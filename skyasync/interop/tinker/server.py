@@ -28,7 +28,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from skyasync.agents.api import RequestError
 from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_bytes, read_json
-from skyasync.agents.server import LOOPBACK, key_of, same_key
+from skyasync.agents.server import LOOPBACK, in_url, key_of, same_key
 from skyasync.config.schema.sampling import INT32
 from skyasync.errors import UserError
 from skyasync.interop.tinker.sampling import SamplingQueue
@@ -101,7 +101,7 @@ class TinkerServer:
 
     @property
     def base_url(self) -> str:
-        return f"http://{self._host}:{self.port}"
+        return f"http://{in_url(self._host)}:{self.port}"
 
     async def close(self) -> None:
         """Stop listening, and leave what is not done to the next server."""
