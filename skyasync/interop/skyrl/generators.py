@@ -28,6 +28,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.interop.skyrl.gym import numbers
 from skyasync.interop.skyrl.shims import Delegate
+from skyasync.rollout.generator_api import request_seed
 from skyasync.rollout.types import PromptId, TrajectoryId
 
 #: Entries of an output that are not lists per trajectory, or have no part in training here.
@@ -215,7 +216,8 @@ class InferenceEngineClient(Delegate):
                 )
             request_id = f"skyrl-{next(self._numbers)}"
             session = str(sessions[index]) if index < len(sessions) else f"skyrl-session-{next(self._numbers)}"
-            limited = replace(sampling, max_tokens=min(sampling.max_tokens, free))
+            most, seed = min(sampling.max_tokens, free), request_seed(sampling.seed, request_id)
+            limited = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most), seed=seed)
             requests.append(GenerationRequest(request_id, ints(list(prompt)), limited, session_id=session))
         answers = await asyncio.gather(*(self._client.generate(request) for request in requests))
         ids = [answer.token_ids.tolist() for answer in answers]
