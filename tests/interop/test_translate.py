@@ -358,3 +358,11 @@ def test_a_trl_run_evaluates_with_the_sampling_of_training() -> None:
     found = of("--num_generations", "6", "--temperature", "0.9", system="trl")
     assert found["generator.eval_sampling_params.temperature"] is None
     assert found["generator.eval_n_samples_per_prompt"] == 6
+
+
+def test_a_skyrl_run_evaluates_greedily_with_its_response_length_unless_it_says_how() -> None:
+    group = "generator.eval_sampling_params."
+    usual = of("generator.sampling_params.max_generate_length=4096", system="skyrl")
+    assert f"{group}temperature" not in usual and f"{group}max_generate_length" not in usual, "as by default here"
+    own = of("generator.sampling_params.max_generate_length=4096", f"{group}top_p=0.7", system="skyrl")
+    assert (own[f"{group}temperature"], own[f"{group}max_generate_length"]) == (1.0, 1024)

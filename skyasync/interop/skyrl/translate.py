@@ -13,7 +13,7 @@ _MASKS = f"{A}off_policy_masks"
 
 
 def finish(draft: Draft) -> None:
-    """Masks that are on where a threshold is given, the plan of the program, rewards of its environments."""
+    """Masks that are on where a threshold is given, evaluation, the plan of the program, rewards of environments."""
     masks = draft.value(_MASKS)
     chosen: list[Value] = [masks] if isinstance(masks, str) else list(masks) if isinstance(masks, list) else []
     for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
@@ -21,6 +21,10 @@ def finish(draft: Draft) -> None:
             chosen.append(mask)
     if chosen:
         draft.put(_MASKS, chosen, *draft.origin(_MASKS))
+    evaluation = "generator.eval_sampling_params."
+    if not any(name.startswith(evaluation) for name in draft.given):  # greedy there, with training's length
+        draft.put(f"{evaluation}temperature", 0.0)
+        draft.ours.pop(f"{evaluation}max_generate_length", None)
     if PLAN not in draft.ours:
         if "fully_async" in draft.recipe.command:
             draft.put(PLAN, "fully_async")
