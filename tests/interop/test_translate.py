@@ -354,6 +354,24 @@ def test_a_key_counts_if_its_switch_is_on(words: list[str], system: str, expecte
     assert {path: found.get(path) for path in expected} == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "system", "expected"),
+    [
+        (["adv_estimator=gae"], "roll", {"advantage_estimator": "gae", "gae_whiten": False}),
+        (["adv_estimator=gae", "whiten_advantages=true"], "roll",
+         {"gae_whiten": None, "advantage_batch_normalize": True}),
+        (["adv_estimator=reinforce"], "roll", {"advantage_estimator": "normalized", "reward_norm_mean": "none"}),
+        (["adv_estimator=reinforce", "whiten_advantages=true"], "roll", {"advantage_estimator": "reinforce++"}),
+        (["adv_estimator=reinforce", "gamma=0.9"], "roll", {"advantage_estimator": "reinforce++"}),
+        (["critic.path=x", "actor.reward_norm.mean_level=group"], "areal",
+         {"advantage_estimator": "gae", "gae_whiten": False, "reward_norm_mean": None}),
+    ],
+)  # fmt: skip
+def test_advantages_are_whitened_if_they_are_there(words: list[str], system: str, expected: dict[str, object]) -> None:
+    found = of(*words, system=system)
+    assert {name: found.get(f"{A}{name}") for name in expected} == expected
+
+
 def test_a_trl_run_evaluates_with_the_sampling_of_training() -> None:
     found = of("--num_generations", "6", "--temperature", "0.9", system="trl")
     assert found["generator.eval_sampling_params.temperature"] is None

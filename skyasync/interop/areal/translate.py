@@ -64,7 +64,7 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def finish(draft: Draft) -> None:
-    """Rewards' norms, adapters and penalties that are on, and what its workflow and its evaluation bring."""
+    """Rewards' norms, a critic, adapters and penalties that are on, and what its workflow and its evaluation bring."""
     norms = [f"{A}reward_norm_{end}" for end in ("mean", "std")]
     if not any(name.startswith("actor.reward_norm") and draft.given[name] is not None for name in draft.given):
         for path in norms:
@@ -73,6 +73,11 @@ def finish(draft: Draft) -> None:
     if draft.value(f"{A}advantage_estimator") == "rloo":
         for path in norms:
             draft.drop(path, "the estimator rloo")
+    if any(name.startswith("critic.") for name in draft.given):
+        draft.put(f"{A}advantage_estimator", "gae", *draft.named("critic.path"))
+        draft.put(f"{A}gae_whiten", False)
+        for path in norms:
+            draft.drop(path, "not with a critic: see trainer.algorithm.reward_normalization")
     rank = "trainer.policy.lora.rank"
     if not draft.theirs("actor.use_lora"):
         draft.drop_group("trainer.policy.lora.", "it has no effect there without actor.use_lora")

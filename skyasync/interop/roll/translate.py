@@ -61,6 +61,12 @@ def finish(draft: Draft) -> None:
         # Its estimator alone compares nothing: groups are compared by the norms of rewards.
         draft.put(_ESTIMATOR, "normalized", *draft.named("adv_estimator"))
         _without_norms(draft)
+    if not draft.theirs("whiten_advantages"):  # as these estimators do here by themselves
+        if draft.value(_ESTIMATOR) == "gae":
+            draft.put(f"{A}gae_whiten", False)
+        elif draft.value(_ESTIMATOR) == "reinforce++" and draft.number(f"{A}gamma") == 1 and not in_reward:
+            draft.put(_ESTIMATOR, "normalized", *draft.named("adv_estimator"))
+            _without_norms(draft)
     if not draft.theirs("use_pg_clip_range"):
         for end in ("low", "high"):
             draft.set_one_of(f"{A}eps_clip_{end}", "pg_clip")
