@@ -17,7 +17,13 @@ from skyasync.config.schema.sampling import backend
 from skyasync.errors import UserError
 from skyasync.heap import RETAINED
 from skyasync.inference.interface import ENGINES as BACKENDS
-from skyasync.inference.settings import adapter_rank, computes_on_mapped_weights, crosses_nodes, engine_config
+from skyasync.inference.settings import (
+    adapter_rank,
+    computes_on_mapped_weights,
+    crosses_nodes,
+    engine_config,
+    maps_weights,
+)
 from skyasync.planning.memory import (
     GIB,
     GRADIENTS,
@@ -153,6 +159,8 @@ def engines_in_memory(cfg: Config, engine: EngineMemory) -> Lines:
     copies = own_dtype or not computes_on_mapped_weights(cfg)
     return {what: size for what, size in engine.lines.items() if copies or what != "weights"}
 
+
+_BUFFERS = "weights in shared memory"
 
 CONTEXT = GIB
 """What CUDA, NCCL and cuBLAS take on a GPU for each process that computes there, roughly."""
@@ -304,7 +312,7 @@ class _Planner:
 
     def _host_with_gpus(self) -> MemoryUse:
         """Of the first policy node, which sends the weights."""
-        always = self._always_on_host()
+        always = self._always_on_host() | self._buffers
         phases = {"training": always, "weight sync": always | self._weight_sync()}
         count = 1 if self._received else self._nodes
         return fullest("host", count, self.machine.host_memory, self._with_checkpoint(phases, always, self._nodes))
@@ -359,7 +367,8 @@ class _Planner:
     def _host_without_gpus(self) -> MemoryUse:
         ranks, engines = self.roles[POLICY], self.roles[ENGINES]
         workers = sum(self.roles.values()) - engines
-        always = self._processes(workers, engines) | named(self.engine.lines, "engines", engines)
+        always = self._processes(workers, engines) | self._buffers
+        always |= named(engines_in_memory(self.cfg, self.engine), "engines", engines)
         always["batch"] = 2 * batch_bytes(self.cfg, self.shape)
         for other in self.others:
             always |= {what: other.ranks * size for what, size in other.resident.items()}
@@ -396,8 +405,16 @@ class _Planner:
         ranks = 1 if self.machine.gpus else self.roles[POLICY]
         return {
             "gathered weights": ranks * (sum(self.rank.publishing.values()) - sum(self.rank.resident.values())),
-            "weights in shared memory": self.shape.parameters * self._number,
-        }
+            _BUFFERS: self.shape.parameters * self._number,
+        } | self._buffers
+
+    @property
+    def _buffers(self) -> Lines:
+        """Of the host that sends the weights: what engines map stays from one weight sync to the next."""
+        if self._way in BETWEEN_GPUS or not maps_weights(self.cfg):
+            return {}
+        copies = 2 if computes_on_mapped_weights(self.cfg) else 1  # engines compute on one while the other is written
+        return {_BUFFERS: copies * self.shape.parameters * self._number}
 
     def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, nodes: int) -> dict[str, Lines]:
         """Phases of one of so many hosts on which checkpoints are put together, role after role, ``between`` steps, or

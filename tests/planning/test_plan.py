@@ -350,6 +350,20 @@ def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
     assert not plan.fits and host.lines["policy: weights"] == 4 * QWEN_7B.parameters
 
 
+@pytest.mark.parametrize(("backend", "buffers", "copies"), [("transformers", 2, 0), ("vllm", 1, 4)])
+@pytest.mark.parametrize("gpus", [8, 0])
+def test_weights_that_engines_map_are_in_memory_all_the_time_once_for_all_engines(
+    backend: str, buffers: int, copies: int, gpus: int
+) -> None:
+    cfg = settings(4, 4)
+    cfg.generator.backend, cfg.trainer.ckpt_interval = backend, 10
+    cfg.trainer.policy.model.dtype = "bfloat16"
+    host = place(make_plan(cfg, QWEN_7B, replace(EIGHT, gpus=gpus), reckoned()), "host")
+    assert host.when in ("checkpoint", "update")
+    assert host.lines["weights in shared memory"] == buffers * 2 * QWEN_7B.parameters
+    assert host.lines.get("engines: weights", 0) == (0 if gpus else copies * 2 * QWEN_7B.parameters)
+
+
 def test_constants_are_those_of_the_parts_that_import_torch() -> None:
     from skyasync.inference.backends.transformers import model as embedded_model
     from skyasync.weight_sync.transfers import cuda_ipc
