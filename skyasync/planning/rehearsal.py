@@ -236,7 +236,7 @@ _AT_MOST = {
     "first_k_dense_replace": 1,
     "moe_layer_start_index": 1,
 }
-_KINDS = ("mlp_layer_types", "indexer_types")  # besides ``layer_types``, of each layer
+_LAYER_TYPES = ("mlp_layer_types", "indexer_types")  # besides ``layer_types``, of each layer
 
 
 def make_small_model(
@@ -373,8 +373,8 @@ def _remove_layers(text: Any) -> None:  # noqa: ANN401
     """Keep the first layers, so many that every kind of them is there."""
     before = text.num_hidden_layers
     lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == before}
-    kinds = [config_value(text, "layer_types") or [], *(lists.get(name, []) for name in _KINDS)]
-    count = min(before, max(2, *(each.index(kind) + 1 for each in kinds for kind in set(each)), 0))
+    layer_types = [config_value(text, "layer_types") or [], *(lists.get(name, []) for name in _LAYER_TYPES)]
+    count = min(before, max(2, *(each.index(kind) + 1 for each in layer_types for kind in set(each)), 0))
     for name, value in lists.items():
         setattr(text, name, value[:count])
     text.num_hidden_layers = count
