@@ -71,6 +71,10 @@ def replay(argv: Arguments) -> None:
     else:
         if "--from" in options:
             first = whole_number(options["--from"], "--from")
+            if step is not None and step <= first:
+                raise UserError(
+                    f"--step {step}: a replay from the checkpoint of step {first} begins with step {first + 1}"
+                )
             settings = [*settings, f"trainer.resume_mode={_checkpoint(run, first)}"]
         _train(run, settings, last=step or 0, nonfinite=nonfinite)
 

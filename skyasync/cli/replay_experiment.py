@@ -247,11 +247,14 @@ class ReplayExperiment(EnginelessExperiment):
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         self.attributes = _settle(self, cfg)
-        cfg.environment.domains = {}  # rewards are recorded
+        self._counted = not Resume.of(cfg.trainer).requested  # else the checkpoint is of the run's own prompts
+        if self._counted:
+            cfg.trainer.epochs, cfg.trainer.max_training_steps = 1, 0
+            cfg.environment.domains = {}  # rewards are recorded
 
     def get_train_dataset(self) -> Sequence[Prompt]:
         """As many prompts as the run had, so that schedules end at the same step."""
-        if Resume.of(self.cfg.trainer).requested:  # whose checkpoint is of these prompts
+        if not self._counted:
             return super().get_train_dataset()
         return CountedPrompts(read(self.attributes["files"][0]).total_steps * self.cfg.trainer.train_batch_size)
 
@@ -312,9 +315,7 @@ def _settle(experiment: Any, cfg: Config) -> dict[str, Any]:  # noqa: ANN401
     trainer.allow_uncorrected, trainer.eval_before_train, trainer.ckpt_rollouts = True, False, False
     if trainer.ckpt_best_metric.startswith("eval/"):
         trainer.ckpt_best_metric = ""
-    if isinstance(experiment, ReplayExperiment):
-        trainer.epochs, trainer.max_training_steps = 1, 0
-        if experiment.independent:
-            cfg.data.replay_groups = 0
+    if isinstance(experiment, ReplayExperiment) and experiment.independent:
+        cfg.data.replay_groups = 0
     names = ("recorded", "files", "independent", "last")
     return {name: attrgetter(name)(experiment) for name in names if name in vars(type(experiment))}

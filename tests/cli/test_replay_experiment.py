@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from skyasync.cli.replay_experiment import ReenactmentExperiment
+from skyasync.cli.replay import replay
+from skyasync.cli.replay_experiment import ReenactmentExperiment, ReplayExperiment
+from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
 from skyasync.rollout.schedule import ScheduledStep
@@ -153,3 +155,19 @@ def test_what_cannot_be_generated_again_is_refused(key: str, value: Any, message
     setattr(cfg.generator, key, value)
     with pytest.raises(UserError, match=message):
         ReenactmentExperiment(cfg)
+
+
+@pytest.mark.parametrize("mode, own", [("none", False), ("/runs/one/checkpoints/step_000003", True)])
+def test_a_replay_from_a_checkpoint_has_the_runs_own_length_and_prompts(mode: str, own: bool) -> None:
+    cfg = Config()
+    cfg.trainer.resume_mode, cfg.trainer.max_training_steps = mode, 10
+    cfg.environment.domains = {"sums": {"proportion": 0.5}}
+    ReplayExperiment(cfg)
+    assert (cfg.trainer.epochs, cfg.trainer.max_training_steps) == ((0, 10) if own else (1, 0))
+    assert bool(cfg.environment.domains) == own
+
+
+def test_a_replay_that_would_end_before_it_begins_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("trainer: {plan: sync}")
+    with pytest.raises(UserError, match=r"--step 3: a replay from the checkpoint of step 5 begins with step 6"):
+        replay([str(tmp_path), "--from", "5", "--step", "3"])
