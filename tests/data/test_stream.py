@@ -252,6 +252,18 @@ def test_what_is_held_does_not_grow_with_the_data() -> None:
     assert peak < 10e6
 
 
+@pytest.mark.parametrize("buffer", [5, 7, 20])
+def test_a_source_that_gives_its_rows_once_is_an_error_at_the_next_pass(buffer: int) -> None:
+    class Once(Rows):
+        def read(self, start: int) -> Iterator[dict[str, Any]]:
+            return iter(()) if self.opened else super().read(start)
+
+    stream = Once(20).stream(buffer, total=40)
+    assert len({stream.prompt(position).id for position in range(20)}) == 20
+    with pytest.raises(UserError, match="no rows in pass 2: a function must give its rows each time"):
+        stream.prompt(20)
+
+
 def test_another_order_than_the_checkpoints_is_refused() -> None:
     rows = Rows(20)
     mark = rows.stream(5).mark(11)
