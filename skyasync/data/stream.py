@@ -80,8 +80,8 @@ class StreamedPrompts(Sequence[Prompt]):
             raise UserError("data.train_data has no rows whose prompt is short enough (trainer.max_prompt_length)")
         if start.block == 0 and not rows:
             raise UserError(
-                f"data.train_data has no rows in pass {start.epoch + 1}: a function must give its rows each time that it "
-                f"is called"
+                f"data.train_data has no rows in pass {start.epoch + 1}: a function must give its rows each time it is "
+                f"called"
             )
         log.debug("pass %d over data.train_data has ended: %d prompts so far", start.epoch + 1, end)
         return PromptBlock(prompts, BlockPosition(start.epoch + 1, 0, end, (0,) * len(start.given)))

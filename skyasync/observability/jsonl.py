@@ -16,12 +16,13 @@ Row = dict[str, Any]
 
 
 def encode(row: Row) -> str:
-    """One line of strict JSON; objects that JSON does not know become their text.
+    """One line of strict JSON; objects that JSON does not know become their text, and half a surrogate pair "?".
 
     Raises:
         ValueError: for NaN and infinities, which no strict reader accepts.
     """
-    return json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    text = json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n"
+    return text.encode(errors="replace").decode()
 
 
 def read_rows(path: Path | str) -> list[Row]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,9 @@ def check_routers(way: str, path: str, key: str) -> None:
         )
 
 
+_ABSENT = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
+
+
 def hub_folder(name: str, key: str = MODEL) -> Path | None:
     """The folder in the cache that holds the model's configuration; None if it holds none yet, and the hub has it.
 
@@ -296,7 +300,8 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
         except Exception as error:  # its kind depends on the client library of the installed version
             problem = f"it cannot be reached ({error})"
         else:
-            problem = f"it answers {status}: there is no such model, or it is private" if status >= 400 else ""
+            absent = ": there is no such model, or it is private" if status in _ABSENT else ""
+            problem = f"it answers {status}{absent}" if status >= HTTPStatus.BAD_REQUEST else ""
 
     thread = threading.Thread(target=request, daemon=True)
     thread.start()

@@ -77,6 +77,12 @@ def test_text_with_line_separators_of_unicode_is_read_whole_and_kept_on_resume(t
     assert [row["text"] for row in read_rows(run.samples)] == [*texts, "new"]
 
 
+def test_half_a_surrogate_pair_ends_no_run(tmp_path):
+    run = RunDirectory(tmp_path, "run")
+    run.write_samples(1, [{"label": "a\ud83d", "emoji": "\N{PARTY POPPER}"}])
+    assert read_rows(run.samples) == [{"step": 1, "label": "a?", "emoji": "\N{PARTY POPPER}"}]
+
+
 def test_samples_that_do_not_fit_on_the_disk_leave_no_torn_line(tmp_path):
     run = RunDirectory(tmp_path, "run")
     run.write_samples(1, [{"text": "first"}])
