@@ -157,7 +157,7 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
         close = nearest(path.name, (each.name for each in path.parent.glob("*")), count=1)
         hint = f": did you mean {path.parent / close[0]}?" if close else ""
         raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
-    of_run = (path / "config.yaml").is_file() and not (path / CONFIG).is_file()  # checkpoints may be elsewhere
+    of_run = (path / "config.yaml").is_file() and not (path / CONFIG).is_file()  # checkpoints may be in another folder
     of_run = of_run or (path / "checkpoints").is_dir()
     if not of_run and not (path / STATE).is_file():
         if best:

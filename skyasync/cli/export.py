@@ -148,7 +148,7 @@ def find_checkpoint(name: str, *, best: bool = False) -> Path:
 
 
 def checkpoints_of_run(run: Path) -> Path:
-    """The folder of a run's checkpoints, which its settings may have put elsewhere; the folder itself of no run."""
-    elsewhere = read(run / "config.yaml").get("trainer.ckpt_path")
-    places = ([Path(str(elsewhere))] if elsewhere else []) + [run / "checkpoints"]
-    return next((place for place in places if place.is_dir()), run)
+    """The folder of a run's checkpoints, also one that ``trainer.ckpt_path`` named; the folder itself of no run."""
+    configured = read(run / "config.yaml").get("trainer.ckpt_path")
+    folders = ([Path(str(configured))] if configured else []) + [run / "checkpoints"]
+    return next((folder for folder in folders if folder.is_dir()), run)

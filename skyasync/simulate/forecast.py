@@ -140,8 +140,8 @@ def candidates(cfg: SimulationConfig, bounds: Sequence[int]) -> list[Candidate]:
     """
     engines = cfg.generator.num_inference_engines
     splits = {engines - 1, engines, engines + 1, best_split(cfg).generator.num_inference_engines}
-    kept = [bound for bound in bounds if bound >= cfg.trainer.sync_interval - 1]
-    if not kept:
+    allowed = [bound for bound in bounds if bound >= cfg.trainer.sync_interval - 1]
+    if not allowed:
         raise UserError(
             f"trainer.sync_interval={cfg.trainer.sync_interval} lets samples age by {cfg.trainer.sync_interval - 1}, "
             f"more than any of the staleness bounds {', '.join(map(str, bounds))} allows"
@@ -149,7 +149,7 @@ def candidates(cfg: SimulationConfig, bounds: Sequence[int]) -> list[Candidate]:
     return [
         Candidate(plan, bound, split, _devices(cfg) - split * cfg.generator.devices_per_engine)
         for plan in cfg.simulate.plans
-        for bound in (kept if "trainer.max_staleness" in PLANS.find(plan).reads else (None,))
+        for bound in (allowed if "trainer.max_staleness" in PLANS.find(plan).reads else (None,))
         for split in sorted(splits.intersection(_splits(cfg)))
     ]
 

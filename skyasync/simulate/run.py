@@ -136,7 +136,7 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
     cfg.trainer.placement.colocate_all = False  # it does not say which virtual devices are shared: the plan does
     trainers, own, shares = trainer_devices(cfg), generator.num_inference_engines, plan.shares_devices
-    # with one engine on each device that is shared, if generator.hybrid_engines does not say otherwise
+    # with one engine on each device that is shared, or as many as generator.hybrid_engines
     on_shared = {"all": trainers, "hybrid": min(generator.hybrid_engines or trainers, trainers), "": 0}[shares]
     engines = range(own + on_shared)
     shared = {"all": engines, "hybrid": engines[own:], "": range(0)}[shares]

@@ -614,7 +614,7 @@ def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
 
     The gradients of the copies are added to those of the parameters, in the parameters' dtype.
     """
-    places = [(module, name, parameter) for module in model.modules() for name, parameter in module._parameters.items()]
+    own = [(module, name, parameter) for module in model.modules() for name, parameter in module._parameters.items()]
     copies: dict[nn.Parameter, nn.Parameter] = {}  # one of what layers share
 
     def add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
@@ -623,7 +623,7 @@ def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     try:
-        for module, name, parameter in places:
+        for module, name, parameter in own:
             if parameter is None or parameter.dtype == dtype:
                 continue
             if parameter not in copies:
@@ -633,5 +633,5 @@ def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
             module._parameters[name] = copies[parameter]
         yield
     finally:
-        for module, name, parameter in places:
+        for module, name, parameter in own:
             module._parameters[name] = parameter
