@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import sys
@@ -123,6 +124,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     own_tokenizer = not is_ours("get_tokenizer")
     train, evaluate = is_ours("get_train_dataset"), is_ours("get_eval_dataset")
     prompts = check_data(cfg, experiment.data_rows, train=train, evaluate=evaluate)
+    unnamed = [role for role in ROLES.values() if (model := role.own_model(cfg)) is not None and not model.path]
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
     if own_cluster:
         check_memory(cfg, this_machine())
@@ -147,7 +149,10 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         run_dir = RunDirectory(trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer)))
         lock_run(run_dir.path)
         run_dir.secrets = Secrets.of(cfg)
-        replace_text(run_dir.config, dump_config(cfg, secrets=False))
+        recorded = copy.deepcopy(cfg)
+        for role in unnamed:  # such models are the policy's, also of another one with which the file is used again
+            role.own_model(recorded).path = ""
+        replace_text(run_dir.config, dump_config(recorded, secrets=False))
         replace_text(run_dir.origins, json.dumps(origins(cfg), indent=1) + "\n")
     except OSError as error:
         if run_dir is not None:

@@ -9,6 +9,7 @@ from skyasync.cli.runs import runs
 from skyasync.config.model_files import model_path
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
+from skyasync.observability.report.settings import read as read_settings
 from skyasync.observability.run_dir import unlock_run
 from skyasync.rollout.types import Prompt, PromptId
 from skyasync.run.experiment import BasePPOExp
@@ -142,6 +143,9 @@ def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
     experiment.prepare()
     assert "policy" in (tmp_path / "mine" / "config.yaml").read_text()
     assert cfg.trainer.ref.model.path == str(tmp_path.resolve())
+    recorded = read_settings(tmp_path / "mine" / "config.yaml")
+    assert recorded["trainer.ref.model.path"] == "", "also of another policy with which the file is used again"
+    assert recorded["trainer.policy.model.path"] == str(tmp_path.resolve())
     assert Path(cfg.trainer.ckpt_path).is_absolute()
     assert cfg.trainer.export_path == str(Path("~/export").expanduser())
     with pytest.raises(UserError, match=r"trainer\.sync_interval cannot be changed any more"):
