@@ -11,7 +11,16 @@ import pytest
 
 from tests.chaos.process_tree import Process, family, marked, parts, read, target_of
 
-TREE = "import subprocess, sys; p = subprocess.Popen(['sleep', '60']); print(p.pid, flush=True); p.wait()"
+TREE = """
+from subprocess import PIPE, Popen
+
+child = Popen(["cat"], stdin=PIPE, stdout=PIPE)
+child.stdin.write(b"x")
+child.stdin.flush()
+child.stdout.read(1)  # it runs its own program, and its environment can be read
+print(child.pid, flush=True)
+child.wait()
+"""
 
 
 @pytest.mark.parametrize(
