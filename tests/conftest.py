@@ -37,6 +37,9 @@ settings.load_profile("any machine")
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# torch's stores look up the names of addresses; a name server that does not answer would cost 5 s each time.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # Temporary folders are in memory if there is enough: syncing a file is then free, and the tests sync many.
 if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
