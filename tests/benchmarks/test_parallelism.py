@@ -10,6 +10,7 @@ def measured(rank, case, folder):
     return of_rank(case, folder, folder, rank.rank)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(fork_socket, tmp_path):
     one, *_, divided = [case for case in cases(toy=True, updates=1) if case.name == "mixture" and case.ranks < 4]

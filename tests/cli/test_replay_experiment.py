@@ -40,7 +40,11 @@ def difference(run: LocalRun) -> str:
 
 @pytest.mark.parametrize(
     "partial, client",
-    [("keep", None), ("keep", EngineFails), ("recompute", None)],
+    [
+        pytest.param("keep", None, marks=pytest.mark.matrix),
+        ("keep", EngineFails),
+        pytest.param("recompute", None, marks=pytest.mark.matrix),
+    ],
     ids=["keep", "failure", "recompute"],
 )
 async def test_weights_that_change_in_the_middle_of_responses_are_replayed(

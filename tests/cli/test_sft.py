@@ -91,6 +91,7 @@ def test_a_resumed_run_makes_the_very_same_updates(whole: Trained, model: str, d
     assert first == second
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_reinforcement_learning_starts_from_the_written_model(whole: Trained) -> None:
     folder = whole.folder.parent

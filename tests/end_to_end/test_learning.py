@@ -30,6 +30,7 @@ def test_a_few_steps_raise_the_held_out_score(train: Train) -> None:
     assert scores[-1] > 0.6
 
 
+@pytest.mark.matrix
 def test_learning_rate_zero_changes_nothing(train: Train, models: dict[str, str], tmp_path: Path) -> None:
     exported = tmp_path / "exported"
     run = train(

@@ -26,7 +26,8 @@ def test_two_ranks_and_two_engines_train_like_one(shared: str, train: Train, syn
     assert run.series("policy/tokens") == sync_run.series("policy/tokens")[:2]
 
 
-@pytest.mark.parametrize("colocated", ["true", pytest.param("false", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("colocated", ["true", "false"])
 def test_kl_to_the_reference_grows_from_zero(colocated: str, train: Train, models: dict[str, str]) -> None:
     run = train(
         "trainer.plan=one_step_off", "trainer.max_training_steps=3", "trainer.algorithm.use_kl_loss=true",

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 REFERENCE = Path(__file__).parents[1] / "models" / "reference_backend.py"
 
 
+@pytest.mark.matrix
 def test_another_backend_trains_resumes_and_exports(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,10 @@ async def busy(speeds: Sequence[float], adaptive: bool, waves: int = 5, wave: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("speeds", [[1.0], [1.0, 1.0], [1.0, 3.0]])
+@pytest.mark.parametrize(
+    "speeds",
+    [pytest.param([1.0], marks=pytest.mark.matrix), pytest.param([1.0, 1.0], marks=pytest.mark.matrix), [1.0, 3.0]],
+)
 def test_engines_have_no_queue_and_are_not_slower(speeds: list[float]) -> None:
     took, queue = run_virtual(busy(speeds, adaptive=True))
     before, queue_before = run_virtual(busy(speeds, adaptive=False))

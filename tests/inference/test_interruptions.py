@@ -144,7 +144,14 @@ async def test_with_a_seed_cuts_change_no_token(client: InferenceClient) -> None
     assert [answer.token_ids.tolist() for answer in answers] == [expected.token_ids.tolist() for expected in whole]
 
 
-@pytest.mark.parametrize("penalty", ["frequency_penalty", "presence_penalty", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        pytest.param("frequency_penalty", marks=pytest.mark.matrix),
+        pytest.param("presence_penalty", marks=pytest.mark.matrix),
+        "repetition_penalty",
+    ],
+)
 async def test_with_a_penalty_cuts_change_no_token(penalty: str, client: InferenceClient) -> None:
     sampling = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=0.0, **{penalty: 1.5})
     asked = [GenerationRequest(f"p{i}", [1 + i, 2, 3], sampling) for i in range(8)]

@@ -65,6 +65,7 @@ def panels(screen: Screen) -> list[str]:
     return [line for line in screen.shown if line.startswith(("step ", "reward ", "waits ", "speed "))]
 
 
+@pytest.mark.matrix
 def test_other_output_stays_complete_above_the_panel_and_after_it(tmp_path: Path) -> None:
     terminal = InTerminal(DRIVER, str(tmp_path), "end", width=60)
     assert terminal.ended() == 0
@@ -124,6 +125,7 @@ def test_a_terminal_that_is_gone_costs_the_panel_and_not_the_run(tmp_path: Path)
     assert (tmp_path / "done").exists()
 
 
+@pytest.mark.matrix
 def test_live_is_drawn_into_a_pipe_too_and_lines_on_a_terminal(tmp_path: Path) -> None:
     live = DRIVER.replace("ProgressView(folder", "ProgressView(mode='live', folder")
     ran = subprocess.run(

@@ -198,6 +198,7 @@ class OneBatchAtATime(RayPPOTrainer):
                 await self.end_step(status)
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_recipe_is_rehearsed_and_leaves_nothing(
     ray_session: None, recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -45,7 +45,7 @@ for name, request in json.load(sys.stdin).items():
         os._exit(0)
     os.waitpid(child, 0)
 """
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.matrix, pytest.mark.vllm, pytest.mark.slow]
 
 
 def request(folder: Path, config: dict[str, Any], *, gpus: bool = False, **generator: Any) -> dict[str, Any]:

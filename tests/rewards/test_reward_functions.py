@@ -55,6 +55,7 @@ async def test_it_works_where_an_event_loop_runs():
     assert [score.reward for score in scores("slow_server", "length")] == [1.0, 0.6]
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
     ended, awaited = [], tmp_path / "awaited"

@@ -270,6 +270,7 @@ def test_on_one_node_and_with_one_receiver_per_node_all_receive_from_all_senders
     assert members(2, ["a", "b", "c"], monkeypatch) == [({0, 1}, 1)] * 3
 
 
+@pytest.mark.matrix
 def test_the_receivers_of_a_node_take_turns_as_leaders(monkeypatch: pytest.MonkeyPatch) -> None:
     assert members(3, ["a", "a", "b"], monkeypatch) == [({0, 1, 2}, 1), ({0, 2}, 2), ({1}, 2)]
     assert members(1, ["a", "a", "b", "b"], monkeypatch) == [(set(), 2), (set(), 2), ({0}, 2), ({0}, 2)]

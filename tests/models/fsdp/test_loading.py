@@ -162,6 +162,7 @@ def test_a_moe_model_of_30b_is_read_in_slices_by_any_number_of_ranks(ranks: int)
     assert not loading.can_be_sliced(model, converters, lambda parameter: Shard(1)), "fused halves"
 
 
+@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", list(MODELS))

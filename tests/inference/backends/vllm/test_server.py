@@ -198,6 +198,7 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
         assert set(news.versions) == {before}
 
 
+@pytest.mark.matrix
 async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running, engine: Engine) -> None:
     answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"a{i}", [2, 3 + i], LONG) for i in range(18))))
     await until(lambda: sum(bool(b.tokens) for b in engine._requests.values()) >= 16)
@@ -336,6 +337,7 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     assert Seeing.folders == {on_disk}
 
 
+@pytest.mark.matrix
 async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     server: Running, engine: Engine, tmp_path: Path
 ) -> None:

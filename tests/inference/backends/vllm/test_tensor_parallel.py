@@ -35,7 +35,7 @@ from tests.inference.backends.vllm.models import perturb, publish, save_model, t
 from tests.weight_sync.policy_and_engine import SWAPPED
 from tests.weight_sync.worker_faults import BIT_OF, inject_fault, update_with
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.matrix, pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 TOLERANCE = 1e-4
 PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
@@ -120,7 +120,6 @@ async def check_equal(pair: Pair, name: str) -> None:
     assert gap(scores, [token_logprobs(pair.model, probe).tolist() for probe in PROBES]) <= TOLERANCE
 
 
-@pytest.mark.matrix
 async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight_syncs(pair: Pair) -> None:
     await check_equal(pair, "start")
     digests: dict[str, Any] = await pair.halves._actor.call.remote("digests")
