@@ -1,8 +1,8 @@
 """What a model's folder tells without loading it: configuration, tokenizer, what divides it, how much memory it takes.
 
-Invariant: reads JSON and file names alone. A model on the hub is looked for in the cache, then asked for once, for no
-longer than ``ANSWER_S``. ``check_memory`` never rejects a run that would fit: it counts only weights, gradients and
-optimizer state of the policy, by the size of its files; ``skyasync plan`` measures the rest.
+Invariant: reads JSON, file names and the headers of weights alone. A model on the hub is looked for in the cache, then
+asked for once, for no longer than ``ANSWER_S``. ``check_memory`` never rejects a run that would fit: it counts only
+weights, gradients and optimizer state of the policy; ``skyasync plan`` measures the rest.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
+from math import prod
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from skyasync.config.model_files import CONFIG, config_file, read_json, read_shape
 from skyasync.config.schema import Config, ParallelConfig
@@ -311,7 +315,6 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
     return None
 
 
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FROZEN = {"": 2.0, "nf4": 0.5, "int8": 1.0}  # bytes of a weight below adapters, at least
 _STATE = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes of optimizer state of a parameter, at least
 
@@ -346,19 +349,18 @@ def check_memory(cfg: Config, machine: Machine) -> None:
 
 
 def parameters(folder: Path) -> int:
-    """The number of parameters in a local folder's files; 0 for other models.
+    """The number of parameters in a local folder's files, by their headers; 0 for other models.
 
     Only in the files that transformers reads: some folders hold the same weights under other names too.
     """
-    if not (folder / CONFIG).is_file():
-        return 0
-    settings = read_json(folder / CONFIG, str(folder))
-    dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32")
     index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
     if not (folder / "model.safetensors").is_file() and index.is_file():
         names = set((read_json(index, str(folder)).get("weight_map") or {}).values())
-    files = [folder / name for name in names]
-    return sum(file.stat().st_size for file in files if file.is_file()) // _BYTES.get(dtype, 4)
+    count = 0
+    for file in (folder / name for name in names):
+        with suppress(OSError, SafetensorError), safe_open(str(file), "np") as opened:
+            count += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return count
 
 
 def bytes_per_parameter(cfg: Config) -> float:

@@ -19,12 +19,21 @@ LAPTOP = Machine(0, 0, 32 * GIB)
 GPUS = Machine(8, 80 * GIB, 1 << 40)
 
 
-def run_of(folder: Path, billions: float, *settings: str, dtype: str = "bfloat16") -> Config:
-    """A model of ``parameters`` parameters, as a sparse file."""
+def run_of(folder: Path, billions: float, *settings: str, dtype: str = "bfloat16", files: str | None = None) -> Config:
+    """A model of so many parameters, as a sparse file.
+
+    Args:
+        dtype: in its config.json.
+        files: the dtype of its weights; None: the same.
+    """
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype}))
+    name, each = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}[files or dtype]
+    count = int(billions * 1e9)
+    header = json.dumps({"weight": {"dtype": name, "shape": [count], "data_offsets": [0, count * each]}}).encode()
+    header += b" " * (-len(header) % 8)
     file = folder / "model.safetensors"
-    file.touch()
-    os.truncate(file, int(billions * 1e9) * (2 if dtype == "bfloat16" else 4))
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(file, 8 + len(header) + count * each)
     return load_config([f"trainer.policy.model.path={folder}", "data.train_data=[x]", *settings])
 
 
@@ -34,6 +43,21 @@ def test_a_model_that_cannot_fit_is_one_line(dtype: str, tmp_path: Path) -> None
         check_memory(run_of(tmp_path, 7, dtype=dtype), LAPTOP)
     assert "7B parameters take at least 104 GiB, and this machine has 32 GiB" in str(refused.value)
     assert "trainer.policy.lora.rank" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("dtype", "files"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_parameters_are_counted_in_files_of_another_dtype_than_the_configs(
+    dtype: str, files: str, tmp_path: Path
+) -> None:
+    check_memory(run_of(tmp_path, 2, dtype=dtype, files=files), LAPTOP)
+    with pytest.raises(UserError, match=r"its 7B parameters take at least 104 GiB"):
+        check_memory(run_of(tmp_path, 7, dtype=dtype, files=files), LAPTOP)
+
+
+def test_weights_that_cannot_be_read_are_left_to_their_loader(tmp_path: Path) -> None:
+    cfg = run_of(tmp_path, 7)
+    os.truncate(tmp_path / "model.safetensors", 100)
+    check_memory(cfg, LAPTOP)
 
 
 @pytest.mark.parametrize(
