@@ -277,7 +277,7 @@ def roofline(cfg: Config, plan: MemoryPlan, card: Card) -> Speed:
     settings = engine_config(cfg, gpus=True)
     sequences = max(1, min(settings.max_num_seqs, engine.tokens // lengths.total))
     cached = sequences * (lengths.prompt + lengths.response / 2) * engine.least_cache / settings.max_model_len
-    idle = max(0, shape.experts - shape.experts_per_token) * 3 * shape.hidden * shape.intermediate * shape.layers
+    idle = shape.expert_parameters * (shape.experts - shape.experts_per_token) // max(1, shape.experts)
     operations = 2 * (shape.parameters - idle) * sequences / devices
     tokens = sequences / max((engine.weights + cached) / card.bandwidth, operations / card.flops)
     batch = cfg.trainer.train_batch_size * lengths.samples * lengths.response

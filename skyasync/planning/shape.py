@@ -25,6 +25,7 @@ class ModelShape:
     Args:
         path: of the folder with its config.json.
         intermediate: of one MLP, or of one expert.
+        expert_parameters: of all experts, in the layers that have some.
         depths: numbers of layers that show what all layers need.
     """
 
@@ -41,6 +42,7 @@ class ModelShape:
     vocabulary: int
     experts: int = 0
     experts_per_token: int = 0
+    expert_parameters: int = 0
     shared_intermediate: int = 0
     depths: tuple[int, ...] = ()
 
@@ -122,6 +124,7 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
         vocabulary=number("vocab_size"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok") if experts else 0,
+        expert_parameters=sum(p.numel() for p in decoder.parameters() if p.dim() == 3 and len(p) == experts),
         shared_intermediate=number("shared_expert_intermediate_size"),
         depths=_depths(signatures),
     )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyasync.errors import UserError
 from skyasync.models.heads import load_causal_lm
 from skyasync.planning.shape import _depths, read_shape, with_layers
 from tests.models.tiny_vision import FAMILIES as VISION_FAMILIES
 from tests.models.tiny_vision import save_tiny
-from tests.planning.models import MODELS, configuration
+from tests.planning.models import COMMON, MODELS, configuration
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -27,6 +28,27 @@ def test_parameters_are_those_of_transformers_modules(name: str, tmp_path: Path)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert (shape.layers, shape.hidden, shape.heads, shape.vocabulary) == (2, 64, 4, 512)
     assert shape.experts_per_token == (2 if shape.experts else 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "layers"),
+    [
+        ("mixtral", {}, 4),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, 3),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, 2),
+        ("deepseek_v3", {"first_k_dense_replace": 3, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+                         "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1}, 1),
+    ],
+)  # fmt: skip
+def test_experts_are_counted_in_the_layers_that_have_some(
+    family: str, settings: dict[str, Any], layers: int, tmp_path: Path
+) -> None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    sizes = dict.fromkeys(names, 4) | {"num_experts_per_tok": 2, "moe_intermediate_size": 176}
+    AutoConfig.for_model(family, **COMMON | sizes | settings | {"num_hidden_layers": 4}).save_pretrained(tmp_path)
+    shape = read_shape(str(tmp_path))
+    assert (shape.experts, shape.experts_per_token) == (4, 2)
+    assert shape.expert_parameters == layers * 4 * 3 * shape.hidden * shape.intermediate
 
 
 @pytest.mark.parametrize(

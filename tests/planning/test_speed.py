@@ -45,11 +45,14 @@ def test_stages_of_a_pipeline_wait_for_one_micro_batch_each() -> None:
     assert roofline(cfg, plan, card).update == pytest.approx(3 * (8 + 2) / 8)
 
 
-def test_of_experts_those_that_a_token_has_are_operations() -> None:
-    """Memory traffic bounds one sequence; operations bound very many."""
+@pytest.mark.parametrize("layers", [QWEN_7B.layers, QWEN_7B.layers // 2])
+def test_of_experts_those_that_a_token_has_are_operations(layers: int) -> None:
+    """Of the layers with experts. Memory traffic bounds one sequence; operations bound very many."""
     cfg, card = settings(ranks=4, engines=4), replace(CARDS["H100"], bandwidth=1e30)
     active = QWEN_7B.parameters
-    experts = 3 * QWEN_7B.hidden * QWEN_7B.intermediate * QWEN_7B.layers
-    moe = replace(QWEN_7B, experts=4, experts_per_token=1, parameters=active + 3 * experts)
+    experts = 3 * QWEN_7B.hidden * QWEN_7B.intermediate * layers
+    moe = replace(
+        QWEN_7B, experts=4, experts_per_token=1, expert_parameters=4 * experts, parameters=active + 3 * experts
+    )
     dense, mixed = (roofline(cfg, make_plan(cfg, shape, EIGHT, reckoned()), card) for shape in (QWEN_7B, moe))
     assert dense.tokens == pytest.approx(card.flops / (2 * active)) == mixed.tokens
