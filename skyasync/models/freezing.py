@@ -6,6 +6,7 @@ Invariant: a frozen parameter has no gradient and no optimizer state, and no ste
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
         included, excluded = parts.get(name, ((name.rstrip("."),), ()))
         chosen = [p for full, p in parameters.items() if _within(full, included) and not _within(full, excluded)]
         if not chosen:
-            beginnings = {full[:end] for full in parameters for end in _prefixes(full)}
+            beginnings = {start for full in parameters for start in accumulate(full.split("."), "{}.{}".format)}
             close = " or ".join(repr(each) for each in nearest(name, {*parts, *beginnings}))
             allowed = ", ".join([*parts, "names of parameters and of modules, such as " + min(beginnings, key=len)])
             hint = f"did you mean {close}? " if close else ""
@@ -56,7 +57,3 @@ def _parts(family: str) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
 
 def _within(name: str, beginnings: Sequence[str]) -> bool:
     return any(name == beginning or name.startswith(f"{beginning}.") for beginning in beginnings)
-
-
-def _prefixes(name: str) -> list[int]:
-    return [i for i, letter in enumerate(name) if letter == "."] + [len(name)]

@@ -120,7 +120,8 @@ class MicroBatches(Generic[B]):
     ) -> None:
         self._batch, self._max_tokens, self._packs = batch, max_tokens, packs
         lengths = batch.attention_mask.sum(1)
-        bundles = Bundles.single(lengths)
+        # Each row for itself.
+        bundles = Bundles(torch.arange(len(lengths)), torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
         if share_prefixes and len(batch):
             limits = {"max_tokens": max_tokens, "max_rows": max_rows}
             shared = cheapest_bundles(sorted_rows(batch), hidden_size=hidden_size, dense=not packs, **limits)
@@ -321,11 +322,6 @@ class Bundles:
     prefixes: Tensor
     widths: Tensor  # per bundle, in tokens that are computed
     counts: Tensor  # per bundle, in rows
-
-    @classmethod
-    def single(cls, lengths: Tensor) -> Bundles:
-        """Each row for itself."""
-        return cls(torch.arange(len(lengths)), torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
 
 
 def cheapest_bundles(rows: SortedRows, *, hidden_size: int, dense: bool, max_tokens: int, max_rows: int) -> Bundles:

@@ -27,7 +27,7 @@ def advise(cfg: Config, plan: MemoryPlan, measure: Measure) -> dict[str, Any]:
     """The keys and values that make it fit; empty where none of those tried do."""
     trial, rough, tried = copy.deepcopy(cfg), _roughly(cfg, plan, measure), 0
     for changes in _combinations(_choices(cfg, plan)):
-        before = {key: _get(trial, key) for key in changes}
+        before = {key: attrgetter(key)(trial) for key in changes}
         for key, value in changes.items():
             _set(trial, key, value)
         if make_plan(trial, plan.model, plan.machine, rough, plan.vllm).fits and not check_config(trial):
@@ -71,7 +71,7 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
             n for n in _doubles(generator.inference_engine_tensor_parallel_size, per_node) if not plan.model.heads % n
         ],
         "trainer.placement.policy_num_gpus_per_node": list(range(placement.policy_num_gpus_per_node + 1, per_node + 1)),
-        "generator.num_inference_engines": [n for n in _halves(generator.num_inference_engines, 1)],
+        "generator.num_inference_engines": list(_halves(generator.num_inference_engines, 1)),
         "generator.kv_cache_gb": [generator.kv_cache_gb / 2, generator.kv_cache_gb / 4],
     }
     without = ("generator.kv_cache_gb",) if plan.machine.gpus else (
@@ -79,8 +79,7 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
         "trainer.placement.policy_num_gpus_per_node",
     )  # fmt: skip
     if plan.gpus_requested > plan.machine.gpus:
-        lower = list(_halves(placement.policy_num_gpus_per_node, 1))
-        choices["trainer.placement.policy_num_gpus_per_node"] += lower
+        choices["trainer.placement.policy_num_gpus_per_node"] += _halves(placement.policy_num_gpus_per_node, 1)
     ranks, sharing = choices["trainer.placement.policy_num_gpus_per_node"], cfg.trainer.parallel
     choices["trainer.placement.policy_num_gpus_per_node"] = [
         n for n in ranks if n * placement.policy_num_nodes % (sharing.context * sharing.tensor * sharing.pipeline) == 0
@@ -108,10 +107,6 @@ def _doubles(start: int, most: int) -> Iterator[int]:
         yield start
 
 
-def _get(cfg: Config, key: str) -> object:
-    return attrgetter(key)(cfg)
-
-
 def _set(cfg: Config, key: str, value: object) -> None:
     group, _, name = key.rpartition(".")
-    setattr(_get(cfg, group), name, value)
+    setattr(attrgetter(group)(cfg), name, value)

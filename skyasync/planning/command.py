@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -173,7 +174,8 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
     yield f"model        {model.name}: {model.parameters / 1e9:.3g}B parameters, {model.layers} layers"
     yield f"machine      {devices}, host {_size(machine.host_memory)}"
     yield "processes    " + ", ".join(f"{count} {role}" for role, count in plan.processes.items())
-    yield "bundles      " + ", ".join(f"{count} x {bundle}" for bundle, count in _counted(plan))
+    bundles = Counter(" + ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in plan.slots.bundles)
+    yield "bundles      " + ", ".join(f"{count} x {bundle}" for bundle, count in bundles.items())
     checkpointing = "on" if rank.checkpointing else "off"
     yield (
         f"update       {rank.micro_batches} micro-batches of {rank.tokens:,} tokens per rank at most, "
@@ -194,11 +196,6 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
         yield f"estimate     by the published peak and bandwidths of {machine.card}:"
         yield f"             an update is {speed.update:,.3g} s of arithmetic, and {speed.collectives:,.3g} s of links"
         yield f"             an engine makes {speed.tokens:,.0f} tokens/s, and a batch takes {speed.generation:,.3g} s"
-
-
-def _counted(plan: MemoryPlan) -> list[tuple[str, int]]:
-    texts = [" + ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in plan.slots.bundles]
-    return [(text, texts.count(text)) for text in dict.fromkeys(texts)]
 
 
 def _table(place: MemoryUse, *, plain: bool) -> Table:

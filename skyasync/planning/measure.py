@@ -168,7 +168,9 @@ class Meter(TorchDispatchMode):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
         if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:  # fake ones are of bfloat16 alone
-            result = _grouped_result(*args[:3])
+            first, second, offsets = args[:3]
+            sizes = [len(first)] if second.dim() == 3 else [len(offsets), len(first)]
+            result = first.new_empty(*sizes, second.shape[-1])
         else:
             result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional", "fsdp"):
@@ -191,12 +193,6 @@ class Meter(TorchDispatchMode):
             known = self._storages.get(tensor.untyped_storage()._cdata)
             if known is None or known[1][1] == ACTIVATIONS:
                 self.watch(tensor, GATHERED)
-
-
-def _grouped_result(first: Tensor, second: Tensor, offsets: Tensor) -> Tensor:
-    if second.dim() == 3:
-        return first.new_empty(len(first), second.shape[-1])
-    return first.new_empty(len(offsets), len(first), second.shape[-1])
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
@@ -505,23 +501,18 @@ def measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
         UserError: as the worker does, for what cannot be divided, for instance, and where its code fails.
     """
     if role.name == REWARD_ROLE:  # its models lie side by side, and work one after the other
-        uses = [
-            _measure(_with_one(cfg, model), role, ranks, gpus=gpus)
-            for model in reward_models(cfg.trainer.reward).values()
-        ]
+        uses = []
+        for model in reward_models(cfg.trainer.reward).values():
+            alone = copy.deepcopy(cfg)
+            alone.trainer.reward.models = {}
+            alone.trainer.reward.model.path, alone.trainer.reward.model.dtype = model.path, model.dtype
+            uses.append(_measure(alone, role, ranks, gpus=gpus))
         largest = max(uses, key=lambda use: sum(use.scoring.values()) - sum(use.resident.values()))
         resident = Counter[str]()
         for use in uses:
             resident.update(use.resident)
         return replace(largest, resident=dict(resident), scoring=largest.scoring | dict(resident))
     return _measure(cfg, role, ranks, gpus=gpus)
-
-
-def _with_one(cfg: Config, model: Any) -> Config:  # noqa: ANN401
-    cfg = copy.deepcopy(cfg)
-    cfg.trainer.reward.models = {}
-    cfg.trainer.reward.model.path, cfg.trainer.reward.model.dtype = model.path, model.dtype
-    return cfg
 
 
 _MEASURED: dict[tuple[object, ...], RankUse] = {}

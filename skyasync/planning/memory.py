@@ -200,7 +200,10 @@ def engine_memory(
     parallel = cfg.generator.devices_per_engine
     weights = vllm.weights * vllm.devices // parallel or shape.parameters * b // parallel
     batched = batched_tokens(config, cpu=not share) if fills else FORWARD_TOKENS
-    workspace = _workspace(shape, batched, min(config.max_num_seqs, batched), b, parallel) + (GRAPHS if share else 0)
+    # A forward pass over these tokens, one layer at a time, and logits that are sampled from in float32.
+    width = (shape.experts_per_token or 1) * 3 * shape.intermediate // parallel + shape.shared_intermediate
+    logits = min(config.max_num_seqs, batched) * shape.vocabulary * 2 * FLOAT32
+    workspace = batched * (width + 4 * shape.hidden) * b + logits + (GRAPHS if share else 0)
     kv_heads = max(1, shape.kv_heads // parallel)  # that are fewer than devices are resident more than once
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * b
     needed = config.max_num_seqs * config.max_model_len * per_token
@@ -209,9 +212,3 @@ def engine_memory(
     least = vllm.least_cache * vllm.devices // parallel or config.max_model_len * per_token
     tokens = max(0, cache) * vllm.tokens // max(1, vllm.cache) if vllm.weights else max(0, cache) // per_token
     return EngineMemory(weights, workspace, cache, least, tokens)
-
-
-def _workspace(shape: ModelShape, tokens: int, sequences: int, b: int, parallel: int) -> int:
-    """A forward pass over ``tokens``, one layer at a time, and the logits of ``sequences``, sampled from in float32."""
-    width = (shape.experts_per_token or 1) * 3 * shape.intermediate // parallel + shape.shared_intermediate
-    return tokens * (width + 4 * shape.hidden) * b + sequences * shape.vocabulary * 2 * FLOAT32

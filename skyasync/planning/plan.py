@@ -108,10 +108,6 @@ class OtherRole:
         return named(self.use.resident, self.role.name)
 
     @property
-    def phase(self) -> str:
-        return "update" if self.role.trains else "log-probabilities"
-
-    @property
     def at_work(self) -> Lines:
         return with_fragmentation(self.use.updating if self.role.trains else self.use.scoring)
 
@@ -137,20 +133,16 @@ def received(cfg: Config, shape: ModelShape, adapters: int, b: int, engines: int
         b: bytes of a number of the policy.
         engines: on such a host.
     """
-    way = engine_config(cfg, gpus=gpus).weight_sync_backend
-    if way in BETWEEN_GPUS or not _carried(cfg, gpus=gpus):
+    if gpus and cfg.trainer.placement.policy_num_nodes > 1:  # engines on other nodes of the policy
+        carried = cfg.generator.own_engines > 0 and not cfg.generator.weight_sync_dir
+    else:  # engines apart from the policy, on any node of a cluster
+        carried = crosses_nodes(cfg) and not (gpus and cfg.trainer.placement.colocate_all)
+    if engine_config(cfg, gpus=gpus).weight_sync_backend in BETWEEN_GPUS or not carried:
         return {}
     if adapter_rank(cfg):
         return {"received weights": engines * adapters}
     copies = 2 if computes_on_mapped_weights(cfg) else cfg.generator.inference_engine_tensor_parallel_size
     return {"received weights": engines * copies * shape.parameters * b}
-
-
-def _carried(cfg: Config, *, gpus: bool) -> bool:
-    """Whether there may be such a host: other nodes of the policy, or, of engines apart from it, any of a cluster."""
-    if gpus and cfg.trainer.placement.policy_num_nodes > 1:
-        return cfg.generator.own_engines > 0 and not cfg.generator.weight_sync_dir
-    return crosses_nodes(cfg) and not (gpus and cfg.trainer.placement.colocate_all)
 
 
 def engines_in_memory(cfg: Config, engine: EngineMemory) -> Lines:
@@ -253,7 +245,8 @@ class _Planner:
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                devices.append(MemoryUse(other.role.name, other.ranks, capacity, other.phase, lines))
+                phase = "update" if other.role.trains else "log-probabilities"
+                devices.append(MemoryUse(other.role.name, other.ranks, capacity, phase, lines))
         if engine_devices := (self.roles[ENGINES] - hybrid) * self.cfg.generator.devices_per_engine:
             share = int(capacity * self.cfg.generator.gpu_memory_utilization)
             devices.append(MemoryUse("engines", engine_devices, share, "generation", self.engine.lines))
@@ -419,7 +412,7 @@ class _Planner:
     def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, nodes: int) -> dict[str, Lines]:
         """Phases of one of so many hosts on which checkpoints are put together, role after role, ``between`` steps, or
         of all roles at once during every phase."""
-        if not self._saves:
+        if not saves(self.cfg.trainer):
             return phases
         copies = [self.roles[POLICY] // nodes * self.rank.learnt]
         copies += [-(-other.ranks // nodes) * other.use.learnt for other in self.others]
@@ -427,7 +420,3 @@ class _Planner:
             phases = {phase: lines | {"checkpoint": sum(copies)} for phase, lines in phases.items()}
             return phases | {"checkpoint": between | {"checkpoint": sum(copies)}}
         return phases | {"checkpoint": between | {"checkpoint": max(copies)}}
-
-    @property
-    def _saves(self) -> bool:
-        return saves(self.cfg.trainer)

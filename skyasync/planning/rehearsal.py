@@ -27,6 +27,7 @@ from skyasync.inference.backends.vllm.options import cpu_limits
 from skyasync.models import SCORE
 from skyasync.models.config import config_value
 from skyasync.planning.command import Options, show_plan
+from skyasync.planning.shape import with_layers
 from skyasync.preflight.model import MODEL, hub_folder
 from skyasync.preflight.prepare import settle_models
 from skyasync.utils.machine import this_machine
@@ -236,7 +237,7 @@ _AT_MOST = {
     "first_k_dense_replace": 1,
     "moe_layer_start_index": 1,
 }
-_LAYER_TYPES = ("mlp_layer_types", "indexer_types")  # besides ``layer_types``, of each layer
+_LAYER_TYPES = ("layer_types", "mlp_layer_types", "indexer_types")  # of each layer
 
 
 def make_small_model(
@@ -371,10 +372,6 @@ def _shrink_rotary_embeddings(rope: dict[str, Any]) -> None:
 
 def _remove_layers(text: Any) -> None:  # noqa: ANN401
     """Keep the first layers, so many that every kind of them is there."""
-    before = text.num_hidden_layers
-    lists = {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == before}
-    layer_types = [config_value(text, "layer_types") or [], *(lists.get(name, []) for name in _LAYER_TYPES)]
-    count = min(before, max(2, *(each.index(kind) + 1 for each in layer_types for kind in set(each)), 0))
-    for name, value in lists.items():
-        setattr(text, name, value[:count])
-    text.num_hidden_layers = count
+    layer_types = [config_value(text, name, []) for name in _LAYER_TYPES]
+    needed = [each.index(kind) + 1 for each in layer_types for kind in set(each)]
+    with_layers(text, min(text.num_hidden_layers, max([2, *needed])))
