@@ -32,6 +32,8 @@ LOGPROBS, ENTROPY, VALUES, TOP_K, TOKEN_LOGPROBS = "logprobs", "entropy", "value
 the entropy of the distribution that it was drawn from; the value of the state before it; the ``top_k`` likeliest tokens
 and then their log-probabilities, ``[rows, length, 2 k]``; log-probabilities of ``token_ids``, ``[rows, length, k]``."""
 
+LOOPBACK = "127.0.0.1"
+
 MODEL, VALUE_HEAD = "model", "value_head"
 """Parts of a model with an optimizer of their own: the model itself; a critic's head on the policy's layers."""
 
@@ -195,7 +197,7 @@ class RankContext:
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
     store: dist.Store | None = None
 

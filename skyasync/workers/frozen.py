@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from skyasync.config.schema.models import reward_models
-from skyasync.models.backend import TOP_K, VALUES, OutputRequest
+from skyasync.models.backend import LOOPBACK, TOP_K, VALUES, OutputRequest
 from skyasync.models.batch import TokenBatch
 from skyasync.workers.model_worker import ModelWorker
-from skyasync.workers.worker import LOOPBACK
 
 
 class ReferenceWorker(ModelWorker):

@@ -19,6 +19,7 @@ from skyasync.errors import UserError
 from skyasync.models import BACKENDS
 from skyasync.models.backend import (
     LOGPROBS,
+    LOOPBACK,
     MODEL,
     VALUE_HEAD,
     LossFn,
@@ -30,7 +31,7 @@ from skyasync.models.backend import (
 )
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.models.packing import sequences_as_batch
-from skyasync.workers.worker import LOOPBACK, Worker
+from skyasync.workers.worker import Worker
 
 SPEC_KEYS = (
     "lora",

@@ -24,12 +24,12 @@ from torch import Tensor
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.config.schema import Config
 from skyasync.models import MeshShape
+from skyasync.models.backend import LOOPBACK
 from skyasync.models.batch import TokenBatch
 from skyasync.models.packing import SortedRows, sorted_rows
 from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
 from skyasync.utils.machine import ProcessIdentity
 from skyasync.workers.roles import ROLES, Role
-from skyasync.workers.worker import LOOPBACK
 
 PROCESS_ENDED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)  # the latter: by Ray's memory monitor
 HEARTBEAT = "heartbeat"

@@ -13,12 +13,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from skyasync.config.schema import Config
-from skyasync.models.backend import ModelBackend, SaveResult
+from skyasync.models.backend import LOOPBACK, ModelBackend, SaveResult
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.workers.roles import ROLES
 
-LOOPBACK = "127.0.0.1"
 _PROFILE_ROWS = 40  # of the table
 
 

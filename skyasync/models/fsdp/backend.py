@@ -35,6 +35,7 @@ from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.attention import allow_recompilations
 from skyasync.models.backend import (
     COMPUTED_TOKENS,
+    LOOPBACK,
     MODEL,
     ROW_TOKENS,
     TOKEN_LOGPROBS,
@@ -66,7 +67,6 @@ from skyasync.models.fsdp.optimizers import (
 from skyasync.models.fsdp.quantized_base import quantize_base
 from skyasync.models.fsdp.sharding import (
     HOST,
-    LOOPBACK,
     OPTIMIZER,
     PARAMETERS,
     Mesh,

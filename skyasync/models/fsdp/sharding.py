@@ -28,7 +28,7 @@ REPLICA, SHARD = "replica", "shard"
 OPTIMIZER, PARAMETERS = "optimizer", "parameters"
 """What ``cpu_offload`` keeps in host memory: the optimizer state between steps, or all that is sharded, always."""
 
-HOST, LOOPBACK = torch.device("cpu"), "127.0.0.1"
+HOST = torch.device("cpu")
 
 T = TypeVar("T")
 
