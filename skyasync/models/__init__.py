@@ -60,7 +60,6 @@ class MeshShape:
         return self.context * self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """The coordinate of a rank in the data dimension."""
         return rank // self.non_data % self.data
 
     @classmethod

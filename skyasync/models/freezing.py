@@ -21,8 +21,7 @@ KEY = "trainer.policy.freeze"
 
 def check_frozen(path: str, config_kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raises ``UserError`` for names that the model of this folder or hub name lacks. Its weights are not read."""
-    with torch.device("meta"):
-        freeze(HEADS[VOCABULARY].with_config(config_kwargs).empty(path, torch.float32), names)
+    freeze(HEADS[VOCABULARY].with_config(config_kwargs).empty(path, torch.float32), names)
 
 
 def freeze(model: PreTrainedModel, names: Collection[str]) -> None:

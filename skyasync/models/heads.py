@@ -78,9 +78,9 @@ class Head:
         """Initialize what the files lack in a loaded model, whole or sharded."""
 
     def empty(self, path: str, dtype: torch.dtype) -> PreTrainedModel:
-        """The model with nothing loaded, on torch's current device."""
+        """The model without memory, on torch's meta device."""
         config = self.config(path)
-        with _sdpa_required(path, config):
+        with torch.device("meta"), _sdpa_required(path, config):
             model: PreTrainedModel = self.auto(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
         return model
 

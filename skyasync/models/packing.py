@@ -26,7 +26,7 @@ Only rows of one group share tokens: the samples of a prompt, and the rows of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Generic
@@ -74,9 +74,14 @@ class Layout:
     images: tuple[Images, ...] | None = None
     rope: Tensor | None = None
 
+    def each(self, function: Callable[[Tensor], Tensor]) -> Layout:
+        """The layout with ``function`` applied to each of its tensors, but for those of ``blocks``."""
+        changed: dict[str, Any] = {n: function(value) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
     def to(self, device: torch.device) -> Layout:
-        moved: dict[str, Any] = {n: value.to(device) for n, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **moved, blocks=tuple(block.to(device) for block in self.blocks))
+        moved = self.each(lambda tensor: tensor.to(device))
+        return replace(moved, blocks=tuple(block.to(device) for block in self.blocks))
 
     def to_rows(self, values: Tensor) -> Tensor:
         """Values of the m loss tokens as ``[rows, length, ...]``, with zeros between; differentiable."""

@@ -158,7 +158,6 @@ class TokenModel(nn.Module):
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
 
     def uses_flex(self, device: torch.device) -> bool:
-        """Whether FlexAttention attends."""
         text = self.model.config.get_text_config()
         able = text._attn_implementation == BLOCKS and head_size(text) >= SMALLEST_HEAD
         return device.type == "cuda" and (able or self.context is not None)

@@ -288,8 +288,7 @@ class MeasuredBackend(FSDPBackend):
 
     def _read(self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard) -> TokenModel:
         with _disable_current_modes():
-            with torch.device("meta"):
-                empty = head.empty(self.spec.path, dtype)
+            empty = head.empty(self.spec.path, dtype)
             empty.tie_weights()
             wrapper = prepare(empty)
         if self.adapters:
@@ -326,7 +325,7 @@ class MeasuredBackend(FSDPBackend):
             return made
 
         for micro in micro_batches:
-            layout = micro.layout if self.model.context else _each(micro.layout, without_numbers)
+            layout = micro.layout if self.model.context else micro.layout.each(without_numbers)
             yield MicroBatch(micro.rows, micro.batch.each(without_numbers), layout)
 
     def _examine(self, name: str, part: Any, scale: float) -> list[str]:  # noqa: ANN401
@@ -339,11 +338,6 @@ class MeasuredGPUBackend(MeasuredBackend):
     """Its fake tensors are on a CPU, and it does as on a GPU."""
 
     on_cpu = False
-
-
-def _each(layout: Layout, function: Callable[[Tensor], Tensor]) -> Layout:
-    tensors: dict[str, Any] = {n: function(v) for n, v in vars(layout).items() if isinstance(v, Tensor)}
-    return replace(layout, **tensors)
 
 
 WINDOWS = "forward and head", "upper layers", "lower layers", "optimizer step"

@@ -96,8 +96,7 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
     from skyasync.models.config import config_value
     from skyasync.models.heads import HEADS
 
-    with torch.device("meta"):
-        model = HEADS[head].with_config(json.loads(config_kwargs)).empty(path, torch.float32)
+    model = HEADS[head].with_config(json.loads(config_kwargs)).empty(path, torch.float32)
     text: Any = model.config.get_text_config()
 
     def number(*names: str, default: int = 0) -> int:

@@ -67,5 +67,4 @@ def with_added(weight: Tensor, halves: tuple[Tensor, Tensor], scale: float, *, t
 
 
 def frozen_weights_id(dtype: object, digests: Mapping[str, str]) -> str:
-    """Identifies frozen weights."""
     return f"{dtype} {content_of(digests)}"

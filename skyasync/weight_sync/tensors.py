@@ -113,7 +113,6 @@ def digest(tensor: Tensor) -> str:
 
 
 def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """By name."""
     return {name: digest(tensor) for name, tensor in weights.items()}
 
 

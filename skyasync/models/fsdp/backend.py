@@ -544,8 +544,7 @@ class FSDPBackend(ModelBackend):
         """The model with the layers of all stages, which have no memory then."""
         if self.stage is None:
             return self.model.model
-        with torch.device("meta"):
-            return HEADS[self.spec.head].with_config(self.spec.config_kwargs).empty(self.spec.path, self.dtype)
+        return HEADS[self.spec.head].with_config(self.spec.config_kwargs).empty(self.spec.path, self.dtype)
 
     def adapter(self) -> Adapter:
         assert self.adapters is not None, "the policy has no adapters"
@@ -583,8 +582,7 @@ class FSDPBackend(ModelBackend):
         model, weights, whole = self.model.model, self.sharded_weights(), self._whole_model()
         if part == VALUE_HEAD:
             critic, adapters = HEADS[VALUE].with_config(self.spec.value_head_kwargs), None
-            with torch.device("meta"):
-                model = whole = critic.empty(path, self.dtype)
+            model = whole = critic.empty(path, self.dtype)
             names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             assert self.model.value_head is not None
             head = {f"{SCORE_LAYER}.weight": self.model.value_head.weight.detach()}

@@ -77,8 +77,7 @@ def load_sharded(
         UserError: if it is no such model, or its files contradict its configuration.
     """
     with ONE_AT_A_TIME, head.loading():
-        with torch.device("meta"):
-            empty = head.empty(path, dtype)
+        empty = head.empty(path, dtype)
         converters = [c for c in get_model_conversion_mapping(empty) if isinstance(c, WeightConverter)]
         if not can_be_sliced(empty, converters, place, min_chunks):
             if stages > 1:

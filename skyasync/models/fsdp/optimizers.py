@@ -200,7 +200,14 @@ class TrainedPart:
         if mesh is None:
             return True
         first = mesh.tensor is None or mesh.tensor.get_local_rank() == 0
-        return parameter is not self.copy and (first or is_tensor_parallel(parameter)) and _is_first_copy(parameter)
+        if parameter is self.copy or not (first or is_tensor_parallel(parameter)):
+            return False
+        if not isinstance(parameter, DTensor):
+            return True
+        coordinate = parameter.device_mesh.get_coordinate()
+        assert coordinate is not None
+        placed = zip(coordinate, parameter.placements, strict=True)
+        return not any(number for number, placement in placed if placement.is_replicate())
 
     def clip(self) -> None:
         """Clip the measured gradient, as torch's ``clip_grads_with_norm_``, which takes tensors of one mesh."""
@@ -242,15 +249,6 @@ def check_replicated_gradients(model: TokenModel, mesh: Mesh | None) -> None:
             f"hold whole: transformers' plan for {family} splits what it works on and does not say so: set "
             f"trainer.parallel.tensor=1"
         )
-
-
-def _is_first_copy(tensor: Tensor) -> bool:
-    """Whether no rank before this one has the same shard, in the dimensions of its mesh."""
-    if not isinstance(tensor, DTensor):
-        return True
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return not any(c for c, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate())
 
 
 def is_tensor_parallel(gradient: Tensor) -> bool:
