@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from skyasync.config.schema import Config
 from skyasync.inference.backends.vllm.setup import batched_tokens
@@ -71,6 +72,10 @@ def batch_bytes(cfg: Config, shape: ModelShape) -> int:
     return cfg.trainer.train_batch_size * lengths.samples * lengths.total * each
 
 
+ON_DEVICE = "resident", "scoring", "updating", "stepping", "publishing"
+"""Fields of ``RankUse``: what a rank has on its device between two calls, and at the fullest moment of each."""
+
+
 @dataclass(frozen=True)
 class RankUse:
     """What one rank needs.
@@ -107,53 +112,48 @@ class RankUse:
         """Bytes between two calls, wherever they are."""
         return sum(self.resident.values()) + sum(size for what, size in self.host.items() if what != GRADIENTS)
 
+    def each(self, function: Callable[[Lines], Lines]) -> RankUse:
+        """The use with ``function`` applied to the lines on the device."""
+        lines: dict[str, Any] = {name: function(vars(self)[name]) for name in ON_DEVICE}
+        return replace(self, **lines)
+
     def offloaded(self, kind: str) -> RankUse:
         """With ``cpu_offload`` on a GPU: what waits in host memory is not on the device."""
         away = OFFLOADED[kind]
-
-        def here(lines: Lines) -> Lines:
-            return {what: size for what, size in lines.items() if what not in away}
-
         host = {what: size for what, size in self.resident.items() if what in away}
         if GRADIENTS in away and self.learnt:
             host[GRADIENTS] = self.gradients
-        updating = here(self.updating)
+        use = self.each(lambda lines: {what: size for what, size in lines.items() if what not in away})
         if kind == "optimizer":  # it comes for the step
-            updating = max(updating, self.stepping, key=lambda lines: sum(lines.values()))
-        return replace(
-            self, resident=here(self.resident), scoring=here(self.scoring), updating=updating,
-            stepping=self.stepping if kind == "optimizer" else here(self.stepping), publishing=here(self.publishing),
-            host=host,
-        )  # fmt: skip
+            updating = max(use.updating, self.stepping, key=lambda lines: sum(lines.values()))
+            use = replace(use, updating=updating, stepping=self.stepping)
+        return replace(use, host=host)
 
     def scaled(self, tokens: float, ranks: float) -> RankUse:
         """Roughly with so many times the tokens and ranks: to choose what is worth being measured."""
         factors = {ACTIVATIONS: tokens} | dict.fromkeys(OFFLOADED["parameters"], 1 / ranks)
 
-        def lines(before: Lines) -> Lines:
-            return {what: int(size * factors.get(what, 1)) for what, size in before.items()}
+        def scale(lines: Lines) -> Lines:
+            return {what: int(size * factors.get(what, 1)) for what, size in lines.items()}
 
         return replace(
-            self, resident=lines(self.resident), scoring=lines(self.scoring), updating=lines(self.updating),
-            stepping=lines(self.stepping), publishing=lines(self.publishing), host=lines(self.host),
-            gradients=int(self.gradients / ranks), learnt=int(self.learnt / ranks), tokens=int(self.tokens * tokens),
-        )  # fmt: skip
+            self.each(scale),
+            host=scale(self.host),
+            gradients=int(self.gradients / ranks),
+            learnt=int(self.learnt / ranks),
+            tokens=int(self.tokens * tokens),
+        )
 
 
 def fullest_of(uses: Sequence[RankUse]) -> RankUse:
     """What none of them exceeds in any phase."""
-
-    def fullest(lines: Iterable[Lines]) -> Lines:
-        return max(lines, key=lambda each: sum(each.values()))
-
+    fullest: dict[str, Any] = {
+        name: max((vars(use)[name] for use in uses), key=lambda lines: sum(lines.values()))
+        for name in (*ON_DEVICE, "sent")
+    }
     return replace(
         uses[0],
-        resident=fullest(use.resident for use in uses),
-        scoring=fullest(use.scoring for use in uses),
-        updating=fullest(use.updating for use in uses),
-        stepping=fullest(use.stepping for use in uses),
-        publishing=fullest(use.publishing for use in uses),
-        sent=fullest(use.sent for use in uses),
+        **fullest,
         gradients=max(use.gradients for use in uses),
         learnt=max(use.learnt for use in uses),
         flops=max(use.flops for use in uses),
