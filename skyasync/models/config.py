@@ -24,6 +24,9 @@ transformers changes its own classes while it loads a model (ties and initialisa
 that load at once may leave them changed: then no later model of the process has tied weights.
 """
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields by which families give the number of a layer's experts."""
+
 ROPE = "rope_parameters"
 #: Older names, as recipes and files have them: what they stand for.
 _THETA, _SCALING = "rope_theta", "rope_scaling"

@@ -22,9 +22,8 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from skyasync.errors import UserError
-from skyasync.models.config import config_value
+from skyasync.models.config import EXPERTS, config_value
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _INDEX = re.compile(r"layers\.(\d+)\.")
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
@@ -59,7 +58,7 @@ class Routers:
         self._hidden_layers = int(config.num_hidden_layers)
         self._indices = [int(number[1]) for name in routers if (number := _INDEX.search(name))]
         self.top_k = int(config.num_experts_per_tok)
-        self.experts = max(int(config_value(config, name, 0)) for name in _EXPERTS)
+        self.experts = max(int(config_value(config, name, 0)) for name in EXPERTS)
         self.dtype = torch.uint8 if self.experts <= unknown_expert(torch.uint8) else torch.int16
         if config_value(config, "topk_method") == "group_limited_greedy":  # weighs experts outside its groups by 0
             raise UserError(not_replayed(self._family))

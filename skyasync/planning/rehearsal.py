@@ -25,7 +25,7 @@ from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.options import KEY as ENGINE_OPTIONS
 from skyasync.inference.backends.vllm.options import cpu_limits
 from skyasync.models import SCORE
-from skyasync.models.config import config_value
+from skyasync.models.config import EXPERTS, config_value
 from skyasync.planning.command import Options, show_plan
 from skyasync.planning.shape import with_layers
 from skyasync.preflight.model import MODEL, hub_folder
@@ -227,10 +227,7 @@ HEAD_DIM = 32  # the smallest that vLLM computes on CPUs
 HEADS, GROUPED_HEADS = 4, 2  # per rank of the tensor axis
 MOST_EXPERTS = 8
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
-_AT_MOST = {
-    "num_experts": MOST_EXPERTS,
-    "num_local_experts": MOST_EXPERTS,
-    "n_routed_experts": MOST_EXPERTS,
+_AT_MOST = dict.fromkeys(EXPERTS, MOST_EXPERTS) | {
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,

@@ -93,7 +93,7 @@ def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
 def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str) -> ModelShape:
     import torch
 
-    from skyasync.models.config import config_value
+    from skyasync.models.config import EXPERTS, config_value
     from skyasync.models.heads import HEADS
 
     model = HEADS[head].with_config(json.loads(config_kwargs)).empty(path, torch.float32)
@@ -107,7 +107,7 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
     types = config_value(text, "layer_types") or [""] * len(layers)
     signatures = [(kind, *(p.shape for p in layer.parameters())) for kind, layer in zip(types, layers, strict=False)]
     heads, hidden = number("num_attention_heads", default=1), number("hidden_size")
-    experts = number("num_experts", "num_local_experts", "n_routed_experts")
+    experts = number(*EXPERTS)
     dense = number("intermediate_size", "n_inner", default=4 * hidden)
     return ModelShape(
         name=name,

@@ -23,6 +23,7 @@ from skyasync.config.schema import Config, ParallelConfig
 from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES
+from skyasync.models.config import EXPERTS
 from skyasync.models.images import FAMILIES, reads_images
 from skyasync.utils.machine import Machine
 
@@ -34,7 +35,6 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
 _REASONS = {"gemma3": "the tokens of Gemma 3's images depend on the text around them"}
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ATTENDING = {"full_attention", "sliding_attention"}
 
 #: Families of language models that transformers cannot split (a test compares them); others are asked when they load.
@@ -211,7 +211,7 @@ def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
     if parallel.pipeline > 1:
         _check_stages(parallel.pipeline, path, shape)
     if parallel.expert > 1:
-        counts = [count for name in _EXPERTS if isinstance(count := shape.get(name), int) and count]
+        counts = [count for name in EXPERTS if isinstance(count := shape.get(name), int) and count]
         setting = f"trainer.parallel.expert={parallel.expert}"
         if not counts:
             raise UserError(f"{setting}: {shape['model_type']} ({path}) is not a mixture of experts: set it to 0")
@@ -228,7 +228,7 @@ def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
             f"{both[0]} splits {'sequences' if context > 1 else 'heads'}, but {path} has {others[0]} layers, which "
             f"cannot be split: only attention layers can. Set it to 1"
         )
-    divided = [(both[-1], tensor, name) for name in (_HEADS, _KV_HEADS, *_EXPERTS)] if tensor > 1 else []
+    divided = [(both[-1], tensor, name) for name in (_HEADS, _KV_HEADS, *EXPERTS)] if tensor > 1 else []
     if context > 1 and parallel.context_kind == "ulysses":
         divided.append((" times ".join(both), context * tensor, _HEADS))
     for setting, size, name in divided:
@@ -269,7 +269,7 @@ def check_routers(way: str, path: str, key: str) -> None:
     if way == "none" or file is None:
         return
     shape = read_shape(file, f"{key}={path}")
-    if not any(shape.get(name) for name in _EXPERTS):
+    if not any(shape.get(name) for name in EXPERTS):
         raise UserError(
             f"trainer.policy.router_replay={way}: {shape.get('model_type')} ({path}) has no routers that transformers "
             f"knows of: set trainer.policy.router_replay=none"

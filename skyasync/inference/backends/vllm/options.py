@@ -15,10 +15,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from skyasync.config.model_files import config_file, read_shape
 from skyasync.config.schema import Config
 from skyasync.errors import UserError, nearest
+from skyasync.models.config import EXPERTS
 
 KEY = "generator.engine_kwargs"
 CPU_BLOCK = 32  # tokens of a cache block in which vLLM's attention on a CPU computes
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 #: Argument -> the key to use instead, or why it is not supported.
 RESERVED = {
