@@ -27,6 +27,9 @@ that load at once may leave them changed: then no later model of the process has
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields by which families give the number of a layer's experts."""
 
+ATTENDING = {"full_attention", "sliding_attention"}
+"""The ``layer_types`` of which parallel attention is computed by heads."""
+
 ROPE = "rope_parameters"
 #: Older names, as recipes and files have them: what they stand for.
 _THETA, _SCALING = "rope_theta", "rope_scaling"

@@ -23,7 +23,7 @@ from skyasync.config.schema import Config, ParallelConfig
 from skyasync.config.schema.sampling import backend, sampling_groups
 from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES
-from skyasync.models.config import EXPERTS
+from skyasync.models.config import ATTENDING, EXPERTS
 from skyasync.models.images import FAMILIES, reads_images
 from skyasync.utils.machine import Machine
 
@@ -35,7 +35,6 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 _SENSES = ("vision_config", "audio_config", "visual", "mm_vision_tower", "image_token_id", "image_token_index")
 _REASONS = {"gemma3": "the tokens of Gemma 3's images depend on the text around them"}
 _HEADS, _KV_HEADS = "num_attention_heads", "num_key_value_heads"
-_ATTENDING = {"full_attention", "sliding_attention"}
 
 #: Families of language models that transformers cannot split (a test compares them); others are asked when they load.
 _WITHOUT_TENSOR_PLAN = """
@@ -223,7 +222,7 @@ def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
         return
     sizes = {"context": context, "tensor": tensor}
     both = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-    if others := sorted(set(shape.get("layer_types") or ()) - _ATTENDING):
+    if others := sorted(set(shape.get("layer_types") or ()) - ATTENDING):
         raise UserError(
             f"{both[0]} splits {'sequences' if context > 1 else 'heads'}, but {path} has {others[0]} layers, which "
             f"cannot be split: only attention layers can. Set it to 1"

@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from skyasync.errors import UserError
 from skyasync.models.attention import NO_END, AttentionPlan, window_mask
-from skyasync.models.config import config_value, head_size
+from skyasync.models.config import ATTENDING, config_value, head_size
 from skyasync.models.fsdp.sharding import Mesh
 from skyasync.models.packing import Layout
 from skyasync.models.token_model import can_share_prefixes
@@ -45,7 +45,6 @@ from skyasync.models.token_model import can_share_prefixes
 KEY = "trainer.parallel.context"
 ULYSSES, RING = "ulysses", "ring"
 ATTENTION = "skyasync_ulysses"
-ATTENDING = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,8 @@ from transformers.distributed.tensor_parallel import (
 )
 
 from skyasync.errors import UserError
-from skyasync.models.config import config_value
+from skyasync.models.config import ATTENDING, config_value
 from skyasync.models.fsdp.sharding import local
-from skyasync.models.parallel.context import ATTENDING
 from skyasync.models.parallel.vocabulary import Vocabulary, sum_gradients_over_group, sum_over_group
 
 if TYPE_CHECKING:
