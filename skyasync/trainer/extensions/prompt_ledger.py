@@ -107,7 +107,7 @@ class PromptLedger(RunExtension):
         if not self._saves:
             return
         partial = await self._generator.partial_rollouts() if isinstance(self._generator, TrajectoryGenerator) else []
-        if not self.ledger.versions:
+        if not (self.ledger.versions or self.ledger.finished):
             return
         waited_for = self.ledger.versions.keys() - self._released
         versions = {self._ids[name]: v for name, v in self.ledger.versions.items() if name in waited_for}
@@ -196,21 +196,21 @@ class Ledger(Generic[G]):
 
     Attributes:
         versions: open prompt -> the policy version when it was started.
-        finished: those of them whose group is complete, and the group.
+        finished: those whose group is complete, and the group; those that a checkpoint had among them.
     """
 
     versions: dict[str, int] = field(default_factory=dict)
     finished: dict[str, G] = field(default_factory=dict)
-    _given_back: dict[str, G] = field(default_factory=dict)  # of a checkpoint, not requested yet
+    _not_requested: set[str] = field(default_factory=set)  # finished in the run before
     _ended: dict[str, dict[str, str]] = field(default_factory=dict)  # since the last line: name -> why
 
     def start(self, name: str, version: int) -> G | None:
         """A prompt is requested. Its group, if the run before had finished it; else it is in flight from here on."""
         self.versions.setdefault(name, version)
-        group = self._given_back.pop(name, None)
-        if group is not None:
-            self.finished[name] = group
-        return group
+        if name not in self._not_requested:
+            return None
+        self._not_requested.remove(name)
+        return self.finished[name]
 
     def finish(self, name: str, group: G) -> None:
         """Its group is complete."""
@@ -222,6 +222,7 @@ class Ledger(Generic[G]):
         for name in names:
             self.versions.pop(name, None)
             self.finished.pop(name, None)
+            self._not_requested.discard(name)
             self._ended.setdefault(end, {})[name] = reason
 
     def undo(self, names: Iterable[str], reason: str) -> None:
@@ -235,7 +236,7 @@ class Ledger(Generic[G]):
 
     def restore(self, versions: Mapping[str, int], finished: Mapping[str, G]) -> None:
         """Take over the open prompts of a checkpoint."""
-        self.versions, self.finished, self._given_back = dict(versions), {}, dict(finished)
+        self.versions, self.finished, self._not_requested = dict(versions), dict(finished), set(finished)
 
 
 def audit(lines: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:

@@ -67,8 +67,11 @@ class AnyRun(RuleBasedStateMachine):
     def interrupt(self) -> None:
         self.end_step()
         versions, finished = dict(self.ledger.versions), dict(self.ledger.finished)
-        self.ledger = Ledger()
-        self.ledger.restore(versions, finished)
+        for _ in range(2):  # the second time before any prompt is requested again
+            saved = dict(self.ledger.versions), dict(self.ledger.finished)
+            assert saved == (versions, finished)
+            self.ledger = Ledger()
+            self.ledger.restore(*saved)
         for name in versions:
             assert self.ledger.start(name, 99) == finished.get(name)
             assert self.ledger.start(name, 99) is None, "once"
