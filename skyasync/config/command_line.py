@@ -101,6 +101,8 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
             overrides.setdefault(path, []).append(text)
             try:
                 assignment = Assignment(path, parse(text))
+            except yaml.constructor.ConstructorError as error:
+                line.problems.append(f"{path}: cannot read {text!r}: {error.problem}")
             except yaml.YAMLError:
                 line.problems.append(
                     f"{path}: cannot read {text!r}: a bracket or quote does not close, or text follows it"
@@ -124,7 +126,8 @@ def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
         return []
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        problems.append(f"{file}{line}: not valid YAML: {error.problem or 'cannot be read'}")
+        invalid = "" if isinstance(error, yaml.constructor.ConstructorError) else "not valid YAML: "
+        problems.append(f"{file}{line}: {invalid}{error.problem or 'cannot be read'}")
         return []
     except yaml.YAMLError:
         problems.append(f"{file}: not valid YAML: cannot be read")

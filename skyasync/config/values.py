@@ -36,11 +36,33 @@ def compose(text: str) -> yaml.Node | None:
 
     Raises:
         yaml.YAMLError: if it is not valid, or nested too deeply to be read.
+        yaml.constructor.ConstructorError: for nodes that are no ``Value``.
     """
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
         raise yaml.MarkedYAMLError(problem="it is nested too deeply") from None
+    if root is not None:
+        _check_nodes(root, set(), set())
+    return root
+
+
+def _check_nodes(node: yaml.Node, above: set[yaml.Node], checked: set[yaml.Node]) -> None:
+    """Raises ConstructorError for a key that is a list or a mapping, and for a node that contains itself."""
+    if isinstance(node, yaml.ScalarNode) or node in checked:
+        return
+    if node in above:
+        raise yaml.constructor.ConstructorError(problem="an anchor contains itself", problem_mark=node.start_mark)
+    children = node.value
+    if isinstance(node, yaml.MappingNode):
+        for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                problem = "a key is a list or a mapping, and must be a text"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=name.start_mark)
+        children = [value for _, value in node.value]
+    for child in children:
+        _check_nodes(child, above | {node}, checked)
+    checked.add(node)
 
 
 def parse(text: str) -> yaml.Node:

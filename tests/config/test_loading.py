@@ -200,6 +200,10 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Pa
          "that is how verl spells it; here it is trainer.algorithm.kl_loss_coef"),
         ("trainer: [\n", "settings.yaml:2: not valid YAML"),
         ("a: " + "[" * 5000, "settings.yaml: not valid YAML: it is nested too deeply"),
+        ("trainer:\n  [seed]: 1\n", "settings.yaml:2: a key is a list or a mapping, and must be a text"),
+        ("environment:\n  domains: {{a: 1}: 2}\n", "settings.yaml:2: a key is a list or a mapping, and must be a text"),
+        ("trainer: &here\n  seed: *here\n", "settings.yaml:1: an anchor contains itself"),
+        ("data:\n  train_data: &here [a, *here]\n", "settings.yaml:2: an anchor contains itself"),
         ("- 1\n", "settings.yaml: expected groups and keys"),
     ],
 )  # fmt: skip

@@ -86,6 +86,7 @@ WRONG = [
     ("trainer.seed=", "trainer.seed: the value is empty"),
     ("--trainer.seed=3", "unknown option --trainer.seed: settings are key=value without dashes; write trainer.seed="),
     ("--async_queue_size=3", "did you mean trainer.async_queue_size?"),
+    ("environment.domains={[a]: 1}", "environment.domains: cannot read '{[a]: 1}': a key is a list or a mapping"),
     ("data.train_data=['a','b'", "data.train_data: cannot read \"['a','b'\": a bracket or quote does not close"),
     ("data.train_data=['${no.such}']", "data.train_data: Interpolation key 'no.such' not found"),
     ("trainer.run_name=${no.such}", "trainer.run_name: Interpolation key 'no.such' not found"),
