@@ -93,7 +93,7 @@ def train(
         eval_prompts: held-out rows, in the same forms.
         settings: any other setting, dotted or nested. A string value is read as on the command line.
         callbacks: accompany the run (``skyasync.TrainerCallback``).
-        tracker: in addition to ``metrics.jsonl``: a name as in ``trainer.logger``, a class, an object with
+        tracker: in addition to ``metrics.jsonl``, which is always written: a name as in ``trainer.logger``, a class, an object with
             ``log(metrics, step)`` and ``close()``, or several of them.
 
     Raises:
@@ -107,6 +107,8 @@ def train(
             given["trainer.logger"] = ["jsonl", *(_named(stack, TRACKERS, each) for each in trackers)]
         sources = {TRAIN: prompts, EVALUATION: eval_prompts}
         cfg, rows = stack.enter_context(_configured(model, sources, reward, environment, given, settings))
+        if "jsonl" not in cfg.trainer.logger:  # the history of the result is read from its file
+            cfg.trainer.logger = ["jsonl", *cfg.trainer.logger]
         experiment = _ExportingExperiment(cfg)
         experiment.data_rows |= rows
         if callbacks:

@@ -126,6 +126,15 @@ def _asked_of_engines(
     return asked
 
 
+def test_the_metrics_that_become_the_history_are_written_with_any_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    monkeypatch.setattr(BasePPOExp, "__init__", lambda self, cfg: chosen.append(cfg.trainer.logger) or 1 / 0)
+    for trackers in (["console"], ["console", "jsonl"]):
+        with pytest.raises(ZeroDivisionError):
+            train(settings={"trainer.logger": trackers})
+    assert chosen == [["jsonl", "console"], ["console", "jsonl"]]
+
+
 def test_a_history_is_a_data_frame_if_pandas_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     history = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
     result = TrainResult({}, history, Path("runs/a"), Path("runs/a/model"), None, {})
