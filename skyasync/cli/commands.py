@@ -48,7 +48,9 @@ class Subcommand:
         """Import the subcommand's module and do it; the exit status."""
         home, _, name = self.home.partition(":")
         module = vars(import_module(home))
-        if "HELP" in module and wants_help(argv, alone=self.settings or self.passes_on):
+        alone = self.settings or self.passes_on  # else --help stands anywhere
+        asked = list(argv) in (["--help"], ["-h"]) or (not alone and bool({"--help", "-h"}.intersection(argv)))
+        if "HELP" in module and asked:
             print(module["HELP"], end="")
         elif self.needs and not argv:
             print(module["HELP"], end="", file=sys.stderr)
@@ -202,11 +204,6 @@ def translate(argv: Arguments) -> None:
     from skyasync.other_frameworks import other_frameworks
 
     other_frameworks().translate(argv)
-
-
-def wants_help(argv: Arguments, *, alone: bool) -> bool:
-    """Args: alone: only where ``--help`` or ``-h`` is all of ``argv``."""
-    return list(argv) in (["--help"], ["-h"]) or (not alone and bool({"--help", "-h"}.intersection(argv)))
 
 
 def take_options(

@@ -26,12 +26,11 @@ def engines(argv: Arguments) -> None:
     """Raises ``UserError`` for a run that does not go on, and for names that do not fit."""
     file, what, names = Path(argv[0]).expanduser() / FILE, [*argv[1:], "list"][0], list(argv[2:])
     if not file.is_file():
-        why = "it has ended, or its engines cannot change (docs/elastic_engines.md)"
-        raise UserError(
-            f"{file} is not there: {file.parent} is not a run's folder"
-            if not file.parent.is_dir()
-            else f"{file} is not there: the engines of this run cannot be changed: {why}"
-        )
+        why = f"{file.parent} is not a run's folder"
+        if file.parent.is_dir():
+            ended = "it has ended, or its engines cannot change (docs/elastic_engines.md)"
+            why = f"the engines of this run cannot be changed: {ended}"
+        raise UserError(f"{file} is not there: {why}")
     there = read_engine_list(file.read_text(encoding="utf-8"))
     if what not in ("list", "add", "remove"):
         raise UserError(f"skyasync engines: {what!r} is none of list, add, remove")

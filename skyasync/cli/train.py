@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from skyasync.callbacks import RunExtension
 from skyasync.config.load import exit_with, load_config
 from skyasync.config.schema import Config
 from skyasync.errors import RayEndedError, Terminated, UserError, headline
-from skyasync.observability.run_dir import RunDirectory, shown
+from skyasync.observability.run_dir import shown
 
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
@@ -47,24 +47,17 @@ def main(
     """
     try:
         arguments, fixed = list(sys.argv[1:] if argv is None else argv), _plan_of(experiment_class, plan)
-        if DRY_RUN in arguments:
-            from skyasync.planning.command import HELP, show_plan, split_options
+        instead = next((option for option in (DRY_RUN, REHEARSE) if option in arguments), "")
+        if instead:
+            from skyasync.planning import command, rehearsal
 
-            options, rest = split_options([argument for argument in arguments if argument != DRY_RUN])
-            if rest in (["--help"], ["-h"]):
-                print(HELP, end="")
-                raise SystemExit(0)
-            raise SystemExit(0 if show_plan(configuration(rest, schema, fixed), options) else 1)
-        rehearsal = REHEARSE in arguments
-        if rehearsal:
-            from skyasync.planning.command import split_options
-            from skyasync.planning.rehearsal import HELP as REHEARSE_HELP
-
-            options, arguments = split_options([argument for argument in arguments if argument != REHEARSE])
+            options, arguments = command.split_options([argument for argument in arguments if argument != instead])
             if arguments in (["--help"], ["-h"]):
-                print(REHEARSE_HELP, end="")
+                print(command.HELP if instead == DRY_RUN else rehearsal.HELP, end="")
                 raise SystemExit(0)
         cfg = configuration(arguments, schema, fixed)
+        if instead == DRY_RUN:
+            raise SystemExit(0 if command.show_plan(cfg, options) else 1)
         if experiment_class is None:
             from skyasync.run.experiment import BasePPOExp
 
@@ -77,10 +70,8 @@ def main(
                 experiment.callbacks = checked_callbacks(callbacks)
             return run_or_exit(experiment, experiment.run)
 
-        if rehearsal:
-            from skyasync.planning.rehearsal import rehearse
-
-            raise SystemExit(0 if rehearse(cfg, experiment_class, options, run) else 1)
+        if instead == REHEARSE:
+            raise SystemExit(0 if rehearsal.rehearse(cfg, experiment_class, options, run) else 1)
         return run(experiment_class(cfg))
     except UserError as error:
         exit_with(error)
@@ -101,25 +92,20 @@ def configuration(arguments: Sequence[str], schema: type[C] = Config, plan: str 
 
 
 def run_or_exit(experiment: BasePPOExp, run: Callable[[], T]) -> T:
-    """An error that ends a started run is one line; its traceback is in the run's folder."""
+    """An error that ends a started run is one line, which names the files of its traceback and of processes' logs."""
     try:
         return run()
     except Exception as error:
-        run_dir = experiment.run_dir
-        if run_dir is None or not run_dir.error.is_file():
+        folder = experiment.run_dir
+        if folder is None or not folder.error.is_file():
             raise
-        end_with(error, run_dir)
-
-
-def end_with(error: Exception, folder: RunDirectory) -> NoReturn:
-    """End the program with one line, which names the files of the traceback and the processes' logs."""
-    message = folder.secrets.hide_all(headline(error))
-    logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
-    print(f"error: {message} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
-    if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
-        sys.stdout.flush()
-        os._exit(1)
-    raise SystemExit(2 if isinstance(error, UserError) else 1) from None
+        message = folder.secrets.hide_all(headline(error))
+        logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
+        print(f"error: {message} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
+        if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
+            sys.stdout.flush()
+            os._exit(1)
+        raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 
 def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:
