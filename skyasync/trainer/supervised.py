@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from skyasync.data.demonstrations import Demonstration
-from skyasync.data.prompts import PromptBatch
 from skyasync.rollout.types import Group, Prompt, Rollout, Segment, Trajectory, TrajectoryId
 from skyasync.trainer.context import Metrics
 from skyasync.trainer.extensions import notify
@@ -39,15 +38,12 @@ class SupervisedTrainer(RayPPOTrainer):
     async def train(self) -> None:
         async with self.running():
             for prompts in self.remaining_prompts():
-                status = await self.train_on(self.demonstrated(prompts))
+                groups = groups_of(prompts.prompts, self.global_step)  # as if the current policy had written them
+                status = await self.train_on(Rollout(groups, prompts.position, {}, prompts.trained_early))
                 if "policy/loss" in status:
                     status["sft/loss"] = status["policy/loss"]
                 await self.sync_policy_weights_to_inference_engines()
                 await self.end_step(status)
-
-    def demonstrated(self, prompts: PromptBatch) -> Rollout:
-        """The batch of a step, as if the current policy had written it."""
-        return Rollout(groups_of(prompts.prompts, self.global_step), prompts.position, {}, prompts.trained_early)
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
         from skyasync.models.batch import TrainingBatch

@@ -574,12 +574,12 @@ class RayPPOTrainer(AlgorithmHooks):
 
     async def _save_on_exit(self) -> None:
         """Leave a checkpoint of the last whole step, if the settings ask for it and there is none yet."""
-        phases, step = self.context.phases, self.global_step
+        checkpointer, phases, step = self.checkpointer, self.context.phases, self.global_step
         phases.name = "saving"
         async with phases.limited("checkpoint"):
-            await self.checkpointer.arrived(wait=True)
+            await checkpointer.arrived(wait=True)
         await self._notify_of_checkpoints()
-        if self.checkpointer.needed_on_exit:
+        if checkpointer.saves_on_exit and checkpointer.between_steps and step > checkpointer.saved_step:
             unlogged = step >= phases.step  # trained, but its end was not reached
             if unlogged:
                 self.reporter.write_now(self.metrics, step)

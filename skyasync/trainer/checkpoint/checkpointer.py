@@ -91,11 +91,6 @@ class Checkpointer:
             task.result()
             raise
 
-    @property
-    def needed_on_exit(self) -> bool:
-        """A run that ends now should leave a checkpoint of its last whole step, and has none of it yet."""
-        return self.saves_on_exit and self.between_steps and self._context.progress.step > self.saved_step
-
     def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
         """Whether the current step is the best so far by ``ckpt_best_metric``: then its checkpoint is to be kept.
 
