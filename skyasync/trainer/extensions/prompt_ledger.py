@@ -7,7 +7,6 @@ gave them, before any hook has changed them. A run that resumes does not generat
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,14 +154,7 @@ class PromptLedger(RunExtension):
 
 def copy_group(group: Group) -> Group:
     """The group as it is now: a hook may set a reward or replace a segment; arrays are never changed, and shared."""
-    trajectories = []
-    for trajectory in group.trajectories:
-        own = copy.copy(trajectory)
-        own.segments = [copy.copy(segment) for segment in trajectory.segments]
-        own.branches = [[copy.copy(segment) for segment in branch] for branch in trajectory.branches]
-        own.metrics = dict(trajectory.metrics)
-        trajectories.append(own)
-    return Group(group.prompt, trajectories)
+    return Group(group.prompt, [trajectory.copy() for trajectory in group.trajectories])
 
 
 G = TypeVar("G")  # what a finished prompt has become
