@@ -58,7 +58,8 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     check_sampler(cfg.data.sampler)
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
-        _check_tracker(name)
+        if not _takes(TRACKERS[name], [None]):
+            raise UserError(f"tracker {name!r} must be made from a context: def __init__(self, context)")
         if name == "wandb":
             _check_wandb()
     for name in judges(cfg.environment):
@@ -92,21 +93,10 @@ def check_sampler(name: str) -> None:
         raise UserError(f"sampler {name!r} must be a subclass of skyasync.data.samplers.PromptSampler")
     for method, original in inspect.getmembers(PromptSampler, inspect.isfunction):
         own = inspect.getattr_static(sampler, method)
-        try:
-            inspect.signature(own).bind(*inspect.signature(original).parameters)
-        except TypeError:
-            raise UserError(f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}") from None
+        if not _takes(own, inspect.signature(original).parameters):
+            raise UserError(f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}")
     if wrong_return(sampler.chance) == "nothing":
         raise UserError(f"sampler {name!r}: chance returns nothing; it must return a number from 0 to 1")
-
-
-def _check_tracker(name: str) -> None:
-    """Raises ``UserError`` unless a tracker is made from its context."""
-    tracker = TRACKERS[name]
-    try:
-        inspect.signature(tracker).bind(None)
-    except TypeError:
-        raise UserError(f"tracker {name!r} must be made from a context: def __init__(self, context)") from None
 
 
 def _check_wandb() -> None:
@@ -188,12 +178,19 @@ def check_plan_class(plan: object) -> None:
             if not yields and "None" not in str(signature.return_annotation) and wrong_return(method) == "nothing":
                 raise UserError(f"{what} returns nothing, and must return: {signature.return_annotation}")
             parameters = signature.parameters.values()
-            try:
-                inspect.signature(method).bind(*[p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD])
-            except TypeError:
+            if not _takes(method, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]):
                 raise UserError(
                     f"{what}{_parameters(method)} must take what RayPPOTrainer's does: {name}{_parameters(original)}"
-                ) from None
+                )
+
+
+def _takes(function: Callable[..., object], arguments: Iterable[object]) -> bool:
+    """Whether a function can be called with these, by position."""
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _parameters(function: Callable[..., object]) -> str:
@@ -225,12 +222,10 @@ def check_callbacks(classes: Iterable[type]) -> None:
             if name.startswith("on_") and name not in hooks:
                 raise UserError(f"callback {callback.__name__}: {unknown('hook', name, hooks)}")
             if name.startswith("on_") and inspect.isfunction(method):
-                try:
-                    inspect.signature(method).bind(*inspect.signature(hooks[name]).parameters)
-                except TypeError:
-                    raise UserError(
-                        f"callback {callback.__name__}.{name}{_parameters(method)} must take {_parameters(hooks[name])}"
-                    ) from None
+                hook = hooks[name]
+                if not _takes(method, inspect.signature(hook).parameters):
+                    what = f"callback {callback.__name__}.{name}{_parameters(method)}"
+                    raise UserError(f"{what} must take {_parameters(hook)}")
 
 
 def subclasses(base: type) -> Iterator[type]:
