@@ -12,15 +12,7 @@ import numpy as np
 from skyasync.cli.commands import Arguments, is_path, take_options, whole_number
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
-from skyasync.simulate.forecast import (
-    INTERVAL,
-    Forecast,
-    candidates,
-    choose,
-    configuration_of,
-    forecast,
-    read_run_costs,
-)
+from skyasync.simulate.forecast import INTERVAL, Forecast, candidates, choose, configuration_of, forecast
 from skyasync.simulate.learning import fit, read_pilot, resampled, tells_power
 
 HELP = """\
@@ -71,7 +63,7 @@ def run(argv: Arguments) -> None:
     laws = resampled(runs, law, LAWS)
     synchronous = min(pilots, key=lambda folder: pilots[folder].mean_staleness)
     given = [word for place, word in enumerate(rest) if not _is_run(rest, place)]
-    cfg = configuration_of(synchronous, given, read_run_costs)
+    cfg = configuration_of(synchronous, given)
     rows = forecast(cfg, candidates(cfg, bounds), law, laws, target)
     best, stalest = choose(rows), max(pilot.mean_staleness for pilot in runs)
     rising = [one.cost for one in laws if one.rate]

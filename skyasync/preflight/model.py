@@ -326,10 +326,9 @@ def check_memory(cfg: Config, machine: Machine) -> None:
     """
     key, path = "trainer.policy.model.path", cfg.trainer.policy.model.path
     count = parameters(Path(path))
-    placement = cfg.trainer.placement
     needed = count * bytes_per_parameter(cfg)
     if machine.gpus:
-        ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+        ranks = cfg.trainer.placement.policy_ranks
         needed /= cfg.trainer.policy.fsdp_size or ranks
         available, where = machine.gpu_memory, "each GPU"
         way_out = f"more ranks than {ranks} (trainer.placement), "

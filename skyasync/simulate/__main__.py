@@ -8,7 +8,7 @@ from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
-from skyasync.simulate.forecast import Compared, advise, configuration_of, read_run_costs
+from skyasync.simulate.forecast import Compared, advise, configuration_of
 from skyasync.simulate.run import simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv = sys.argv[1:] if argv is None else argv
         cfg = load_config(argv, schema=SimulationConfig, plan=Compared)
         if cfg.simulate.from_run:
-            cfg = configuration_of(Path(cfg.simulate.from_run), argv, read_run_costs)
+            cfg = configuration_of(Path(cfg.simulate.from_run), argv)
         if not cfg.trainer.max_training_steps:
             raise UserError("trainer.max_training_steps=0 would never end here: set the steps to be simulated")
         print("\n".join(report(cfg)))

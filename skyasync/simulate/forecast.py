@@ -6,7 +6,7 @@ would run; the same laws, fitted on the same pilot runs, judge all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
 from skyasync.observability.report.settings import read as read_settings
 from skyasync.simulate.learning import LearningLaw
-from skyasync.simulate.run import Outcome, simulate, train_s_per_token, trainer_devices, work
+from skyasync.simulate.run import Outcome, simulate, train_s_per_token, work
 from skyasync.simulate.settings import SimulationConfig, draw_lengths
 from skyasync.simulate.theory import draw_batches
 from skyasync.trainer.plans import PLANS
@@ -74,23 +74,18 @@ class Forecast:
     fastest: float
 
 
-def configuration_of(
-    run: Path, given: Sequence[str], read: Callable[[SimulationConfig, Path], None]
-) -> SimulationConfig:
+def configuration_of(run: Path, given: Sequence[str]) -> SimulationConfig:
     """The run's batch, devices and costs; ``given`` settings override them.
 
-    Args:
-        read: puts the run's costs into a configuration that has its batch and devices.
-
     Raises:
-        UserError: if the folder has no settings of a run, or ``read`` does not find the costs.
+        UserError: if the folder has no settings of a run, or as ``read_run_costs``.
     """
     values = read_settings(run / "config.yaml")
     if not values:
         raise UserError(f"{run} is not a run's folder: it has no config.yaml")
     argv = [f"{key}={written(values[key])}" for key in _OF_RUN if values.get(key) is not None]
     measured = load_config(argv, schema=SimulationConfig, plan=Compared)
-    read(measured, run)
+    read_run_costs(measured, run)
     cfg = load_config([*argv, *given], schema=SimulationConfig, plan=Compared)
     for name, value in vars(measured.simulate).items():
         if f"simulate.{name}" not in origins(cfg):
@@ -155,7 +150,7 @@ def candidates(cfg: SimulationConfig, bounds: Sequence[int]) -> list[Candidate]:
 
 
 def _devices(cfg: SimulationConfig) -> int:
-    return cfg.generator.num_inference_engines * cfg.generator.devices_per_engine + trainer_devices(cfg)
+    return cfg.generator.num_inference_engines * cfg.generator.devices_per_engine + cfg.trainer.placement.policy_ranks
 
 
 def _splits(cfg: SimulationConfig) -> range:
@@ -231,14 +226,14 @@ def advise(cfg: SimulationConfig) -> Advice:
             break
     best = max(outcome.samples_per_s for _, outcome in tried)
     staleness, outcome = next(row for row in tried if row[1].samples_per_s >= ENOUGH * best)
-    return Advice(cfg.generator.num_inference_engines, trainer_devices(cfg), staleness, outcome)
+    return Advice(cfg.generator.num_inference_engines, cfg.trainer.placement.policy_ranks, staleness, outcome)
 
 
 def best_split(cfg: SimulationConfig) -> SimulationConfig:
     """The same devices and costs, divided so that the longer of generation and training is shortest."""
     cfg = deepcopy(cfg)
     placement, devices, splits = cfg.trainer.placement, _devices(cfg), _splits(cfg)
-    cfg.simulate.train_s_per_token = train_s_per_token(cfg) * trainer_devices(cfg)
+    cfg.simulate.train_s_per_token = train_s_per_token(cfg) * cfg.trainer.placement.policy_ranks
     placement.policy_num_nodes = 1
 
     def step_s(engines: int) -> float:
@@ -277,5 +272,5 @@ def read_costs(cfg: SimulationConfig, run: Path) -> None:
     settings.slots = -(-samples // cfg.generator.num_inference_engines)
     settings.token_s = median(row["time/generate_s"] / row["response/length_max"] for row in rows)
     train_s = median(row["time/train_s"] for row in rows)
-    settings.train_s_per_token = train_s * trainer_devices(cfg) / (samples * settings.length_mean)
+    settings.train_s_per_token = train_s * cfg.trainer.placement.policy_ranks / (samples * settings.length_mean)
     settings.sync_s = median(row["time/sync_s"] for row in rows)

@@ -135,7 +135,7 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     cfg.trainer.export_interval, cfg.trainer.dump_trajectories, cfg.trainer.profile_steps = 0, False, []
     cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
     cfg.trainer.placement.colocate_all = False  # it does not say which virtual devices are shared: the plan does
-    trainers, own, shares = trainer_devices(cfg), generator.num_inference_engines, plan.shares_devices
+    trainers, own, shares = cfg.trainer.placement.policy_ranks, generator.num_inference_engines, plan.shares_devices
     # with one engine on each device that is shared, or as many as generator.hybrid_engines
     on_shared = {"all": trainers, "hybrid": min(generator.hybrid_engines or trainers, trainers), "": 0}[shares]
     engines = range(own + on_shared)
@@ -161,10 +161,6 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     return trainer
 
 
-def trainer_devices(cfg: SimulationConfig) -> int:
-    return cfg.trainer.placement.policy_num_nodes * cfg.trainer.placement.policy_num_gpus_per_node
-
-
 def _costs(cfg: SimulationConfig) -> DecodeCosts:
     settings = cfg.simulate
     return DecodeCosts(settings.slots, settings.token_s, settings.token_s_per_sequence, settings.prefill)
@@ -173,7 +169,7 @@ def _costs(cfg: SimulationConfig) -> DecodeCosts:
 def train_s_per_token(cfg: SimulationConfig) -> float:
     """Wall seconds of training per token, with all trainer devices."""
     if cfg.simulate.train_s_per_token:
-        return cfg.simulate.train_s_per_token / trainer_devices(cfg)
+        return cfg.simulate.train_s_per_token / cfg.trainer.placement.policy_ranks
     return _generation_s(cfg) / _tokens(cfg)
 
 

@@ -146,8 +146,8 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
             f"generator.weight_sync_backend={way} needs {engines_with('weight_sync', way)}: with generator.backend="
             f"{engine} use generator.weight_sync_backend={'|'.join(can['weight_sync'])}"
         )
-    placement, senders = cfg.trainer.placement, generator.weight_sync_senders
-    if way == "nccl" and senders > (ranks := placement.policy_num_nodes * placement.policy_num_gpus_per_node):
+    ranks, senders = cfg.trainer.placement.policy_ranks, generator.weight_sync_senders
+    if way == "nccl" and senders > ranks:
         yield (
             f"generator.weight_sync_senders={senders} is more than the {ranks} policy ranks "
             f"(trainer.placement.policy_num_nodes times policy_num_gpus_per_node): set it to {ranks} or less"

@@ -78,11 +78,16 @@ class PlacementConfig:
     timeout_s: float = key(180.0, above=0.0)
     """Maximum number of seconds to wait for the devices of the cluster."""
 
+    @property
+    def policy_ranks(self) -> int:
+        """Ranks of the policy on all nodes."""
+        return self.policy_num_nodes * self.policy_num_gpus_per_node
+
 
 def check_placement(cfg: Config) -> Iterator[str]:
     """Mesh dimensions that do not multiply to the ranks, or that nothing can be divided over."""
     trainer, parallel, placement = cfg.trainer, cfg.trainer.parallel, cfg.trainer.placement
-    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    ranks = placement.policy_ranks
     sizes = {name: vars(parallel)[name] for name in ("pipeline", "context", "tensor")}
     if ranks % (sharing := prod(sizes.values())):
         product = " times ".join(f"trainer.parallel.{n}={v}" for n, v in sizes.items() if v > 1 or n != "pipeline")

@@ -114,12 +114,8 @@ def check_sampling(cfg: Config) -> Iterator[str]:
     """Settings that the engine does not have, and distributions that the objective or the plan cannot handle."""
     from skyasync.inference.interface import ENGINES, LARGEST_BIAS
 
-    generator, sampling, engine, engines = (
-        cfg.generator,
-        cfg.generator.sampling_params,
-        backend(cfg),
-        ENGINES.builtins(),
-    )
+    generator, sampling = cfg.generator, cfg.generator.sampling_params
+    engine, engines = backend(cfg), ENGINES.builtins()
     rare = {name for about in engines.values() for name in about.can["sampling"]}
     can = ENGINES.about(engine).can
     foreign = sorted((rare - set(can["sampling"])) | set(can["lacks"]))

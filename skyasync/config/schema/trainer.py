@@ -215,10 +215,7 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"trainer.sync_interval={interval} leaves the engines without new weights after most steps, and "
             f"trainer.placement.colocate_all=true wakes them by a weight sync: set one of them to its default"
         )
-    shares, ranks = (
-        plan.shares_devices,
-        cfg.trainer.placement.policy_num_nodes * (cfg.trainer.placement.policy_num_gpus_per_node),
-    )
+    shares, ranks = plan.shares_devices, cfg.trainer.placement.policy_ranks
     if shares == "all" and not cfg.trainer.placement.colocate_all:
         yield (
             f"{plan} lets policy and engines use the same devices in turn: set trainer.placement.colocate_all=true, or "
