@@ -236,17 +236,45 @@ def replaying(plan: str) -> type[RayPPOTrainer]:
 # ---------------------------------------------------------------- the experiments
 
 
-class ReplayExperiment(EnginelessExperiment):
-    """``files``: of the steps, in order. ``independent``: they do not follow each other."""
+class ReplayingExperiment(ReplacingExperiment):
+    """``recorded``: the folder of the run. ``last``: the step after which the replay ends; 0 is the run's last.
+
+    Attributes:
+        attributes: of the trainer. Those of the class are among them, which other processes lack.
+    """
 
     recorded: ClassVar[Path | None] = None
-    files: ClassVar[tuple[Path, ...]] = ()
-    independent: ClassVar[bool] = False
     last: ClassVar[int] = 0
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        self.attributes = _settle(self, cfg)
+        trainer = cfg.trainer
+        trainer.allow_uncorrected, trainer.eval_before_train, trainer.ckpt_rollouts = True, False, False
+        if trainer.ckpt_best_metric.startswith("eval/"):
+            trainer.ckpt_best_metric = ""
+        names = ("recorded", "files", "independent", "last")
+        own = [name for name in names if name in vars(type(self))]
+        self.attributes: dict[str, Any] = {name: attrgetter(name)(self) for name in own}
+
+    def get_eval_dataset(self) -> None:
+        return None
+
+    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+        trainer = replaying(self.cfg.trainer.plan)(**parts)
+        vars(trainer).update(self.attributes)
+        return trainer
+
+
+class ReplayExperiment(ReplayingExperiment, EnginelessExperiment):
+    """``files``: of the steps, in order. ``independent``: they do not follow each other."""
+
+    files: ClassVar[tuple[Path, ...]] = ()
+    independent: ClassVar[bool] = False
+
+    def __init__(self, cfg: Config) -> None:
+        super().__init__(cfg)
+        if self.independent:
+            cfg.data.replay_groups = 0
         self._counted = not Resume.of(cfg.trainer).requested  # else the checkpoint is of the run's own prompts
         if self._counted:
             cfg.trainer.epochs, cfg.trainer.max_training_steps = 1, 0
@@ -258,24 +286,12 @@ class ReplayExperiment(EnginelessExperiment):
             return super().get_train_dataset()
         return CountedPrompts(read(self.attributes["files"][0]).total_steps * self.cfg.trainer.train_batch_size)
 
-    def get_eval_dataset(self) -> None:
-        return None
 
-    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
-        trainer = replaying(self.cfg.trainer.plan)(**parts)
-        vars(trainer).update(self.attributes)
-        return trainer
-
-
-class ReenactmentExperiment(ReplacingExperiment):
+class ReenactmentExperiment(ReplayingExperiment):
     """A replay whose engines generate the samples again."""
-
-    recorded: ClassVar[Path | None] = None
-    last: ClassVar[int] = 0
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        self.attributes = _settle(self, cfg)
         generator = cfg.generator
         if backend(cfg) != "transformers":
             raise UserError(
@@ -296,26 +312,6 @@ class ReenactmentExperiment(ReplacingExperiment):
         generator.request_timeout_s = FOREVER_S
         cfg.trainer.algorithm.dynamic_sampling.early_end = False  # which samples it ends is a matter of time
 
-    def get_eval_dataset(self) -> None:
-        return None
-
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
-        self.scheduled = ScheduledClient(inference_engine_client, tokenizer)
-        return super().get_generator(cfg, tokenizer, cast("InferenceClient", self.scheduled))
-
-    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
-        trainer = replaying(self.cfg.trainer.plan)(**parts)
-        vars(trainer).update(self.attributes | {"scheduled": self.scheduled})
-        return trainer
-
-
-def _settle(experiment: Any, cfg: Config) -> dict[str, Any]:  # noqa: ANN401
-    """Change settings that a replay cannot have. Returns the class's attributes, which other processes lack."""
-    trainer = cfg.trainer
-    trainer.allow_uncorrected, trainer.eval_before_train, trainer.ckpt_rollouts = True, False, False
-    if trainer.ckpt_best_metric.startswith("eval/"):
-        trainer.ckpt_best_metric = ""
-    if isinstance(experiment, ReplayExperiment) and experiment.independent:
-        cfg.data.replay_groups = 0
-    names = ("recorded", "files", "independent", "last")
-    return {name: attrgetter(name)(experiment) for name in names if name in vars(type(experiment))}
+        self.attributes["scheduled"] = ScheduledClient(inference_engine_client, tokenizer)
+        return super().get_generator(cfg, tokenizer, cast("InferenceClient", self.attributes["scheduled"]))
