@@ -68,7 +68,7 @@ class Objective:
         loss = POLICY_LOSSES[name]
         select = declared(loss, "select")
         self._loss = bind(loss, cfg)
-        self._select = bind(select, cfg) if select else None
+        self._selectors = [bind(select, cfg)] if select else []
         self._corrections = self._bind_corrections(cfg, name)
         self._kl_estimator = setting(cfg, "kl_estimator_type", "k3")
         self._kl_bound = setting(cfg, "kl_clamp", 0.0)
@@ -76,11 +76,11 @@ class Objective:
         self._kl_coef = setting(cfg, "kl_loss_coef", 0.001) if setting(cfg, "use_kl_loss", False) else 0.0
         self._entropy = setting(cfg, "use_entropy_loss", False)
         self._entropy_coef = setting(cfg, "entropy_loss_coef", 0.01) if self._entropy else 0.0
-        self.prepares = self._select is not None
+        self.prepares = bool(self._selectors)
         losses = POLICY_LOSSES.about(name)
         self.trains_entropy = bool(self._entropy_coef) or any("entropy" in about.inputs for about in losses)
         kl_in_reward = setting(cfg, "use_kl_in_reward", False)
-        self.needs_before_update = self._policies(*self._selectors())
+        self.needs_before_update = self._policies(*self._selectors)
         if kl_in_reward:
             self.needs_before_update |= {"proximal", "reference"}
         self._enters = self._policies(self._loss, *self._corrections)
@@ -92,7 +92,7 @@ class Objective:
         self.corrected = "behaviour" in self.needs
         if "proximal" in self.needs and setting(cfg, "proximal_logprobs", "recompute") != "recompute":
             self.needs |= {"behaviour"}  # one end of the interpolation
-        functions = [b.function for b in (self._loss, *self._corrections, *self._selectors())]
+        functions = [b.function for b in (self._loss, *self._corrections, *self._selectors)]
         functions += [ADVANTAGE_ESTIMATORS[setting(cfg, "advantage_estimator", "grpo")]]
         functions += [LOSS_REDUCTIONS[setting(cfg, "loss_reduction", "token_mean")]]
         refuse_unused_extra(cfg, *functions)
@@ -159,9 +159,9 @@ class Objective:
         Returns:
             ``{"selection": [batch, length]}`` for clip_cov, kl_cov and m2po, else ``{}``.
         """
-        if self._select is None:
+        if not self._selectors:
             return {}
-        return {"selection": self._select(_tensors_of(batch))}
+        return {"selection": self._selectors[0](_tensors_of(batch))}
 
     def correction_weights(self, batch: Rows) -> Tensor | None:
         """The factor of the policy loss on a batch with all its log-probabilities, ``[batch, length]``; None without.
@@ -177,7 +177,7 @@ class Objective:
         name = setting(cfg, "off_policy_correction", "auto")
         weighted = "behaviour" in self._policies(self._loss)
         if name == "auto":
-            name = "none" if "behaviour" in self._policies(self._loss, *self._selectors()) else "token_tis"
+            name = "none" if "behaviour" in self._policies(self._loss, *self._selectors) else "token_tis"
         elif weighted and name != "none" and not name.endswith("_mask"):
             raise UserError(
                 f"policy loss {loss!r} with ratio_anchor={self.anchor} already weighs samples by the "
@@ -185,9 +185,6 @@ class Objective:
             )
         names = [name, *setting(cfg, "off_policy_masks", [])]
         return [bind(CORRECTIONS[name], cfg) for name in names if name != "none"]
-
-    def _selectors(self) -> list[Bound[Tensor]]:
-        return [] if self._select is None else [self._select]
 
     def _policies(self, *functions: Bound[Any]) -> frozenset[str]:
         inputs = {name for function in functions for name in function.inputs}

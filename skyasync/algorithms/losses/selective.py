@@ -55,11 +55,9 @@ def mid_covariance(
         eligible: bool ``[batch, length]``; only these can be drawn (verl, SkyRL: those that PPO does not clip).
     """
     score = covariance(proximal, advantages, mask)
-    candidates = (
-        (mask & (score > low) & (score < high))
-        if eligible is None
-        else (mask & eligible & (score > low) & (score < high))
-    )
+    candidates = mask & (score > low) & (score < high)
+    if eligible is not None:
+        candidates &= eligible
     count = max(1, int(share * int(mask.sum())))
     return _largest(torch.rand_like(score), candidates, count)
 
