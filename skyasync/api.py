@@ -93,8 +93,8 @@ def train(
         eval_prompts: held-out rows, in the same forms.
         settings: any other setting, dotted or nested. A string value is read as on the command line.
         callbacks: accompany the run (``skyasync.TrainerCallback``).
-        tracker: in addition to ``metrics.jsonl``, which is always written: a name as in ``trainer.logger``, a class, an object with
-            ``log(metrics, step)`` and ``close()``, or several of them.
+        tracker: in addition to ``metrics.jsonl``, which is always written: a name as in ``trainer.logger``, a class, an
+            object with ``log(metrics, step)`` and ``close()``, or several of them.
 
     Raises:
         UserError: for everything that is wrong with the arguments, before any process starts.

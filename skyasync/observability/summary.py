@@ -104,9 +104,7 @@ def limit(summary: Summary) -> str:
     environments = 0.0 if engines is None else max(min(part.get("generate", 0.0), 1.0) - (1 - engines), 0.0)
     if OVERHEAD_SHARE < part.get(name, 0.0) >= environments:
         return f"{OVERHEADS[name]} is the bottleneck: it took {part[name]:.0%} of the time"
-    overlapping = any(
-        name in part for name in WAITS
-    )  # the plan lets both work at once, since its trainer waits for data
+    overlapping = any(name in part for name in WAITS)  # the plan lets both work at once: its trainer waits for data
     if trainer is None and overlapping:
         trainer = sum(part.get(name, 0.0) for name in WAITS)
     if trainer is None:

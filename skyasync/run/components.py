@@ -120,7 +120,7 @@ class Components:
         timeline = Timeline(experiment.run_dir.timeline, began=experiment.began_s)
         timeline.add_span("start", "trainer", experiment.began_s or timeline.now(), timeline.now())
         folder = experiment.run_dir.path
-        checkpoints = Path(settings.ckpt_path) if settings.ckpt_path else folder / "checkpoints"
+        checkpoints = Path(settings.ckpt_path or experiment.run_dir.checkpoints)
         self._monitor = ResourceMonitor(folder, checkpoints, copies=settings.ckpt_async)
         self.supervisor = experiment.get_engine_supervisor(self.weight_sync, timeline)
         if self.supervisor is not None and self.colocation is None:

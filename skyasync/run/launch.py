@@ -93,8 +93,9 @@ def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool
             since = 0.0  # a resumed run may have had nothing left to do
             return metrics
         finally:
-            if any(row.get("time", 0.0) >= since for row in jsonl.read_rows(folder.metrics)):  # else nothing is new
-                if any("reward/mean" in row for row in jsonl.read_rows(folder.metrics)):
+            rows = jsonl.read_rows(folder.metrics)
+            if any(row.get("time", 0.0) >= since for row in rows):  # else nothing is new
+                if any("reward/mean" in row for row in rows):
                     plot_reward(folder.metrics, folder.reward_plot)
                 print_summary(folder.metrics)
                 print(f"run folder: {shown(folder.path)}")

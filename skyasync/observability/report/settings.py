@@ -91,8 +91,6 @@ def differing(runs: list[Values]) -> list[Setting]:
     for path in paths:
         values_of = [written(values[path]) if path in values else "(not set)" for values in runs]
         if len(set(values_of)) > 1 and path not in _WHERE:
-            known = keys.by_path.get(path)
-            settings.append(
-                Setting(path, values_of, written(known.default) if known else "", known.doc if known else "")
-            )
+            default, doc = (written(keys[path].default), keys[path].doc) if path in keys else ("", "")
+            settings.append(Setting(path, values_of, default, doc))
     return settings
