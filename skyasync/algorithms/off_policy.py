@@ -127,18 +127,12 @@ def drift_by_staleness(batches: Sequence[Sampled], version: int) -> dict[int, Dr
         version: of the proximal policy.
     """
     staleness = torch.cat([(version - batch.versions)[batch.loss_mask] for batch in batches])
-    log_w = (
-        torch.cat(
-            [
-                torch.full_like(b.behaviour_logprobs, torch.nan)[b.loss_mask]
-                if b.proximal_logprobs is None
-                else (b.proximal_logprobs - b.behaviour_logprobs)[b.loss_mask]
-                for b in batches
-            ]
-        )
-        .double()
-        .clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
-    )
+    log_ratios = []
+    for batch in batches:
+        behaviour, proximal = batch.behaviour_logprobs, batch.proximal_logprobs
+        ratios = torch.full_like(behaviour, torch.nan) if proximal is None else proximal - behaviour
+        log_ratios.append(ratios[batch.loss_mask])
+    log_w = torch.cat(log_ratios).double().clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     kl = log_w.expm1() - log_w
     return {int(s): Drift(int((staleness == s).sum()), float(kl[staleness == s].mean())) for s in staleness.unique()}
 

@@ -115,11 +115,8 @@ def token_sum(mask: Tensor, group_ids: Tensor) -> Tensor:
 @divided_by(_sequences)
 def sequence_mean(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
     """Every sequence weighs the same, and so do the tokens within one. Source: GRPO."""
-    return (
-        mask.double()
-        / mask.sum(1, keepdim=True).clamp(min=1)
-        / _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
-    )
+    sequences = _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
+    return mask.double() / mask.sum(1, keepdim=True).clamp(min=1) / sequences
 
 
 @LOSS_REDUCTIONS.register("sequence_token_sum", by_parts=True)

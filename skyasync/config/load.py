@@ -189,14 +189,10 @@ def _layers(
             elif key is None:
                 problems.append(where + unknown_key(path, keys, free(assignment.node), line.given))
             else:
-                try:  # an entry of a free mapping may be anything
-                    value = convert(assignment.node, key.type if path == key.path else Any)
-                    if (
-                        isinstance(value, str)
-                        and path == key.path
-                        and _takes_one_text(key)
-                        and not _of_list(value, keys)
-                    ):
+                whole = path == key.path  # else an entry of a free mapping, which may be anything
+                try:
+                    value = convert(assignment.node, key.type if whole else Any)
+                    if isinstance(value, str) and whole and _takes_one_text(key) and not _of_list(value, keys):
                         value = [value]  # it has references, which is why it is no list yet
                     settings.append(TypedSetting(path, value, where))
                 except WrongTypeError as error:

@@ -27,6 +27,9 @@ from skyasync.trainer.plans import PLANS
 
 BATCHES = 100  # drawn to compare the costs with
 INTERVAL = (0.05, 0.95)
+STALENESS_TRIED = (1, 2, 3, 4, 6, 8, 12, 16)
+ENOUGH = 0.97  # of the best throughput found: more staleness for less than this gain is a bad trade
+STEPS_TRIED = 40
 _OF_RUN = (
     "trainer.train_batch_size",
     "trainer.seed",
@@ -194,11 +197,6 @@ def choose(forecasts: Sequence[Forecast]) -> Forecast:
     return min(
         (row for row in forecasts if ENOUGH * row.minutes <= fastest), key=lambda row: (row.staleness, row.minutes)
     )
-
-
-STALENESS_TRIED = (1, 2, 3, 4, 6, 8, 12, 16)
-ENOUGH = 0.97  # of the best throughput found: more staleness for less than this gain is a bad trade
-STEPS_TRIED = 40
 
 
 @dataclass(frozen=True)

@@ -121,12 +121,12 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
         UserError: for a setting that decides by rewards or times of samples that are not simulated.
     """
     settings, generator = cfg.simulate, cfg.generator
-    for key, unset in (
-        ("trainer.algorithm.dynamic_sampling.type", cfg.trainer.algorithm.dynamic_sampling.type == "none"),
-        ("generator.oversample_per_prompt", not generator.oversample_per_prompt),
-        ("data.replay_groups", not cfg.data.replay_groups),
+    for key, given in (
+        ("trainer.algorithm.dynamic_sampling.type", cfg.trainer.algorithm.dynamic_sampling.type != "none"),
+        ("generator.oversample_per_prompt", generator.oversample_per_prompt),
+        ("data.replay_groups", cfg.data.replay_groups),
     ):
-        if not unset:
+        if given:
             raise UserError(f"{key} changes what a step trains, which is not simulated: leave it at its default")
     cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
     cfg.trainer.save_samples, cfg.trainer.resume_mode = 0, "none"

@@ -52,9 +52,8 @@ def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]
     if status.state == FAILED:
         try:
             text = (folder / "error.txt").read_text(encoding="utf-8", errors="replace")
-            last_line = next(
-                (line.strip() for line in reversed(text.splitlines()) if line.strip()), "error.txt is empty"
-            )
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            last_line = lines[-1] if lines else "error.txt is empty"
         except OSError:
             last_line = "error.txt is missing"
         result.append(Finding(f"The run failed: {last_line}", grave=True))

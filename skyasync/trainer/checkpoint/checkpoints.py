@@ -23,6 +23,7 @@ from typing import Any
 
 from skyasync.config.resume import STATE, WRITTEN, Resume, written_ns
 from skyasync.errors import UserError
+from skyasync.observability.jsonl import replace_text
 from skyasync.utils import manifest
 from skyasync.utils.manifest import FileSum, Sums
 
@@ -138,9 +139,7 @@ class Checkpoints:
     def is_best(self, folder: Path, metric: str, value: float) -> None:
         """This checkpoint is the best one from here on; the one that was may go when the next is written."""
         self.best = Best(folder.name, metric, value)
-        scratch = self.folder / f"{BEST}.tmp"
-        scratch.write_text(json.dumps(asdict(self.best)) + "\n", encoding="utf-8")
-        os.replace(scratch, self.folder / BEST)
+        replace_text(self.folder / BEST, json.dumps(asdict(self.best)) + "\n")
 
 
 @dataclass(frozen=True)
