@@ -49,8 +49,8 @@ class Subcommand:
         home, _, name = self.home.partition(":")
         module = vars(import_module(home))
         alone = self.settings or self.passes_on  # else --help stands anywhere
-        asked = list(argv) in (["--help"], ["-h"]) or (not alone and bool({"--help", "-h"}.intersection(argv)))
-        if "HELP" in module and asked:
+        wants_help = list(argv) in (["--help"], ["-h"]) or (not alone and bool({"--help", "-h"}.intersection(argv)))
+        if "HELP" in module and wants_help:
             print(module["HELP"], end="")
         elif self.needs and not argv:
             print(module["HELP"], end="", file=sys.stderr)

@@ -65,6 +65,22 @@ def test_what_was_finished_is_trained_and_not_asked_for_again(
     assert {s: ages_of[s] for s in ages_of} == {s: a for s, a in whole.tracker.of("staleness/max").items() if s > step}
 
 
+def test_what_a_resumed_run_has_not_requested_yet_is_in_its_next_checkpoint(tmp_path: Path) -> None:
+    shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    first = make_run(FullyAsyncRayPPOTrainer, **shared, generating=[1.0], trainer__max_staleness=2)
+    first.faults["update", 4] = Broken()
+    with pytest.raises(Broken):
+        first.train()
+    second = make_run(RayPPOTrainer, **shared, trainer__resume_mode="latest")  # requests one batch at a time
+    second.faults["update", 2] = Broken()  # its second
+    with pytest.raises(Broken):
+        second.train()
+    third = make_run(RayPPOTrainer, **shared, trainer__resume_mode="latest").train()
+    next_batch = set(third.trained[:4])
+    assert next_batch <= set(first.generator.asked)
+    assert not next_batch & {*second.generator.asked, *third.generator.asked}
+
+
 @pytest.mark.parametrize("plan", ASYNCHRONOUS)
 def test_without_saved_rollouts_a_resumed_run_generates_again(plan: type, tmp_path: Path) -> None:
     _, second = interrupted(plan, tmp_path, 3, trainer__ckpt_rollouts=False)
