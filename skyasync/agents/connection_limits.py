@@ -35,12 +35,20 @@ HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
 BODY_S = 60.0
 LINGER_S = 1.0  # a rejected request may still send, so that it can read the error: what it sends is discarded
+GRACE_S = 5.0  # for connections that are open when the server closes
 ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some milliseconds
 RESERVED_DESCRIPTORS = 512  # for everything else in this process
 log = logging.getLogger(__name__)
 log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-#: Of aiohttp's runner: no body is decompressed.
-RUNNER_OPTIONS: dict[str, Any] = {"auto_decompress": False, "lingering_time": LINGER_S, "logger": log}
+#: Of aiohttp's runner. No body is decompressed; if a client hangs up, its handler is cancelled.
+RUNNER_OPTIONS: dict[str, Any] = {
+    "access_log": None,
+    "auto_decompress": False,
+    "handler_cancellation": True,
+    "lingering_time": LINGER_S,
+    "logger": log,
+    "shutdown_timeout": GRACE_S,
+}
 
 
 class ConnectionLimits:

@@ -51,7 +51,6 @@ LOOPBACK = "127.0.0.1"
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 MODEL = "policy"  # the endpoint's name for the policy; requests may call it anything
 WAITING_CONNECTIONS = 4096  # the episodes of a batch may all connect at once
-GRACE_S = 5.0  # for connections that are open when the endpoint closes
 
 #: Anthropic's clients put /v1 in front of their paths themselves.
 APIS: dict[str, type[Api]] = {
@@ -122,9 +121,7 @@ class Endpoint:
             if self._broker is not None:
                 app.router.add_routes(self._broker.routes(self))
             # If a client hangs up, no answer is computed, and what was not sent is not recorded.
-            runner = web.AppRunner(
-                app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S, **RUNNER_OPTIONS
-            )
+            runner = web.AppRunner(app, **RUNNER_OPTIONS)
             await runner.setup()
             self._runner = runner
             self.port = await self._limits.open(

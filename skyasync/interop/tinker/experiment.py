@@ -10,19 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from skyasync.agents.server import LOOPBACK
 from skyasync.config.schema import Config
 from skyasync.errors import MissingExtraError, UserError
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.origin_check import is_loopback
 from skyasync.models.config import load_config
 from skyasync.observability.run_dir import OWNER_ALONE, RunDirectory, lock_run, unlock_run
 from skyasync.preflight.parts import check_parts
@@ -35,47 +32,18 @@ from skyasync.workers.roles import POLICY, ROLES, Role, register_role
 
 try:
     from skyasync.interop.tinker.sampling import SamplingQueue, SnapshotTurns
-    from skyasync.interop.tinker.server import TinkerServer
+    from skyasync.interop.tinker.server import KEY_VARIABLE, Address, TinkerServer
     from skyasync.interop.tinker.store import Store
     from skyasync.interop.tinker.training import TrainingQueue
-    from skyasync.interop.tinker.wire import PROTOBUF  # noqa: F401  (needs the SDK's messages)
     from skyasync.interop.tinker.worker import PolicyTurns, Replace
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] not in ("tinker", "google", "pydantic"):
         raise
     raise MissingExtraError("Tinker's SDK, whose messages the server reads,", "tinker") from error
 
-KEY_VARIABLE = "SKYASYNC_TINKER_KEY"
 FOLDER = "tinker"
 RANK = 32
 """Of the adapters, if ``trainer.policy.lora.rank`` is not set: what clients request by default."""
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where the server listens; another address than the loopback's needs a key."""
-
-    host: str = LOOPBACK
-    port: int = 8333
-    key: str = ""
-
-    def check(self) -> None:
-        """Raises UserError if other machines could reach a server without a key, or if the port is taken."""
-        try:
-            loopback = is_loopback(self.host)
-        except ValueError:
-            raise UserError(f"--host {self.host} is not an address of this machine, such as 127.0.0.1") from None
-        if not self.key and not loopback:
-            raise UserError(
-                f"--host {self.host} lets other machines reach the server: set {KEY_VARIABLE} to a key, which clients "
-                f"send as TINKER_API_KEY (it begins with tml-)"
-            )
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        try:
-            socket.create_server((self.host, self.port), family=family).close()
-        except OSError as error:
-            problem = error.strerror or error
-            raise UserError(f"--host {self.host} --port {self.port} cannot be listened on: {problem}") from error
 
 
 @asynccontextmanager
@@ -94,11 +62,9 @@ async def served(
             TrainingQueue(store, turns, vocabulary, most_tokens),
             SamplingQueue(store, client, snapshots, vocabulary, most_tokens),
             model.path,
-            rank=cfg.trainer.policy.lora.rank,
-            most_tokens=most_tokens,
-            key=address.key,
-            host=address.host,
-            port=address.port,
+            cfg.trainer.policy.lora.rank,
+            most_tokens,
+            address,
         )
         async with snapshots.at(""):  # engines that fail are replaced from the first weight sync on
             pass

@@ -17,7 +17,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -26,6 +26,7 @@ from operator import attrgetter
 import numpy as np
 from tinker import types
 
+from skyasync.agents.api import LONGEST_STOP, MOST_STOPS
 from skyasync.arrays import ints
 from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
@@ -42,7 +43,6 @@ log = logging.getLogger(__name__)
 ANSWERS = 8192
 """The last answers, which stay: one may be lost on its way. A client whose answer is gone samples again."""
 MOST_SAMPLES = 1024
-MOST_STOPS, LONGEST_STOP = 64, 256
 NOT_SUPPORTED = {
     "topk_prompt_logprobs": "the engines return log-probabilities of the sampled tokens only",
     "topk_sample_logprobs": "the engines return log-probabilities of the sampled tokens only",
@@ -55,11 +55,11 @@ NOT_SUPPORTED = {
 class SnapshotTurns:
     """Which snapshot the engines hold, ``current``, and who uses it."""
 
-    def __init__(self, store: Store, turns: PolicyTurns, weights: WeightSync, client: InferenceClient) -> None:
-        self._store, self._turns, self._weights, self._client = store, turns, weights, client
+    def __init__(self, store: Store, policy: PolicyTurns, weights: WeightSync, client: InferenceClient) -> None:
+        self.policy, self._store, self._weights, self._client = policy, store, weights, client
         self.current: str | None = None
         self._users = 0
-        self._waiting: OrderedDict[str, list[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         self._changing = False
 
     @asynccontextmanager
@@ -83,22 +83,12 @@ class SnapshotTurns:
                 raise
         try:
             yield
+        except Exception as error:
+            if self._client.pool.end is not None:  # no engine can be started any more
+                self.policy.end(error)
+            raise
         finally:
             self._leave()
-
-    @property
-    def shutting_down(self) -> bool:
-        return self._turns.ended.done()
-
-    @asynccontextmanager
-    async def engines(self) -> AsyncIterator[None]:
-        """Around requests to them: if none can be started any more, the server ends."""
-        try:
-            yield
-        except Exception as error:
-            if self._client.pool.end is not None:
-                self._turns.end(error)
-            raise
 
     async def load(self, snapshot: str, dispatch: Dispatch) -> None:
         """Into the engines, by the policy."""
@@ -136,14 +126,14 @@ class SnapshotTurns:
         if self._users == 0 and self._waiting and not self._changing:
             self._changing = True
             task = asyncio.create_task(self._change())
-            task.add_done_callback(self._turns.task_ended)
+            task.add_done_callback(self.policy.task_ended)
 
     async def _change(self) -> None:
         snapshot, error = next(iter(self._waiting)), None
         try:
             if snapshot != self.current:
                 self.current = None
-                await self._turns.run(BASE, lambda dispatch: self.load(snapshot, dispatch))
+                await self.policy.run(BASE, lambda dispatch: self.load(snapshot, dispatch))
                 self.current = snapshot
         except Exception as problem:
             error = problem
@@ -205,10 +195,10 @@ class SamplingQueue:
             return None
         if task.cancelled():
             raise KeyError(name)
-        if self._turns.shutting_down and task.exception() is not None:
-            return None  # the next server does not know it, and the client samples again
         if (error := task.exception()) is None:
             return task.result(), True
+        if self._turns.policy.ended.done():
+            return None  # the next server does not know it, and the client samples again
         category = "user" if isinstance(error, UserError | ValueError | TypeError) else "server"
         if category == "server":
             log.warning("a sampling request of Tinker's API has failed", exc_info=error)
@@ -223,7 +213,7 @@ class SamplingQueue:
         last = request.prompt_logprobs_last_n
         if last is not None and not 1 <= last < len(prompt):
             raise UserError(f"prompt_logprobs_last_n is {last}, not from 1 to {len(prompt) - 1}")
-        async with self._turns.at(snapshot), self._turns.engines():
+        async with self._turns.at(snapshot):
             calls = [
                 self._client.generate(GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling))
                 for sampling in samplings
@@ -235,12 +225,10 @@ class SamplingQueue:
         return sample_result(outputs, scores)
 
     async def _scores(self, prompt: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        scores = await self._client.score([prompt])
-        for _ in range(int(self._client.request_timeout_s)):
-            if scores:
+        for _ in range(int(self._client.request_timeout_s) + 1):
+            if scores := await self._client.score([prompt]):
                 break
             await asyncio.sleep(1.0)  # every engine has failed; the supervisor starts others, or ends the client
-            scores = await self._client.score([prompt])
         return np.array([np.nan, *scores[0][0]], dtype=np.float32)
 
     def _prompt(self, request: types.SampleRequest) -> list[int]:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Awaitable, Callable
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,14 +34,15 @@ from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, 
 from skyasync.agents.server import LOOPBACK, in_url, key_of, same_key
 from skyasync.config.schema.sampling import INT32
 from skyasync.errors import UserError
+from skyasync.inference.origin_check import is_loopback
 from skyasync.interop.tinker.sampling import SamplingQueue
 from skyasync.interop.tinker.store import Checkpoint, Store
 from skyasync.interop.tinker.training import TrainingQueue
 from skyasync.interop.tinker.wire import PROTOBUF
 from skyasync.interop.tinker.worker import BASE
 
+KEY_VARIABLE = "SKYASYNC_TINKER_KEY"
 POLL_S = 20.0  # the client waits 45 s for an answer
-GRACE_S = 5.0
 MOST_BYTES = 1 << 24  # of a body; clients send at most about 5 MB at a time
 WAITING_CONNECTIONS = 1024
 LARGEST_SEED = 1 << 63
@@ -47,6 +51,14 @@ M = TypeVar("M", bound=BaseModel)
 
 CLIENT_CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False,
                  "custom_loss_server_side": False, "sample_join_sampling_session": False}  # fmt: skip
+
+TRAINING_REQUESTS: dict[str, type[BaseModel]] = {
+    "optim_step": types.OptimStepRequest,
+    "save_weights": types.SaveWeightsRequest,
+    "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+    "save_weights_external": types.SaveWeightsExternalRequest,
+}
+"""Of a model, in JSON; their payload is the body."""
 
 NOT_SUPPORTED = {
     ("POST", "copy_weights"): "a checkpoint has one owner here: load it into a new model, and save that",
@@ -65,22 +77,50 @@ NOT_SUPPORTED = {
 """Endpoints of the API that are answered with a reason."""
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens; another address than the loopback's needs a key.
+
+    Args:
+        port: 0 is one of the system's choice.
+        key: that clients must send; "" accepts all.
+    """
+
+    host: str = LOOPBACK
+    port: int = 8333
+    key: str = ""
+
+    def check(self) -> None:
+        """Raises UserError if other machines could reach a server without a key, or if the port is taken."""
+        try:
+            loopback = is_loopback(self.host)
+        except ValueError:
+            raise UserError(f"--host {self.host} is not an address of this machine, such as 127.0.0.1") from None
+        if not self.key and not loopback:
+            raise UserError(
+                f"--host {self.host} lets other machines reach the server: set {KEY_VARIABLE} to a key, which clients "
+                f"send as TINKER_API_KEY (it begins with tml-)"
+            )
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, self.port), family=family).close()
+        except OSError as error:
+            problem = error.strerror or error
+            raise UserError(f"--host {self.host} --port {self.port} cannot be listened on: {problem}") from error
+
+
 class TinkerServer:
     """Args:
     base_model: the name of the policy's model, which clients give; a folder or a hub's name.
     rank: the largest that adapters may have.
-    key: that clients must send; "" accepts all, which the loopback alone may.
-    host: the address to listen on.
-    port: 0 is one of the system's choice.
     """
 
     def __init__(
-        self, store: Store, training: TrainingQueue, sampling: SamplingQueue, base_model: str, *, rank: int,
-        most_tokens: int, key: str = "", host: str = LOOPBACK, port: int = 0,
+        self, store: Store, training: TrainingQueue, sampling: SamplingQueue, base_model: str, rank: int,
+        most_tokens: int, address: Address,
     ) -> None:  # fmt: skip
         self._store, self._training, self._sampling = store, training, sampling
-        self._base_model, self._rank, self._most_tokens = base_model, rank, most_tokens
-        self._key, self._host, self._requested_port = key, host, port
+        self._base_model, self._rank, self._most_tokens, self._address = base_model, rank, most_tokens, address
         self._limits = ConnectionLimits()
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -92,16 +132,15 @@ class TinkerServer:
         for (method, path), handler in self._routes().items():
             app.router.add_route(method, f"/api/v1/{path}", self._with_key(handler))
         for (method, path), why in NOT_SUPPORTED.items():
-            app.router.add_route(method, f"/api/v1/{path}", self._with_key(_refusal(path, why)))
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=GRACE_S, **RUNNER_OPTIONS
-        )
+            app.router.add_route(method, f"/api/v1/{path}", self._with_key(partial(_not_supported, path, why)))
+        self._runner = web.AppRunner(app, **RUNNER_OPTIONS)
         await self._runner.setup()
-        self.port = await self._limits.open(self._runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS)
+        host, port = self._address.host, self._address.port
+        self.port = await self._limits.open(self._runner, host, port, backlog=WAITING_CONNECTIONS)
 
     @property
     def base_url(self) -> str:
-        return f"http://{in_url(self._host)}:{self.port}"
+        return f"http://{in_url(self._address.host)}:{self.port}"
 
     async def close(self) -> None:
         """Stop listening, and leave what is not done to the next server."""
@@ -113,7 +152,7 @@ class TinkerServer:
 
     def _with_key(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
-            if self._key and not same_key(key_of(request), self._key):
+            if self._address.key and not same_key(key_of(request), self._address.key):
                 raise RequestError("the API key is not this server's", code="invalid_api_key", status=401)
             self._limits.has_key(request)
             return await handler(request)
@@ -123,28 +162,21 @@ class TinkerServer:
     def _routes(self) -> dict[tuple[str, str], Handler]:
         checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
         return {
-            ("GET", "healthz"): self._always({"status": "ok"}),
-            ("POST", "client/config"): self._always(CLIENT_CONFIG),
-            ("POST", "client/dynamic_config"): self._always({}),
-            ("POST", "telemetry"): self._always({"status": "accepted"}),
+            ("GET", "healthz"): partial(_always, {"status": "ok"}),
+            ("POST", "client/config"): partial(_always, CLIENT_CONFIG),
+            ("POST", "client/dynamic_config"): partial(_always, {}),
+            ("POST", "telemetry"): partial(_always, {"status": "accepted"}),
             ("GET", "get_server_capabilities"): self._capabilities,
             ("POST", "create_session"): self._create_session,
-            ("POST", "session_heartbeat"): self._always({"type": "session_heartbeat"}),
-            ("POST", "sessions/{session}/finish"): self._always({}),
+            ("POST", "session_heartbeat"): partial(_always, {"type": "session_heartbeat"}),
+            ("POST", "sessions/{session}/finish"): partial(_always, {}),
             ("GET", "sessions"): self._sessions,
             ("GET", "sessions/{session}"): self._session,
             ("POST", "create_model"): self._create_model,
             ("POST", "get_info"): self._info,
             ("POST", "forward_backward"): self._forward_backward,
             ("POST", "load_weights"): self._load_weights,
-            ("POST", "optim_step"): self._training_request("optim_step", types.OptimStepRequest),
-            ("POST", "save_weights"): self._training_request("save_weights", types.SaveWeightsRequest),
-            ("POST", "save_weights_for_sampler"): self._training_request(
-                "save_weights_for_sampler", types.SaveWeightsForSamplerRequest
-            ),
-            ("POST", "save_weights_external"): self._training_request(
-                "save_weights_external", types.SaveWeightsExternalRequest
-            ),
+            **{("POST", kind): partial(self._training_request, kind) for kind in TRAINING_REQUESTS},
             ("POST", "create_sampling_session"): self._create_sampler,
             ("GET", "samplers/{sampler}"): self._sampler,
             ("POST", "asample"): self._sample,
@@ -159,14 +191,6 @@ class TinkerServer:
             ("GET", f"{checkpoint}/external_weights_urls"): self._external_files,
             ("POST", "weights_info"): self._weights_info,
         }
-
-    @staticmethod
-    def _always(answer: dict[str, Any]) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            await read_bytes(request)
-            return web.json_response(answer)
-
-        return handler
 
     # ---------------------------------------------------------------- sessions and models
 
@@ -216,33 +240,34 @@ class TinkerServer:
         if not (lora.train_mlp and lora.train_attn):
             raise RequestError("train_mlp=False and train_attn=False are not supported: all models adapt the layers of "
                                "trainer.policy.lora.target_modules")  # fmt: skip
-        model = f"{body.session_id}:train:{body.model_seq_id}"
         seed = (secrets.randbits(31) if lora.seed is None else lora.seed) % LARGEST_SEED
-        _check_number(body.model_seq_id, "model_seq_id", 0)
-        self._store.add_model(model, body.session_id, lora.rank, seed, body.user_metadata or {})
-        return self._future(self._training.submit(model, 0, "create_model", b"{}"), model)
+        return self._add_model(body, lora.rank, seed, "create_model", b"{}")
 
     async def _load_weights(self, request: web.Request) -> web.Response:
-        body = await _parsed(request, types.LoadWeightsRequest)
+        body = await self._parsed_or_skipped(request, types.LoadWeightsRequest)
         payload = body.model_dump_json().encode()
         if body.model_id is not None and body.seq_id is not None:
-            self._known_model(body.model_id)
-            _check_number(body.seq_id)
-            return self._future(self._training.submit(body.model_id, body.seq_id, "load_weights", payload), None)
+            return _future(self._submit(body.model_id, body.seq_id, "load_weights", payload))
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
         self._known_session(body.session_id)
         self._check_base(body.base_model)
-        _check_number(body.model_seq_id, "model_seq_id", 0)
-        checkpoint = self._known_checkpoint(body.path)
-        model = f"{body.session_id}:train:{body.model_seq_id}"
-        self._store.add_model(model, body.session_id, checkpoint.rank, 0, body.user_metadata or {})
-        return self._future(self._training.submit(model, 0, "load_weights", payload), model)
+        return self._add_model(body, self._known_checkpoint(body.path).rank, 0, "load_weights", payload)
+
+    def _add_model(
+        self, body: types.CreateModelRequest | types.LoadWeightsRequest, rank: int, seed: int, kind: str, payload: bytes
+    ) -> web.Response:
+        """With its first request."""
+        session = str(body.session_id)
+        model = f"{session}:train:{_number(body.model_seq_id, 'model_seq_id', 0)}"
+        self._store.add_model(model, session, rank, seed, body.user_metadata or {})
+        return _future(self._training.submit(model, 0, kind, payload), model)
 
     def _known_model(self, model: str) -> dict[str, Any]:
-        if (row := self._store.model(model)) is None:
-            raise RequestError(f"there is no model {model}", status=404)
-        return row
+        try:
+            return self._store.model(model)
+        except KeyError:
+            raise RequestError(f"there is no model {model}", status=404) from None
 
     async def _info(self, request: web.Request) -> web.Response:
         body = await _parsed(request, types.GetInfoRequest)
@@ -255,44 +280,56 @@ class TinkerServer:
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
         if request.content_type != PROTOBUF:
-            raise RequestError(f"forward_backward is read as {PROTOBUF}: the SDK is older than this server", status=415)
+            problem = f"forward_backward is read as {PROTOBUF}: the SDK is older than this server"
+            if request.content_type == "application/json":
+                self._skip(await read_json(request), problem)
+            raise RequestError(problem, status=415)
         payload = await read_bytes(request)
         try:
             message = pb.ForwardBackwardRequest.FromString(payload)
         except DecodeError as error:
             raise RequestError(f"the request is no ForwardBackwardRequest: {error}") from error
-        self._known_model(message.model_id)
-        _check_number(message.seq_id)
-        submitted = self._training.submit(message.model_id, message.seq_id, "forward_backward", payload)
-        return self._future(submitted, message.model_id)
+        submitted = self._submit(message.model_id, message.seq_id, "forward_backward", payload)
+        return _future(submitted, message.model_id)
 
-    def _training_request(self, kind: str, schema: type[BaseModel]) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            body: Any = await _parsed(request, schema)
-            self._known_model(body.model_id)
-            _check_number(body.seq_id)
-            payload = await request.read()
-            return self._future(self._training.submit(body.model_id, body.seq_id, kind, payload), body.model_id)
+    async def _training_request(self, kind: str, request: web.Request) -> web.Response:
+        body: Any = await self._parsed_or_skipped(request, TRAINING_REQUESTS[kind])
+        return _future(self._submit(body.model_id, body.seq_id, kind, await request.read()), body.model_id)
 
-        return handler
+    async def _parsed_or_skipped(self, request: web.Request, schema: type[M]) -> M:
+        """The body of a training request; the model's later ones do not wait for one that is not accepted."""
+        body = await read_json(request)
+        try:
+            return _validated(body, schema)
+        except RequestError as error:
+            self._skip(body, str(error))
+            raise
 
-    @staticmethod
-    def _future(request: str, model: str | None) -> web.Response:
-        return web.json_response({"request_id": request, **({"model_id": model} if model else {})})
+    def _skip(self, body: dict[str, Any], problem: str) -> None:
+        """Give the sequence id of a request that is not accepted to its error, if it names one of a model."""
+        model, seq = body.get("model_id"), body.get("seq_id")
+        if isinstance(model, str) and type(seq) is int:
+            with suppress(RequestError, UnicodeError):
+                self._submit(model, seq, "not_accepted", problem.encode(errors="replace"))
+
+    def _submit(self, model: str, seq: int | None, kind: str, payload: bytes) -> str:
+        self._known_model(model)
+        return self._training.submit(model, _number(seq), kind, payload)
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
-        name = str(body.get("request_id", ""))
-        if (stored := await self._training.result(name, POLL_S)) is not None:
-            if stored.result is None:
-                return _not_ready()
+        name = str((await read_json(request)).get("request_id", ""))
+        answer: tuple[bytes, bool] | None = None  # and whether it is protobuf
+        if (stored := await self._training.result(name, POLL_S)) is None:
+            try:
+                answer = await self._sampling.result(name, POLL_S)
+            except KeyError:
+                raise RequestError(f"there is no request {name} (any more)", status=410) from None
+        elif stored.result is not None:
             self._store.retrieved(name)
-            return _result(stored.result, protobuf=stored.ok and stored.kind == "forward_backward")
-        try:
-            answer = await self._sampling.result(name, POLL_S)
-        except KeyError:
-            raise RequestError(f"there is no request {name} (any more)", status=410) from None
-        return _not_ready() if answer is None else _result(answer[0], protobuf=answer[1])
+            answer = stored.result, stored.ok and stored.kind == "forward_backward"
+        if answer is None:
+            return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
+        return web.Response(body=answer[0], content_type=PROTOBUF if answer[1] else "application/json")
 
     # ---------------------------------------------------------------- sampling
 
@@ -300,10 +337,9 @@ class TinkerServer:
         body = await _parsed(request, types.CreateSamplingSessionRequest)
         self._known_session(body.session_id)
         self._check_base(body.base_model)
-        _check_number(body.sampling_session_seq_id, "sampling_session_seq_id", 0)
-        snapshot = self._sampled_checkpoint(body.model_path)
-        sampler = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        self._store.add_sampler(sampler, body.session_id, body.sampling_session_seq_id, snapshot)
+        number = _number(body.sampling_session_seq_id, "sampling_session_seq_id", 0)
+        snapshot, sampler = self._sampled_checkpoint(body.model_path), f"{body.session_id}:sample:{number}"
+        self._store.add_sampler(sampler, body.session_id, number, snapshot)
         return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     def _sampled_checkpoint(self, path: str | None) -> str:
@@ -342,8 +378,7 @@ class TinkerServer:
     # ---------------------------------------------------------------- the catalogue
 
     async def _training_runs(self, request: web.Request) -> web.Response:
-        runs = [self._run(model) for model in self._store.models()]
-        return _list("training_runs", runs, request)
+        return _list("training_runs", [self._run(model) for model in self._store.models()], request)
 
     async def _training_run(self, request: web.Request) -> web.Response:
         return web.json_response(self._run(self._known_model(request.match_info["model"])))
@@ -439,32 +474,35 @@ def _list(name: str, entries: list[dict[str, Any]], request: web.Request) -> web
 
 
 async def _parsed(request: web.Request, schema: type[M]) -> M:
+    return _validated(await read_json(request), schema)
+
+
+def _validated(body: dict[str, Any], schema: type[M]) -> M:
     try:
-        return schema.model_validate(await read_json(request))
+        return schema.model_validate(body)
     except ValidationError as error:
         [first, *_] = error.errors()
         where = ".".join(map(str, first["loc"]))
         raise RequestError(f"{where}: {first['msg']}", where) from error
 
 
-def _check_number(value: int | None, name: str = "seq_id", least: int = 1) -> None:
+def _number(value: int | None, name: str = "seq_id", least: int = 1) -> int:
     if value is None or not least <= value <= INT32:
         raise RequestError(f"{name} is {value}, not a whole number from {least} to {INT32}", name)
+    return value
 
 
-def _not_ready() -> web.Response:
-    return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
+def _future(request: str, model: str | None = None) -> web.Response:
+    return web.json_response({"request_id": request, **({"model_id": model} if model else {})})
 
 
-def _result(result: bytes, *, protobuf: bool) -> web.Response:
-    return web.Response(body=result, content_type=PROTOBUF if protobuf else "application/json")
+async def _always(answer: dict[str, Any], request: web.Request) -> web.Response:
+    await read_bytes(request)
+    return web.json_response(answer)
 
 
-def _refusal(path: str, why: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        raise RequestError(f"{path.rpartition('/')[2]} is not supported: {why}", code="not_supported")
-
-    return handler
+async def _not_supported(path: str, why: str, request: web.Request) -> web.Response:
+    raise RequestError(f"{path.rpartition('/')[2]} is not supported: {why}", code="not_supported")
 
 
 @web.middleware

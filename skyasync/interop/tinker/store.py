@@ -10,7 +10,7 @@ import json
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,24 +110,27 @@ class Store:
         where, values = ("where session = ?", [session]) if session else ("", [])
         return [_read(row) for row in self._rows(f"select * from models {where} order by rowid desc", *values)]
 
-    def model(self, model: str) -> dict[str, Any] | None:
-        rows = self._rows("select * from models where id = ?", model)
-        return _read(rows[0]) if rows else None
+    def model(self, model: str) -> dict[str, Any]:
+        """Raises ``KeyError`` if there is no such model."""
+        for row in self._rows("select * from models where id = ?", model):
+            return _read(row)
+        raise KeyError(model)
 
     def add_request(self, request: str, model: str, seq: int, kind: str, payload: bytes) -> None:
         values = request, model, seq, kind, payload
         self._write("insert or ignore into requests (id, model, seq, kind, payload) values (?, ?, ?, ?, ?)", *values)
 
     def request(self, request: str) -> StoredRequest | None:
-        return next(self._requests("id = ?", request), None)
+        return next(iter(self._requests("id = ?", request)), None)
 
-    def unfinished(self, model: str) -> list[StoredRequest]:
-        return list(self._requests("model = ? and result is null", model))
+    def unfinished(self) -> list[str]:
+        """The models that have requests without a result."""
+        return [row["model"] for row in self._rows("select distinct model from requests where result is null")]
 
     def since_state(self, model: str) -> list[StoredRequest]:
         """What has been done to the model since its last state, in order."""
         state = "(select state_seq from models where id = model)"
-        return list(self._requests(f"model = ? and ok = 1 and seq > {state}", model))
+        return self._requests(f"model = ? and ok = 1 and seq > {state}", model)
 
     def last_finished(self, model: str) -> int:
         """The sequence id of the last request that has a result; -1 if none has."""
@@ -135,10 +138,10 @@ class Store:
         [(state, last)] = self._rows(f"select (select state_seq from models where id = ?), ({done})", model, model)
         return max(state, -1 if last is None else last)
 
-    def _requests(self, where: str, *values: object) -> Iterator[StoredRequest]:
-        for row in self._rows(f"select * from requests where {where} order by seq", *values):
-            payload, result = row["payload"], row["result"]
-            yield StoredRequest(row["id"], row["seq"], row["kind"], payload, result, bool(row["ok"]))
+    def _requests(self, where: str, *values: object) -> list[StoredRequest]:
+        names = ", ".join(StoredRequest._fields)
+        rows = self._rows(f"select {names} from requests where {where} order by seq", *values)
+        return [StoredRequest(*row)._replace(ok=bool(row["ok"])) for row in rows]
 
     def finish(
         self, request: StoredRequest, model: str, result: bytes, *, ok: bool, state: str = "",
@@ -155,15 +158,15 @@ class Store:
             database.execute("update requests set result = ?, ok = ? where id = ?", (result, ok, request.id))
             database.execute("update models set used = ? where id = ?", (time.time(), model))
             if state:
-                [[obsolete]] = database.execute("select state from models where id = ?", (model,)).fetchall()
+                [[obsolete]] = self._rows("select state from models where id = ?", model)
                 database.execute("update models set state = ?, state_seq = ? where id = ?", (state, request.seq, model))
                 done = "update requests set payload = x'' where model = ? and seq <= ? and result is not null"
                 database.execute(done, (model, request.seq))
                 old = "delete from requests where model = ? and seq <= ? and retrieved = 1"
                 database.execute(old, (model, request.seq - RETAINED_RESULTS))
             if checkpoint is not None:
-                same = database.execute("select folder from checkpoints where path = ?", (checkpoint.path,)).fetchall()
-                obsolete = same[0]["folder"] if same else obsolete
+                for same in self._rows("select folder from checkpoints where path = ?", checkpoint.path):
+                    obsolete = same["folder"]
                 values = (*checkpoint[:-1], json.dumps(checkpoint.about))
                 database.execute("insert or replace into checkpoints values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return str(obsolete)
@@ -188,14 +191,14 @@ class Store:
 
     def checkpoints(self, model: str = "", *, named: bool | None = None) -> list[Checkpoint]:
         """Those that have not expired, the oldest first; the files of others are removed."""
-        rows = [Checkpoint(*row)._replace(about=json.loads(row["about"])) for row in self._rows(
-            "select * from checkpoints order by created, number")]  # fmt: skip
-        for each in rows:
-            if each.expires is not None and each.expires < time.time():
-                self.remove_checkpoint(each)
-        current = (each for each in rows if each.expires is None or each.expires >= time.time())
-        chosen = (each for each in current if not model or each.model == model)
-        return [each for each in chosen if named is None or each.named == named]
+        chosen = []
+        for row in self._rows("select * from checkpoints order by created, number"):
+            checkpoint = Checkpoint(*row)._replace(about=json.loads(row["about"]))
+            if checkpoint.expires is not None and checkpoint.expires < time.time():
+                self.remove_checkpoint(checkpoint)
+            elif model in ("", checkpoint.model) and named in (None, checkpoint.named):
+                chosen.append(checkpoint)
+        return chosen
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._write("delete from checkpoints where path = ?", checkpoint.path)

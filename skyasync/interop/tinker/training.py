@@ -20,6 +20,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +62,7 @@ class TrainingQueue:
     def __init__(self, store: Store, turns: PolicyTurns, vocabulary: int, most_tokens: int) -> None:
         self._store, self._turns = store, turns
         self._limits = {"vocabulary": vocabulary, "most_tokens": most_tokens}
-        self._waiting: dict[str, dict[int, StoredRequest]] = {}  # model -> sequence id -> request
-        self._arrived: dict[str, asyncio.Event] = {}  # of a model
+        self._arrived: dict[str, asyncio.Event] = {}  # of a model, whose task waits for it
         self._finished: dict[str, asyncio.Event] = {}  # of a request
         self._steps: dict[str, int] = {}  # of a model since its last state
         self._tasks: set[asyncio.Task[None]] = set()
@@ -75,13 +75,13 @@ class TrainingQueue:
             "save_weights": self._save,
             "save_weights_for_sampler": self._save_for_sampler,
             "save_weights_external": self._save_external,
+            "not_accepted": self._not_accepted,
         }
 
     def start(self) -> None:
         """Go on with what a server before has left."""
-        for model in self._store.models():
-            if self._store.unfinished(model["id"]):
-                self._begin(model["id"])
+        for model in self._store.unfinished():
+            self._begin(model)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -94,8 +94,6 @@ class TrainingQueue:
         if self._store.request(request) is None:
             self._store.add_request(request, model, seq, kind, payload)
             self._begin(model)
-            self._waiting[model][seq] = StoredRequest(request, seq, kind, payload, None, False)
-            self._arrived[model].set()
         return request
 
     async def result(self, request: str, timeout_s: float) -> StoredRequest | None:
@@ -104,28 +102,24 @@ class TrainingQueue:
         if stored is None or stored.result is not None:
             return stored
         finished = self._finished.setdefault(request, asyncio.Event())
-        try:
-            async with asyncio.timeout(timeout_s):
-                await finished.wait()
-        except TimeoutError:
-            return stored
+        with suppress(TimeoutError):
+            await asyncio.wait_for(finished.wait(), timeout_s)
         return self._store.request(request)
 
     def _begin(self, model: str) -> None:
-        if model not in self._waiting:
-            self._waiting[model] = {request.seq: request for request in self._store.unfinished(model)}
+        if model not in self._arrived:
             self._arrived[model] = asyncio.Event()
             task = asyncio.create_task(self._serve(model))
             self._tasks.add(task)
             task.add_done_callback(self._turns.task_ended)
+        self._arrived[model].set()
 
     async def _serve(self, model: str) -> None:
-        following, waiting, arrived = self._store.last_finished(model) + 1, self._waiting[model], self._arrived[model]
+        following, arrived = self._store.last_finished(model) + 1, self._arrived[model]
         while True:
-            while following not in waiting:
+            while (request := self._store.request(f"{model}:{following}")) is None:
                 arrived.clear()
                 await arrived.wait()
-            request = waiting.pop(following)
             await self._carry_out(model, request)
             if (finished := self._finished.pop(request.id, None)) is not None:
                 finished.set()
@@ -164,7 +158,6 @@ class TrainingQueue:
     async def _restore(self, model: str, dispatch: Dispatch) -> None:
         """Into ranks that do not have the model: its last state, and what has been done since."""
         row = self._store.model(model)
-        assert row is not None
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, "forget", model)
             await dispatch.call(POLICY, "activate", model, row["rank"], row["seed"])
@@ -205,15 +198,18 @@ class TrainingQueue:
 
     async def _load(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.LoadWeightsRequest.model_validate_json(payload)
-        checkpoint, row = self._store.checkpoint(request.path), self._store.model(model)
-        assert row is not None
+        checkpoint, rank = self._store.checkpoint(request.path), self._store.model(model)["rank"]
         if checkpoint is None or checkpoint.kind != "weights":
             raise UserError(f"there is no checkpoint {request.path} of a model's state")
-        if checkpoint.rank != row["rank"]:
-            raise UserError(f"{request.path} has adapters of rank {checkpoint.rank}, the model of {row['rank']}")
+        if checkpoint.rank != rank:
+            raise UserError(f"{request.path} has adapters of rank {checkpoint.rank}, the model of {rank}")
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, "load_adapters", checkpoint.folder, request.optimizer)
         return _json({"path": request.path, "model_id": model, "type": "load_weights"})._replace(state=True)
+
+    async def _not_accepted(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
+        """A request whose body was no valid one; the error is its payload."""
+        raise UserError(payload.decode())
 
     async def _save(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.SaveWeightsRequest.model_validate_json(payload)
@@ -233,10 +229,9 @@ class TrainingQueue:
         if number is None:
             answer["path"] = checkpoint.path
         else:
-            row = self._store.model(model)
-            assert row is not None
-            answer["sampling_session_id"] = f"{row['session']}:sample:{number}"
-            self._store.add_sampler(answer["sampling_session_id"], row["session"], number, checkpoint.folder)
+            session = self._store.model(model)["session"]
+            answer["sampling_session_id"] = f"{session}:sample:{number}"
+            self._store.add_sampler(answer["sampling_session_id"], session, number, checkpoint.folder)
         return _json({**answer, "type": "save_weights_for_sampler"})._replace(checkpoint=checkpoint)
 
     async def _save_external(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
@@ -255,12 +250,11 @@ class TrainingQueue:
         """A checkpoint that has no folder yet."""
         if not name or not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot name a checkpoint: up to 128 of letters, digits, '.', '_' and '-'")
-        path, row, now = f"tinker://{model}/{kind}/{name}", self._store.model(model), time.time()
-        assert row is not None
+        path, now, rank = f"tinker://{model}/{kind}/{name}", time.time(), self._store.model(model)["rank"]
         if not overwrite and self._store.checkpoint(path) is not None:
             raise UserError(f"there is a checkpoint {path} already: choose another name")
         expires = now + ttl_s if ttl_s else None
-        return Checkpoint(path, self._store.next_version(), model, kind, "", row["rank"], True, now, expires, about)
+        return Checkpoint(path, self._store.next_version(), model, kind, "", rank, True, now, expires, about)
 
     async def _write(self, dispatch: Dispatch, where: str, *, optimizer: bool = True) -> str:
         """The folder in which the active model's adapters are."""

@@ -158,11 +158,9 @@ def loss_result(logprobs: Tensor, batch: LossBatch) -> bytes:
         field = record.fields[name]
         field.data, field.dtype = np.concatenate(rows).astype(np.float32).tobytes(), pb.DTYPE_FLOAT32
         field.offsets = np.cumsum([0, *(4 * length for length in lengths)]).astype(np.int64).tobytes()
-    total = float(losses.where(batch.loss_mask, 0.0).sum(dtype=torch.float64))
     output = pb.ForwardBackwardOutput(loss_fn_output_type="TensorDict", loss_fn_outputs=[record])
-    output.metrics["loss:sum"] = total
-    result: bytes = output.SerializeToString()
-    return result
+    output.metrics["loss:sum"] = float(losses.where(batch.loss_mask, 0.0).sum(dtype=torch.float64))
+    return bytes(output.SerializeToString())
 
 
 def sample_result(outputs: Sequence[GenerationOutput], prompt_logprobs: Floats | None) -> bytes:
@@ -176,5 +174,4 @@ def sample_result(outputs: Sequence[GenerationOutput], prompt_logprobs: Floats |
         )
     if prompt_logprobs is not None:
         response.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
-    result: bytes = response.SerializeToString()
-    return result
+    return bytes(response.SerializeToString())

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -101,8 +100,12 @@ class MultiAdapterWorker(PolicyWorker):
 
     def save_adapters(self, folder: str, optimizer: bool) -> SaveResult:
         """Write the active model's adapters, with their optimizer state or without."""
-        with nullcontext() if optimizer else without_optimizer_state(self._fsdp):
+        adamw, state = self._fsdp.optimizer, self._fsdp.optimizer.state
+        adamw.state = state if optimizer else defaultdict(dict)
+        try:
             saved = self.save(folder)
+        finally:
+            adamw.state = state
         self._folder = folder
         return saved
 
@@ -157,22 +160,9 @@ def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
     return taken
 
 
-@contextmanager
-def without_optimizer_state(backend: FSDPBackend) -> Iterator[None]:
-    """Meanwhile a checkpoint holds the weights alone."""
-    state, backend.optimizer.state = backend.optimizer.state, defaultdict(dict)
-    try:
-        yield
-    finally:
-        backend.optimizer.state = state
-
-
 T = TypeVar("T")
 Replace = Callable[[str, BaseException], Awaitable[Dispatch]]
 WATCH_S = 1.0
-
-
-async def _nothing(dispatch: Dispatch) -> None: ...
 
 
 class PolicyTurns:
@@ -222,7 +212,7 @@ class PolicyTurns:
         while True:
             await asyncio.sleep(WATCH_S)
             if self.dispatch.lost is not None and not self._turn.locked():
-                await self.run(BASE, _nothing)
+                await self.run(BASE, lambda dispatch: asyncio.sleep(0))
 
     def task_ended(self, task: asyncio.Task[None]) -> None:
         """A task that serves for ever has ended."""

@@ -60,6 +60,29 @@ async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_f
         assert status == 404
 
 
+async def test_the_next_request_of_a_model_does_not_wait_for_one_that_was_not_accepted(
+    model: str, tmp_path: Path
+) -> None:
+    async with tinker_server(model, tmp_path) as up:
+        session = (await ask(up.server, "POST", "create_session", json={}))[1]["session_id"]
+        new = {"session_id": session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": 2}}
+        name = (await ask(up.server, "POST", "create_model", json=new))[1]["model_id"]
+        wrong = {"model_id": name, "seq_id": 1, "adam_params": {}, "unknown": 1}
+        for _ in range(2):
+            status, body = await ask(up.server, "POST", "optim_step", json=wrong)
+            assert status == 400 and body["error"].startswith("unknown: ")
+        status, _ = await ask(up.server, "POST", "forward_backward", json={"model_id": name, "seq_id": 2})
+        assert status == 415
+        status, _ = await ask(up.server, "POST", "save_weights", json={"model_id": "no model", "seq_id": 3, "paths": 1})
+        assert status == 400
+        saves = {"model_id": name, "seq_id": 3, "path": "third"}
+        status, body = await ask(up.server, "POST", "save_weights", json=saves)
+        status, body = await ask(up.server, "POST", "retrieve_future", json={"request_id": body["request_id"]})
+        assert (status, body.get("path")) == (200, f"tinker://{name}/weights/third")
+        status, body = await ask(up.server, "POST", "retrieve_future", json={"request_id": f"{name}:1"})
+        assert body["category"] == "user" and body["error"].startswith("unknown: ")
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
 def test_another_address_than_the_loopback_needs_a_key(host: str) -> None:
     with pytest.raises(UserError, match="set SKYASYNC_TINKER_KEY"):
