@@ -15,6 +15,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from skyasync.envs import ENVS, Foreign
@@ -26,6 +27,9 @@ from skyasync.rewards.signature import single_value
 
 #: What stands before the colon in gem's ids, such as "game:GuessTheNumber-v0-easy" and "rg:chain_sum".
 GEM_FAMILIES = ("game", "rg", "logic", "math", "code", "qa", "eval")
+
+#: What ``metrics_agg_mode`` makes of a metric's values; by any other name it is their mean.
+MODES: dict[str, Callable[[list[float]], float]] = {"last": itemgetter(-1), "max": max, "min": min, "sum": sum}
 
 
 @ENVS.register("gem")
@@ -77,17 +81,8 @@ class GemEnv(GameEnv):
     def get_metrics(self) -> dict[str, float]:
         metrics = {}
         for name, values in self._metrics.items():
-            match self._modes.get(name, "last"):
-                case "last":
-                    metrics[name] = values[-1]
-                case "max":
-                    metrics[name] = max(values)
-                case "min":
-                    metrics[name] = min(values)
-                case "sum":
-                    metrics[name] = sum(values)
-                case _:
-                    metrics[name] = sum(values) / len(values)
+            combined = MODES.get(self._modes.get(name, "last"))
+            metrics[name] = combined(values) if combined else sum(values) / len(values)
         return {**metrics, "steps": float(self.turns)}
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ once for each call.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -26,6 +26,7 @@ from skyasync.envs.tools import read_tool_calls
 from skyasync.errors import unknown
 
 Item = dict[str, Any]  # of a response, in the form of OpenAI's Responses API
+SHOWN = ("name", "description", "parameters")  # of a tool, to the model
 
 
 @ENVS.register("nemo_gym")
@@ -36,17 +37,13 @@ class NemoGymEnv(ServedEnv):
     as not measured (``mask_sample``) fails.
     """
 
-    hub = "nemo_gym"
-    description_path = "/openapi.json"
+    hub, description_path = "nemo_gym", "/openapi.json"
+    not_served = "it is not a resources server of NeMo Gym (agents and models have separate servers)"
 
     @classmethod
     def is_described_by(cls, description: Answer) -> bool:
         paths = description.get("paths") if isinstance(description, Mapping) else None
         return isinstance(paths, Mapping) and ("/verify" in paths or {"/reset", "/step"} <= set(paths))
-
-    @classmethod
-    def not_served(cls) -> str:
-        return "it is not a resources server of NeMo Gym (agents and models have separate servers)"
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -59,16 +56,15 @@ class NemoGymEnv(ServedEnv):
 
     @property
     def _verifies(self) -> bool:
-        assert self.description is not None
         return "/verify" in self.description["paths"]
 
     async def start(self) -> tuple[Conversation, str]:
         schemas = [{"type": "function", "function": {k: v for k, v in t.items() if k in SHOWN}} for t in self._tools]
         tools = about_tools(schemas) if schemas else ""
         if self._verifies:
-            await self.request("POST", "/seed_session", self._row, first=True)
+            await self.request("POST", "/seed_session", self._row, again=True)
             return [], tools
-        answer = self._object(await self.request("POST", "/reset", self._row, first=True), "/reset")
+        answer = await self._result("/reset", again=True)
         self._info = answer.get("info") or {}
         observation = answer.get("observation")
         return ([{"role": "user", "content": str(observation)}] if observation else []), tools
@@ -131,8 +127,7 @@ class NemoGymEnv(ServedEnv):
 
     async def _verify(self) -> BaseTextEnvStepOutput:
         self._unverified = True
-        body = {**self._row, "response": self._response(self._items_so_far)}
-        answer = self._object(await self.request("POST", "/verify", body, repeatable=True), "/verify")
+        answer = await self._result("/verify", self._items_so_far, again=True)
         self._unverified = False
         if answer.get("mask_sample") is True:
             reason = answer.get("failure_reason") or answer.get("failure_kind") or "mask_sample"
@@ -143,8 +138,7 @@ class NemoGymEnv(ServedEnv):
         return {"observations": [], "reward": answer.get("reward", 0.0), "done": True, "metadata": {}}
 
     async def _step(self, items: list[Item]) -> BaseTextEnvStepOutput:
-        body = {**self._row, "response": self._response(items)}
-        answer = self._object(await self.request("POST", "/step", body), "/step")
+        answer = await self._result("/step", items)
         info = answer.get("info") or {}
         self.metrics = numbers(info)
         names = {item["call_id"]: item["name"] for item in items if item["type"] == "function_call"}
@@ -157,23 +151,20 @@ class NemoGymEnv(ServedEnv):
         done = bool(answer.get("terminated")) or bool(answer.get("truncated"))
         return {"observations": messages, "reward": answer.get("reward", 0.0), "done": done, "metadata": {}}
 
-    def _response(self, items: Sequence[Item]) -> dict[str, Any]:
-        """What was said as an object of OpenAI's Responses API."""
-        return {
+    async def _result(self, path: str, items: list[Item] | None = None, *, again: bool = False) -> Mapping[str, Any]:
+        """The answer to the row and, as an object of OpenAI's Responses API, what was said."""
+        response = {
             "id": "resp_0",
             "object": "response",
             "created_at": 0,
             "model": "policy",
-            "output": list(items),
+            "output": items,
             "parallel_tool_calls": True,
             "tool_choice": "auto",
             "tools": self._tools,
         }
-
-    def _object(self, answer: Answer, path: str) -> Mapping[str, Any]:
+        body = self._row if items is None else {**self._row, "response": response}
+        answer = await self.request("POST", path, body, again=again)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("info") or {}, Mapping):
             raise InvalidEnvOutputError(f"{self.url}{path} answered {str(answer)[:80]!r}, which is not a result")
         return answer
-
-
-SHOWN = ("name", "description", "parameters")  # of a tool, to the model

@@ -48,8 +48,7 @@ class OpenEnvEnv(ServedEnv):
         show: names of the observation's entries that the model reads; by default all that are not empty.
     """
 
-    hub = "openenv"
-    description_path = "/schema"
+    hub, description_path, not_served = "openenv", "/schema", "it is not a server of openenv"
 
     @classmethod
     def is_described_by(cls, description: Answer) -> bool:
@@ -94,10 +93,8 @@ class OpenEnvEnv(ServedEnv):
             for move in self._tool_calls(action) if self._plays_tools else [self._action(action)]:
                 observation, earned, done = self._read(await self._ask(move))
                 reward += earned
-                message = {"role": "user", "content": self._text(observation)}
-                messages.append(
-                    {**message, "role": "tool", "name": move["tool_name"]} if self._plays_tools else message
-                )
+                author = {"role": "tool", "name": move["tool_name"]} if self._plays_tools else {"role": "user"}
+                messages.append({**author, "content": self._text(observation)})
                 if done:
                     break
         except RefusedActionError as error:
@@ -114,18 +111,19 @@ class OpenEnvEnv(ServedEnv):
     # ---------------------------------------------------------------- the wire
 
     async def _first_answer(self, reset: str) -> Answer:
-        """The answer to the first message. A server that is full is asked until it has room."""
-        for pause_s in (*PAUSES_S, *[PAUSES_S[-1]] * 10_000):
+        """The answer to the first message. A full server is asked until it has room, or the caller's time ends."""
+        pauses_s = iter(PAUSES_S)
+        while True:
             try:
                 self._socket = await self.http.ws_connect(f"{self.url}/ws", max_msg_size=MAX_BYTES)
             except aiohttp.ClientError as error:
                 self.fail(f"{self.url}/ws is unreachable: {type(error).__name__}: {error}", again=True)
-            answer = await self._exchange(reset, again=True)
-            if not isinstance(answer, Mapping) or _code(answer) != "CAPACITY_REACHED":
-                return answer
-            await self._socket.close()
-            await asyncio.sleep(pause_s)
-        raise AssertionError("unreachable: the caller has a time limit")
+            match answer := await self._exchange(reset, again=True):
+                case {"data": {"code": "CAPACITY_REACHED"}}:
+                    await self._socket.close()
+                    await asyncio.sleep(next(pauses_s, PAUSES_S[-1]))
+                case _:
+                    return answer
 
     async def _ask(self, move: Mapping[str, Any]) -> Answer:
         try:
@@ -150,26 +148,25 @@ class OpenEnvEnv(ServedEnv):
 
     def _read(self, answer: Answer) -> tuple[Mapping[str, Any], float, bool]:
         """The observation, its reward and whether the episode is done."""
-        data = answer.get("data") if isinstance(answer, Mapping) else None
-        if not isinstance(data, Mapping):
-            raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is not an observation")
-        if answer.get("type") == "error":
-            if _code(answer) == "VALIDATION_ERROR" or (self._shows_errors and _code(answer) == "EXECUTION_ERROR"):
-                raise RefusedActionError(_what_is_wrong(data))
-            raise InvalidEnvOutputError(f"{self.url} answered {_code(answer)}: {str(data.get('message'))[:300]}")
-        observation, reward = data.get("observation"), data.get("reward")
-        if answer.get("type") != "observation" or not isinstance(observation, Mapping):
-            raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is not an observation")
-        if reward is not None and not isinstance(reward, bool | int | float):
-            raise InvalidEnvOutputError(f"{self.url}/ws answered the reward {str(reward)[:80]!r}; it must be a number")
-        self._metadata = data.get("metadata") or observation.get("metadata")
-        return observation, float(reward or 0.0), bool(data.get("done"))
+        match answer:
+            case {"type": "error", "data": {} as data}:
+                code = str(data.get("code"))
+                if code == "VALIDATION_ERROR" or (self._shows_errors and code == "EXECUTION_ERROR"):
+                    raise RefusedActionError(_what_is_wrong(data))
+                raise InvalidEnvOutputError(f"{self.url} answered {code}: {str(data.get('message'))[:300]}")
+            case {"type": "observation", "data": {"observation": {} as observation} as data}:
+                reward = data.get("reward")
+                if reward is not None and not isinstance(reward, bool | int | float):
+                    problem = f"answered the reward {str(reward)[:80]!r}; it must be a number"
+                    raise InvalidEnvOutputError(f"{self.url}/ws {problem}")
+                self._metadata = data.get("metadata") or observation.get("metadata")
+                return observation, float(reward or 0.0), bool(data.get("done"))
+        raise InvalidEnvOutputError(f"{self.url}/ws answered {str(answer)[:80]!r}, which is not an observation")
 
     # ---------------------------------------------------------------- text to actions, observations to text
 
     @property
     def _schema(self) -> Schema:
-        assert self.description is not None
         schema: Schema = self.description["action"]
         return schema
 
@@ -191,13 +188,14 @@ class OpenEnvEnv(ServedEnv):
     def _action(self, text: str) -> dict[str, Any]:
         entries = [name for name in self._schema.get("properties") or () if name not in ("metadata", *self._fixed)]
         needed = [name for name in self._schema.get("required") or () if name in entries]
-        if (whole := _last_object(text)) is not None and whole and set(whole) <= set(entries):
+        if (whole := _last_object(text)) and set(whole) <= set(entries):
             return {**self._fixed, **whole}
-        field = self.settings.get("action_field") or (needed if len(needed) == 1 else entries)[0:1]
-        if not isinstance(field, str):
-            if len(needed) != 1 and len(entries) != 1:
+        field = self.settings.get("action_field")
+        if not field:
+            alone = needed if len(needed) == 1 else entries
+            if len(alone) != 1:
                 raise RefusedActionError(f"answer with a JSON object of: {', '.join(entries)}")
-            field = field[0]
+            [field] = alone
         if field not in entries:
             raise UserError(unknown(f"action_field of {self.url}", field, entries))
         return {**self._fixed, field: _value(text, self._entry(field))}
@@ -232,11 +230,6 @@ class OpenEnvEnv(ServedEnv):
                 entries = dict(extra)
         values = {n: v if isinstance(v, str) else json.dumps(v) for n, v in entries.items()}
         return next(iter(values.values())) if len(values) == 1 else "\n".join(f"{n}: {v}" for n, v in values.items())
-
-
-def _code(answer: Mapping[str, Any]) -> str:
-    data = answer.get("data")
-    return str(data.get("code")) if isinstance(data, Mapping) else ""
 
 
 def _what_is_wrong(data: Mapping[str, Any]) -> str:

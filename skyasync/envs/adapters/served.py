@@ -39,12 +39,14 @@ class ServedEnv(BaseTextEnv):
 
     #: What stands in front of the address, and the key in ``environment.env_config``.
     hub: ClassVar[str]
-    #: Where the server describes itself, and the command or class that serves there.
+    #: Where the server describes itself.
     description_path: ClassVar[str]
+    #: The end of the error message for a server of another kind.
+    not_served: ClassVar[str]
     #: The server's address; set by ``at``.
     url: ClassVar[str] = ""
     #: What the server says of itself; read by the first episode of a process.
-    description: ClassVar[dict[str, Any] | None] = None
+    description: ClassVar[Answer] = None
 
     @classmethod
     def at(cls, url: str) -> type[ServedEnv]:
@@ -73,26 +75,19 @@ class ServedEnv(BaseTextEnv):
             with opener.open(cls.url + cls.description_path, timeout=CHECK_S) as response:
                 description = _parsed(response.read(MAX_BYTES + 1), cls.description_path)
         except urllib.error.HTTPError as error:
-            raise UserError(
-                f"{where} answers HTTP {error.code} to {cls.description_path}: {cls.not_served()}"
-            ) from None
+            raise UserError(f"{where} answers HTTP {error.code} to {cls.description_path}: {cls.not_served}") from None
         except OSError as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UserError(f"{where} does not answer ({reason}): start its server, or correct the address") from None
         except InvalidEnvOutputError as error:
-            raise UserError(f"{where}: {error}: {cls.not_served()}") from None
+            raise UserError(f"{where}: {error}: {cls.not_served}") from None
         if not cls.is_described_by(description):
-            raise UserError(f"{where}: {cls.description_path} describes something else: {cls.not_served()}")
+            raise UserError(f"{where}: {cls.description_path} describes something else: {cls.not_served}")
 
     @classmethod
     def is_described_by(cls, description: Answer) -> bool:
         """Whether this is the description of a server of this kind."""
         raise NotImplementedError
-
-    @classmethod
-    def not_served(cls) -> str:
-        """The end of the error message for a server of another kind."""
-        return f"it is not a server of {cls.hub}"
 
     def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -113,9 +108,9 @@ class ServedEnv(BaseTextEnv):
 
     async def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
         if type(self).description is None:
-            type(self).description = await self.request("GET", self.description_path, first=True)
+            type(self).description = await self.request("GET", self.description_path, again=True)
             if not self.is_described_by(self.description):
-                raise InvalidEnvOutputError(f"{self.url}{self.description_path}: {self.not_served()}")
+                raise InvalidEnvOutputError(f"{self.url}{self.description_path}: {self.not_served}")
         messages, tools = await self.start()
         opening = [*prompt, *messages]
         if len(opening) > 1 and opening[-1]["role"] == opening[-2]["role"]:  # one message, as templates want it
@@ -150,24 +145,22 @@ class ServedEnv(BaseTextEnv):
             self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))  # also of addresses in digits
         return self._http
 
-    async def request(
-        self, method: str, path: str, body: object = None, *, first: bool = False, repeatable: bool = False
-    ) -> Answer:
+    async def request(self, method: str, path: str, body: object = None, *, again: bool = False) -> Answer:
         """The JSON that the server answers with.
 
         Args:
-            first: begins the episode; ``repeatable``: changes nothing at the server. Both may be sent again.
+            again: may be sent again, since it begins the episode or changes nothing at the server.
 
         Raises:
             TransientError: if the server is away or busy, and may be asked again.
             ConnectionError: if it is away.
             InvalidEnvOutputError: if it answers an error, no JSON, or too much.
         """
-        status, data = await self.exchange(method, path, body, again=first or repeatable)
+        status, data = await self.exchange(method, path, body, again=again)
         if status >= 400:
             problem = f"{self.url}{path} answered HTTP {status}: {data[:300].decode(errors='replace')}"
             if status in BUSY:
-                self.fail(problem, again=first or repeatable)
+                self.fail(problem, again=again)
             raise InvalidEnvOutputError(problem)
         return _parsed(data, f"{self.url}{path}")
 
