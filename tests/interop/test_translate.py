@@ -372,6 +372,20 @@ def test_advantages_are_whitened_if_they_are_there(words: list[str], system: str
     assert {name: found.get(f"{A}{name}") for name in expected} == expected
 
 
+@pytest.mark.parametrize(("strategy", "interval"), [("", 0), ("no", 0), ("epoch", 0), ("steps", 7)])
+def test_trls_eval_steps_count_with_the_strategy_steps_alone(strategy: str, interval: int) -> None:
+    words = ["--eval_strategy", strategy] if strategy else []
+    text = translated(SourceRecipe(flags(["--eval_steps", "7", *words])), "trl")
+    assert flat(text).get("trainer.eval_interval", Config().trainer.eval_interval) == interval
+    assert ("#   eval_steps=7: it has no effect there" in text) == (interval == 0)
+
+
+def test_a_verl_recipe_without_a_reward_function_says_that_one_must_be_given() -> None:
+    comment = "#   custom_reward_function.path: without one"
+    assert comment in translated(SourceRecipe(flags(["data.train_files=a.parquet"])), "verl")
+    assert comment not in translated(SourceRecipe(flags(["custom_reward_function.path=a.py"])), "verl")
+
+
 def test_a_trl_run_evaluates_with_the_sampling_of_training() -> None:
     found = of("--num_generations", "6", "--temperature", "0.9", system="trl")
     assert found["generator.eval_sampling_params.temperature"] is None

@@ -42,6 +42,9 @@ def finish(draft: Draft) -> None:
         draft.put("trainer.max_staleness", draft.given.get("max_staleness", 4), "max_staleness")
         draft.put(CORRECTION, "none")
         draft.put("trainer.allow_uncorrected", True)
+    if "eval_steps" in draft.given and draft.theirs("eval_strategy") in ("no", "epoch"):
+        draft.put("trainer.eval_interval", 0, "eval_strategy")
+        draft.left["eval_steps"] = "it has no effect there without eval_strategy=steps"
     if draft.value(f"{A}policy_loss_type") == "cispo":
         _cispo(draft)
     reductions = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
@@ -54,11 +57,8 @@ def finish(draft: Draft) -> None:
     mode, low, high, cap = (f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap"))
     bounds: list[Value] = [draft.theirs(low) or 0.0, draft.given.get(cap, draft.given.get(high, 3.0))]
     draft.set_correction(enabled, bounds, mode, low, high, cap)
-    device, accumulation, generation = (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "steps_per_generation",
-    )
+    device, generation = "per_device_train_batch_size", "steps_per_generation"
+    accumulation = "gradient_accumulation_steps"
     per_device, steps = draft.theirs(device), draft.given.get(accumulation, 1)
     if isinstance(per_device, int) and isinstance(steps, int):
         per_device *= _processes(draft)

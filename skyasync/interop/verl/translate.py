@@ -53,6 +53,9 @@ def finish(draft: Draft) -> None:
         if rewards in draft.ours:
             draft.put(rewards, draft.value(rewards), *draft.origin(rewards), name)
             draft.left.pop(name, None)
+    if draft.value(rewards) == []:
+        why = f"without one the data_source chooses among verl's functions: write {rewards}"
+        draft.left.setdefault("custom_reward_function.path", why)
     for plan in ("one_step_off", "fully_async"):
         if plan in draft.recipe.command:
             draft.put(PLAN, plan)
