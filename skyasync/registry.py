@@ -218,6 +218,13 @@ def declared(part: object, name: str, default: Any = None) -> Any:
     return getattr(part, name, default)
 
 
+def accepted(function: Callable[..., object], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments among these that the function takes by name."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+
+
 def resolve_reference(reference: str, *, kind: str) -> Any:
     """The object behind ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
 

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.other_frameworks import other_frameworks
-from skyasync.registry import resolve_reference
+from skyasync.registry import accepted, resolve_reference
 from skyasync.utils.rpc import (
     CLOSE_S,
     HEARTBEAT_S,
@@ -179,11 +179,8 @@ class AgentProcess:
     async def _play(self, data: dict[str, Any], base_url: str, api_key: str, is_eval: bool) -> AgentScore:
         program = self._program
         assert program is not None
-        parameters = inspect.signature(program).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        offered = {"config": self._config, "is_eval": is_eval}
-        taken = {name: value for name, value in offered.items() if takes_all or name in parameters}
-        call = partial(program, data, base_url=base_url, api_key=api_key, **taken)
+        more = accepted(program, {"config": self._config, "is_eval": is_eval})
+        call = partial(program, data, base_url=base_url, api_key=api_key, **more)
 
         def call_in_thread() -> object:
             try:

@@ -72,10 +72,9 @@ def _file(path: Path) -> SourceRecipe:
         # without the commands of its shell
         text = "\n".join(re.sub(r"^\s*[%!].*(\\\n.*)*$", "", cell, flags=re.MULTILINE) for cell in cells)
     [system] = [system for system in systems().values() if "program" in system.adapters]
-    program = system.adapter("program")(text, path)
-    # A program that reads its command line shows one.
-    example = _script(program.command, path.parent).keys if program.command else {}
-    return SourceRecipe(example | program.keys, program.name, system=system.name if program.name else "")
+    keys, trainer, shown = system.adapter("program")(text, path)
+    example = _script(shown, path.parent).keys if shown else {}
+    return SourceRecipe(example | keys, trainer, system=system.name if trainer else "")
 
 
 def _script(text: str, folder: Path) -> SourceRecipe:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from inspect import Parameter
 from typing import Any
 
+from skyasync.registry import accepted
 from skyasync.rewards.signature import Signature
 
 
@@ -40,7 +41,7 @@ class ArealSignature(Signature):
 
 def program_of(agent_class: Callable[..., object], settings: Mapping[str, object]) -> Callable[..., object]:
     """The program that plays an episode with the class's one object."""
-    agent = agent_class(**_taken(agent_class, settings))
+    agent = agent_class(**accepted(agent_class, settings))
     run: Callable[..., object] = agent.run  # type: ignore[attr-defined]
     client: object = None  # of all episodes; an agent may close it
 
@@ -53,16 +54,9 @@ def program_of(agent_class: Callable[..., object], settings: Mapping[str, object
             if not isinstance(client, httpx.AsyncClient) or client.is_closed:
                 client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
             offered["http_client"] = client
-        extra = _taken(run, offered)
+        extra = accepted(run, offered)
         if inspect.iscoroutinefunction(run):
             return await run(data, **extra)
         return await asyncio.to_thread(run, data, **extra)
 
     return program
-
-
-def _taken(function: Callable[..., object], offered: Mapping[str, object]) -> dict[str, object]:
-    """The arguments among these that the function takes by name."""
-    parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in offered.items() if takes_all or name in parameters}

@@ -24,7 +24,7 @@ from torch import Tensor
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyasync.algorithms.binding import configured
 from skyasync.errors import UserError
-from skyasync.registry import Registry
+from skyasync.registry import Registry, accepted
 
 Function = Callable[..., object]
 F = TypeVar("F", bound=Function)
@@ -120,7 +120,6 @@ def _loss(function: Function) -> Function:
 
 def _estimator(function: Function) -> Function:
     parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
     def call(tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> tuple[Tensor, Tensor]:
         rewards, mask = tensors["rewards"], tensors["mask"]
@@ -131,7 +130,7 @@ def _estimator(function: Function) -> Function:
             "values": tensors.get("values"),
             **settings,
         }
-        answer = function(**{name: value for name, value in known.items() if takes_all or name in parameters})
+        answer = function(**accepted(function, known))
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise UserError(f"advantage estimator {function.__name__} must return (advantages, returns)")
         advantages, returns = answer

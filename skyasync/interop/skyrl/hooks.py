@@ -34,10 +34,8 @@ else:
     _Base = object
 
 HOOKS = ("postprocess_generator_output", "apply_reward_kl_penalty", "compute_advantages_and_returns")
-
-
-_BEFORE_AND_AFTER = ("on_train_start", "on_train_end", "on_epoch_start", "on_epoch_end", "on_step_start", "on_step_end")
-EVENTS = (*_BEFORE_AND_AFTER, "on_eval_start", "on_eval_end", "on_save", "on_log")
+EVENTS = ("on_train_start", "on_train_end", "on_epoch_start", "on_epoch_end", "on_step_start", "on_step_end",
+          "on_eval_start", "on_eval_end", "on_save", "on_log")  # fmt: skip
 
 
 @dataclass

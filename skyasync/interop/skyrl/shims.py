@@ -100,10 +100,8 @@ class LoggedTracker(Delegate):
         """More of a step that was logged."""
         self._target.log(numbers(metrics), step=step)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self._target.close()
-
-    finish = close
 
 
 class DispatchView(Delegate):

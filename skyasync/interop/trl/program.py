@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from skyasync.config.values import Value
@@ -19,21 +18,12 @@ _CALLS = re.compile(r"\w*(GRPO|RLOO)(Config|Trainer)|ModelConfig|\w*ScriptArgume
 _ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
 
 
-@dataclass
-class Program:
-    """``keys``: keyword arguments by name; reward functions that the file defines are ``path:function``.
-
-    ``command`` is shown in the docstring of a program that reads its command line. ``name`` is the trainer that it
-    makes, or its configuration.
-    """
-
-    keys: dict[str, Value]
-    command: str
-    name: str
-
-
-def read(text: str, path: Path) -> Program:
+def read(text: str, path: Path) -> tuple[dict[str, Value], str, str]:
     """The training settings of a program.
+
+    Returns:
+        Keyword arguments by name, where reward functions that the file defines are ``path:function``; the trainer that
+        it makes, or its configuration; the docstring of a program that reads its command line, which shows one.
 
     Raises:
         UserError: if it is not Python.
@@ -65,7 +55,7 @@ def read(text: str, path: Path) -> Program:
         settings = {key: value for key, value in settings.items() if not re.search(r"\bargs\.|_args\b", str(value))}
     trainers = [name for name in made if re.fullmatch(r"\w*(GRPO|RLOO)(Config|Trainer)", name)]
     shown = ast.get_docstring(tree) or "" if parses else ""
-    return Program(settings, shown, next(iter(sorted(trainers, reverse=True)), ""))
+    return settings, max(trainers, default=""), shown
 
 
 def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
