@@ -2,7 +2,8 @@
 
 Invariant: an answer that needs the policy or the engines is a future: its request is answered at once with an id, which
 ``retrieve_future`` is asked for until it has the result. An error of a request is its answer, in the protocol's form
-(``error``, ``category``): 4xx if it was not accepted, else the future's result. What is not supported says why.
+(``error``, ``category``): 4xx if it was not accepted, else the future's result. Either way its sequence id is used.
+What is not supported says why.
 
 | who waits           | for what                     | woken by                                     |
 |---------------------|------------------------------|----------------------------------------------|
