@@ -46,6 +46,8 @@ class Lengths:
         response = generator.sampling_params.max_generate_length
         if generator.max_turns > 1:
             response = min(response * generator.max_turns, max_model_len(cfg) - prompt)
+        elif not generator.max_turns and (generator.agent_program or generator.agent_func_path):
+            response = max_model_len(cfg) - prompt  # an agent has as many turns as there is room for
         return cls(prompt, response, generator.n_samples_per_prompt)
 
     @property

@@ -96,6 +96,17 @@ def test_an_episode_of_many_turns_is_as_long_as_the_engine_allows(tmp_path: Path
     assert memory.Lengths.of(cfg).total == 512 + 3 * 4096
 
 
+@pytest.mark.parametrize("setting", ["agent_program", "agent_func_path"])
+def test_an_agent_without_a_limit_of_turns_is_planned_with_all_the_room_that_the_engine_has(setting: str) -> None:
+    cfg = settings()
+    cfg.generator.max_turns, cfg.generator.max_model_len = 0, 16384
+    assert memory.Lengths.of(cfg).total == 512 + 4096
+    setattr(cfg.generator, setting, "agents:play")
+    assert memory.Lengths.of(cfg).total == 16384
+    cfg.generator.max_turns = 1
+    assert memory.Lengths.of(cfg).total == 512 + 4096
+
+
 def test_where_nothing_helps_no_key_is_named() -> None:
     machine, cfg = replace(EIGHT, gpu_memory=8 * GIB), settings()
     assert advise(cfg, make_plan(cfg, QWEN_7B, machine, reckoned()), reckoned()) == {}
