@@ -139,7 +139,7 @@ class Refill:
         while True:
             groups, metrics = await roll_out(batch.prompts, step)
             rounds.append(metrics)
-            good = filter_groups(groups)
+            good = list(filter_groups(groups))
             accepted += good
             rejected += [group for group in groups if not any(group is one for one in good)]
             if len(accepted) >= size or len(rejected) >= self.most_rejected:

@@ -366,7 +366,7 @@ class RayPPOTrainer(AlgorithmHooks):
         self.reporter.schedule_log.prepared(groups)
         self.check_stale(groups)
         if not self.context.refill.active:  # else they were filtered as they came
-            sampled, groups = groups, self.filter_groups(groups)
+            sampled, groups = groups, list(self.filter_groups(groups))
             rejected = len(sampled) - len(groups)
             if rejected > 0 or self.cfg.trainer.algorithm.dynamic_sampling.type != "none":
                 metrics["dynamic_sampling/rejected"] = metrics.get("dynamic_sampling/rejected", 0.0) + rejected

@@ -150,7 +150,7 @@ class SkyRLTrainer(SkyRLNames, trainer.RayPPOTrainer):
         self.check_stale(groups)
         self.checkpointer.ledger.on_rollout(self, groups)
         self.all_metrics |= self.reporter.rolled_out(groups)
-        retained = self.drop_truncated(self.filter_groups(groups))
+        retained = self.drop_truncated(list(self.filter_groups(groups)))
         if not retained:
             raise UserError("no group of this batch is worth training on (trainer.algorithm.dynamic_sampling)")
         return self._view(collate(retained))

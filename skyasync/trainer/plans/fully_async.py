@@ -105,7 +105,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     async def _roll_out(self, position: int) -> None:
         groups, metrics = await self.roll_out([self.context.prompts.prompt(position)])
-        if self.context.refill.active and not self.filter_groups(groups):
+        if self.context.refill.active and not list(self.filter_groups(groups)):
             self._rejected += groups
             self.checkpointer.ledger.release(groups)
             self.admission.reject(position)

@@ -547,6 +547,16 @@ def test_a_mixin_of_algorithm_hooks_works_with_the_plan_by_inheritance(plan):
 
 
 @every_plan
+def test_a_filter_may_be_a_generator(plan):
+    class Yields(plan):
+        def filter_groups(self, groups):
+            yield from EvenRowsOnly.filter_groups(self, groups)
+
+    run = make_run(Yields, prompts=16).train()
+    assert run.trained == [i for i in stream(16) if i.row % 2 == 0]
+
+
+@every_plan
 def test_a_filter_that_leaves_nothing_makes_an_empty_step_and_the_run_goes_on(plan):
     class Nothing(plan):
         def filter_groups(self, groups):

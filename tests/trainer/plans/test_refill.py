@@ -42,6 +42,17 @@ def test_every_batch_is_full_and_every_prompt_is_trained_or_rejected_once(plan: 
 
 
 @every_plan
+def test_groups_that_a_generator_leaves_out_are_replaced_too(plan: type[RayPPOTrainer]) -> None:
+    class Yields(plan):  # type: ignore[misc, valid-type]
+        def filter_groups(self, groups: Any) -> Any:
+            yield from super().filter_groups(groups)
+
+    run = refilling(Yields).train()
+    kept = [identity for identity in stream(30) if identity.row not in ALL_RIGHT]
+    assert sizes(run) == [4, 4, 4, 4, 4, 2] and sorted(run.trained) == sorted(kept)
+
+
+@every_plan
 def test_what_was_sampled_and_rejected_is_logged_and_the_reward_is_that_of_all_samples(
     plan: type[RayPPOTrainer],
 ) -> None:
