@@ -33,6 +33,13 @@ def floats(values: ArrayLike) -> Floats:
     return np.asarray(values, dtype=np.float32)
 
 
+def splitmix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A pseudo-random number for each: SplitMix64's finalizer (Steele, Lea, Flood 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
 def joined_experts(parts: Iterable[Experts | None]) -> Experts | None:
     """Concatenated; None if no part is known."""
     known = [part for part in parts if part is not None]

@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 
 from skyasync.agents.api import Message
-from skyasync.arrays import Ints, ints, joined
+from skyasync.arrays import Ints, ints, joined, splitmix
 from skyasync.models.images import Images
 from skyasync.rollout.chat import Tools, knows_tools, template_tokens, tokens_after
 from skyasync.rollout.tokenizer import Tokenizer
@@ -160,19 +160,16 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
     """The training sequences, in the order in which they ended: the last one has the last call.
 
     A call's prompt is compared with all sequences at once, by a hash of each beginning of its tokens. The hash is a sum
-    of pseudo-random numbers, one for each token at its position (SplitMix64's finalizer), which a secret keeps from
-    being predicted. It is wrong with probability 2**-64.
+    of pseudo-random numbers, one for each token at its position, which a secret keeps from being predicted. It is wrong
+    with probability 2**-64.
     """
     chains: list[list[RecordedCall]] = []
     ended: list[int] = []  # at which call
     lengths, sums = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.uint64)  # of the chains' tokens
     for number, call in enumerate(calls):
         positions = np.arange(len(call.tokens), dtype=np.uint64)
-        mixed = (call.tokens.astype(np.uint64) << np.uint64(32)) + positions ^ np.uint64(_SECRET)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed ^= mixed >> np.uint64(31)
-        prefixes = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+        numbers = splitmix((call.tokens.astype(np.uint64) << np.uint64(32)) + positions ^ np.uint64(_SECRET))
+        prefixes = np.concatenate([np.zeros(1, np.uint64), np.cumsum(numbers, dtype=np.uint64)])
         count = len(chains)
         within = np.flatnonzero(lengths[:count] <= len(call.prompt))
         equal = within[prefixes[lengths[within]] == sums[within]].tolist()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from skyasync.algorithms.sampled import addends, likely
+from skyasync.arrays import splitmix
 from skyasync.inference.interface import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,13 +40,10 @@ def stream_key(seed: int | None, engine_seed: int, request_id: str, drawn: int =
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Number ``positions[i]`` of stream ``keys[i]``: float32 in [0, 1), a multiple of 2**-24.
 
-    Output t of SplitMix64 (Steele, Lea, Flood 2014) is a function of key and t alone, so nothing is stored.
+    Output t of SplitMix64 is a function of key and t alone, so nothing is stored.
     """
-    state = keys.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    return (state >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
+    numbers = splitmix(keys.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (numbers >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
