@@ -70,7 +70,7 @@ class InferenceClient:
         tokenizer: gives the model's; needed where requests with stop strings are cut.
         start_at_once: engines that load at the same time, in order; 0 is all. Engines that share a device measure its
             free memory when they load, and must do so one after the other.
-        adaptive: limit what an engine has at once by its queue (``concurrency``), as far as ``poll`` asks for it.
+        adaptive: limit what an engine has at once by its queue (``ConcurrencyLimit``), as far as ``poll`` asks for it.
 
     Attributes:
         pool: the engines, and which of them are healthy.
@@ -265,7 +265,7 @@ class InferenceClient:
         ended = list(self._inflight if request_ids is None else request_ids)
         self._cut.difference_update(ended)
         for inflight in [self._inflight[name] for name in ended]:
-            if inflight.engine is None and not inflight.future.done():
+            if inflight.charge is None and not inflight.future.done():
                 inflight.future.set_result(inflight.so_far)
         await self.pool.all(lambda engine: engine.abort(request_ids))
 

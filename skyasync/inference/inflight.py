@@ -37,10 +37,6 @@ class InflightRequest:
     received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
 
     @property
-    def engine(self) -> int | None:
-        return self.charge.engine if self.charge else None
-
-    @property
     def so_far(self) -> GenerationOutput:
         """The answer as if it had been cut after what is known of it."""
         received = self.received

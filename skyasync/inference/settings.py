@@ -124,9 +124,8 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
             f"generator.weight_sync_backend={chosen} needs GPUs, and the cluster has none: use shared_memory"
         )
     together = cfg.trainer.placement.colocate_all
-    if chosen != "auto" and (
-        together or chosen != "cuda_ipc"
-    ):  # which the checks reject, but not if a tool separates them
+    # The checks reject cuda_ipc without a shared device, but not if a tool separates them.
+    if chosen != "auto" and (together or chosen != "cuda_ipc"):
         return chosen
     by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg) or cfg.generator.hybrid_engines
     way, ways = "cuda_ipc" if together else "nccl", ENGINES.about(backend(cfg)).can["weight_sync"]

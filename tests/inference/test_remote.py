@@ -15,11 +15,10 @@ from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.server import (
     ARGUMENTS,
     BACKEND,
-    EXTENSION,
     VLLMServerEngine,
     cache_share,
 )
-from skyasync.inference.backends.vllm.setup import sampling_fields
+from skyasync.inference.backends.vllm.setup import WORKER_EXTENSION, sampling_fields
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 from skyasync.inference.remote import RemoteRequest, check_servers, versions_of
 from skyasync.run.placement import plan_slots, share_threads
@@ -34,7 +33,7 @@ def info(**changed: object) -> dict:
     settings = {
         "model_config": {k: changed.get(k, v) for k, v in model.items()},
         "weight_transfer_config": {"backend": changed.get("backend", BACKEND)},
-        "parallel_config": {"worker_extension_cls": changed.get("extension", EXTENSION)},
+        "parallel_config": {"worker_extension_cls": changed.get("extension", WORKER_EXTENSION)},
     }
     return {"vllm_config": settings}
 

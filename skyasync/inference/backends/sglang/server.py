@@ -97,9 +97,8 @@ class SGLangServerEngine(RemoteEngine):
                     raise RuntimeError(f"{new} tokens of {name} have {len(logprobs)} log-probabilities")
                 pending.receive([int(each[1]) for each in logprobs], [float(each[0]) for each in logprobs])
             if reason := meta.get("finish_reason"):
-                if reason["type"] not in FINISH_REASONS or reason.get(
-                    "status_code"
-                ):  # it was not cut, but could not be computed
+                # With a status the request was not cut, but could not be computed.
+                if reason["type"] not in FINISH_REASONS or reason.get("status_code"):
                     raise RuntimeError(f"{self._server.name} failed on request {pending.request.request_id}: {reason}")
                 return self._ended(pending, FINISH_REASONS[reason["type"]], meta.get("weight_versions"))
         raise self._server.failure("it ended an answer without a reason")

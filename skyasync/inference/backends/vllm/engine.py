@@ -446,6 +446,7 @@ class VLLMEngine(InferenceEngine):
         """Returns the weights that no worker could compare with what was sent."""
         import torch
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+        from vllm.lora.request import LoRARequest
 
         info = as_message(update.info)
         path, received = info.get("path", ""), ""
@@ -456,7 +457,10 @@ class VLLMEngine(InferenceEngine):
             path = received = await asyncio.to_thread(write_encoded, encoded)
         if received or (path and "specs" not in info and (await asyncio.to_thread(read_metadata, path))[1].adapter):
             try:
-                await self._load_adapter(path, update.version)
+                folder = await asyncio.to_thread(make_adapter_folder, path)
+                await self.call(load_adapter(self.llm, folder, path))
+                self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path="loaded already")
+                await self.call(self.llm.update_weight_version(str(update.version)))
             finally:
                 if received:
                     remove_weights(received)
@@ -477,15 +481,6 @@ class VLLMEngine(InferenceEngine):
             ranks: list[list[str]] = await self.call(self.llm.collective_rpc("unproven"))
             self._unproven = sorted({name for names in ranks for name in names})
         return self._unproven or []
-
-    async def _load_adapter(self, path: str, version: int) -> None:
-        """From now on requests are computed with a file's adapter; the scheduler is paused. See ``load_adapter``."""
-        from vllm.lora.request import LoRARequest
-
-        folder = await asyncio.to_thread(make_adapter_folder, path)
-        await self.call(load_adapter(self.llm, folder, path))
-        self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path="loaded already")
-        await self.call(self.llm.update_weight_version(str(version)))
 
     async def sleep(self) -> None:
         """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
@@ -509,13 +504,12 @@ class VLLMEngine(InferenceEngine):
         if self._llm is not None:
             cache = self._llm.vllm_config.cache_config
             cache_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
-        if self._llm is not None and cache_tokens:
             prompts: dict[object, int] = {}  # a shared prompt counts once if vLLM shares it
             for state in self.states():
                 if state.weight_version_starts:
                     shared = tuple(state.prompt_token_ids or ()) if cache.enable_prefix_caching else None
                     prompts[shared or (state.parent_req or state).external_req_id] = state.prompt_len
-            cache_used = sum(prompts.values()) + sum(counts)
+            cache_used = sum(prompts.values()) + sum(counts) if cache_tokens else None
         return EngineStats(
             running=len(counts),
             waiting=max(sum(map(len, self._in_flight.values())) - len(counts), 0),

@@ -114,9 +114,8 @@ def check_options(options: Mapping[str, object]) -> None:
 
 def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401  (a type)
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    named: tuple[
-        Any, ...
-    ] = ()  # the class, or the choices, of arguments that are annotated as a plain dictionary or text
+    # The class, or the choices, of arguments that are annotated as a plain dictionary or text.
+    named: tuple[Any, ...] = ()
     if name == "speculative_config":
         from vllm.config import SpeculativeConfig
 

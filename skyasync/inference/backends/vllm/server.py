@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-from skyasync.inference.backends.vllm.setup import check_expanded, sampling_fields
+from skyasync.inference.backends.vllm.setup import WORKER_EXTENSION, check_expanded, sampling_fields
 from skyasync.inference.interface import EngineConfig, EngineFailedError, FinishReason, GenerationOutput, PauseMode
 from skyasync.inference.remote import RemoteEngine, RemoteRequest
 from skyasync.models.images import Image, Images, ImageTokens, reads_images, rgb_url
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from skyasync.models.vision import ImageProcessor
 
 BACKEND = "shared_memory"
-EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
 GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"  # of the names of requests at the server
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}
@@ -35,7 +34,7 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "
 #: What vLLM's server is started with besides its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
 ARGUMENTS = {
     "--enable-scale-out": "",
-    "--worker-extension-cls": EXTENSION,
+    "--worker-extension-cls": WORKER_EXTENSION,
     "--weight-transfer-config": json.dumps({"backend": BACKEND}),
     "--logprobs-mode": "processed_logprobs",
     "--stream-interval": "16",
@@ -136,7 +135,7 @@ class VLLMServerEngine(RemoteEngine):
         model = settings.get("model_config") or {}
         transfer = (settings.get("weight_transfer_config") or {}).get("backend")
         extension = (settings.get("parallel_config") or {}).get("worker_extension_cls")
-        if transfer != BACKEND or extension != EXTENSION:
+        if transfer != BACKEND or extension != WORKER_EXTENSION:
             return f"generator.engines: {url} takes no weights from this run (backend {transfer}); {cls.how_to_start}"
         if model.get("logprobs_mode") != ARGUMENTS["--logprobs-mode"]:
             return (
@@ -182,25 +181,19 @@ class VLLMServerEngine(RemoteEngine):
         }
 
         async def answer(parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]) -> GenerationOutput:
-            return await self._answer_to(pending, body | {"content_parts": parts}, accepted)
+            async for chunk in self._server.chunks(GENERATE, body | {"content_parts": parts}, accepted):
+                if expanded := chunk.get("prompt_token_ids"):  # only the first piece of a prompt with images has them
+                    check_expanded(expanded, tokens)
+                for choice in chunk["choices"]:
+                    content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
+                    pending.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
+                    if reason := choice.get("finish_reason"):
+                        if reason not in FINISH_REASONS:
+                            raise RuntimeError(f"{self._server.name} failed on request {request.request_id}: {reason}")
+                        return self._ended(pending, FINISH_REASONS[reason], choice.get("weight_versions"))
+            raise self._server.failure("it ended an answer without a reason")
 
         return await self._sent.send(request.images, answer, pending.tokens)
-
-    async def _answer_to(
-        self, pending: RemoteRequest, body: Mapping[str, Any], accepted: Callable[[], None]
-    ) -> GenerationOutput:
-        request, tokens = pending.request, pending.request.prompt_token_ids.tolist()
-        async for chunk in self._server.chunks(GENERATE, body, accepted):
-            if expanded := chunk.get("prompt_token_ids"):  # only the first piece of a prompt with images has them
-                check_expanded(expanded, tokens)
-            for choice in chunk["choices"]:
-                content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
-                pending.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
-                if reason := choice.get("finish_reason"):
-                    if reason not in FINISH_REASONS:
-                        raise RuntimeError(f"{self._server.name} failed on request {request.request_id}: {reason}")
-                    return self._ended(pending, FINISH_REASONS[reason], choice.get("weight_versions"))
-        raise self._server.failure("it ended an answer without a reason")
 
     def _prompt(self, tokens: list[int], images: Images) -> dict[str, Any]:
         """Fields of a request. Raises ``UserError`` if the prompt's placeholders are not those of the images."""
