@@ -95,7 +95,11 @@ def _settings(env_config: dict[str, Any]) -> RewardSettings:
 def _functions(env_config: dict[str, Any], row: dict[str, Any]) -> list[tuple[RewardFunction, float]]:
     """The functions that apply to a row, without judges, and their weights."""
     settings = _settings(env_config)
-    return [(reward_function(name, settings.registered.get(name)), weight) for name, weight in settings.functions(row)]
+    return [
+        (reward_function(name, settings.registered.get(name)), weight)
+        for name, weight in settings.weighted(row)
+        if not is_judge(name)
+    ]
 
 
 @ENVS.register("gsm8k")

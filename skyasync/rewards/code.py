@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import reprlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from skyasync.errors import UserError
@@ -47,7 +47,8 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
     """
     tests, started = tests_of(label), time.monotonic()
     expected = [target for _, target in tests]
-    answers, ended = run(code_of(response), [request for request, _ in tests], expected, code_sandbox)
+    requests, sizes = [request for request, _ in tests], [8 * len(repr(target)) for target in expected]
+    answers = sandbox.run(code_sandbox, code_of(response), requests, sizes, SECONDS, SECONDS_PER_TEST)
     passed = [right(answer, target) for answer, target in zip(answers, expected, strict=False)]
     checks = [
         (number, {"check": target.check, "values": answers[number]["values"]})
@@ -61,7 +62,7 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
         for (number, _), result in zip(checks, results, strict=False):
             passed[number] = result.get("passed") is True
     share = sum(passed) / len(tests)
-    return {"reward": float(share == 1.0), "passed": share, "ended": float(ended)}
+    return {"reward": float(share == 1.0), "passed": share, "ended": float(len(answers) < len(tests))}
 
 
 def code_of(response: str) -> str:
@@ -113,15 +114,6 @@ def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
             f"fn_name, a text, for a function), or a list of assert statements; found {reprlib.repr(label)}"
         )
     return pairs
-
-
-def run(
-    code: str, tests: Sequence[dict[str, Any]], expected: Sequence[object] = (), where: str = "auto"
-) -> tuple[sandbox.Answers, bool]:
-    """The answers of the tests that were reached, and whether the sandbox was ended before the last."""
-    sizes = [8 * len(repr(target)) for target in expected] or [0] * len(tests)
-    answers = sandbox.run(where, code, tests, sizes, SECONDS, SECONDS_PER_TEST)
-    return answers, len(answers) < len(tests)
 
 
 def right(answer: dict[str, Any], expected: object) -> bool:

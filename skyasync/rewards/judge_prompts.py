@@ -131,14 +131,6 @@ def parser_function(reference: str) -> Callable[[str], object]:
     return function
 
 
-def adjusted(score: Score, judge: JudgeConfig) -> Score:
-    """The grade after ``offset``, ``scale`` and ``clip``; the plain one is the metric ``raw``."""
-    reward = (score.reward - judge.offset) * judge.scale
-    if judge.clip:
-        reward = min(max(reward, judge.clip[0]), judge.clip[1])
-    return Score(reward, {**score.metrics, "raw": score.reward})
-
-
 def _yes_no(text: str) -> float | None:
     """The last word, or what follows "answer" and the like, or the first word: whichever is a yes or a no."""
     words = re.findall(r"[a-z]+", text.lower())

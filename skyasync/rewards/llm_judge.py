@@ -37,7 +37,6 @@ from skyasync.config.schema.judges import JudgeConfig
 from skyasync.errors import UserError
 from skyasync.rewards.judge_prompts import (
     BUILTIN_PARSERS,
-    adjusted,
     fill_prompt,
     known_to_judge,
     parse_grade,
@@ -139,7 +138,10 @@ class LLMJudge:
         score = await self._parsed(answer)
         if score is not None:
             self._legible += 1
-            return adjusted(score, self._judge)
+            reward = (score.reward - self._judge.offset) * self._judge.scale
+            if self._judge.clip:
+                reward = min(max(reward, self._judge.clip[0]), self._judge.clip[1])
+            return Score(reward, {**score.metrics, "raw": score.reward})
         if not self._legible and self._answers >= ILLEGIBLE:
             hint = "" if answer.strip() else f" (it is empty: max_tokens={self._judge.max_tokens} may end its thinking)"
             raise UserError(

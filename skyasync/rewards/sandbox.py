@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from skyasync.errors import TransientError, UserError
-from skyasync.rewards import sandbox_program
+from skyasync.rewards import is_remote, sandbox_program
 
 AUTOMATIC = ("bubblewrap", "landlock")  # in order; the others are for the user to choose
 MEMORY_MB = 1024
@@ -113,7 +113,7 @@ def run(
     try:
         return _answers(name, code, tests, sizes, seconds, seconds_per_test)
     except TransientError:
-        if not _is_server(name) or _problem(name):
+        if not is_remote(name) or _problem(name):
             raise
         return []  # the server works: it was this program that it failed at
 
@@ -135,11 +135,11 @@ def _answers(
             "memory_mb": MEMORY_MB,
             "readable": READABLE if where == "landlock" else None,
             "filter_calls": where in ("bubblewrap", "landlock", "seccomp"),
-            "packages": [] if _is_server(where) else PACKAGES,
+            "packages": [] if is_remote(where) else PACKAGES,
         }
     )
     most = sum(sizes) + SLACK
-    if _is_server(where):
+    if is_remote(where):
         output = _from_server(where, task, most, seconds)
     else:
         output = _from_process(_command(where), task, most, len(tests) + 1, seconds)
@@ -175,10 +175,6 @@ def is_deep(value: object) -> bool:
             for item in (each.values() if isinstance(each, dict) else each)
         ]
     return bool(level)
-
-
-def _is_server(where: str) -> bool:
-    return where.startswith(("http://", "https://"))
 
 
 def _command(backend: str) -> list[str]:

@@ -264,7 +264,9 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             exec(compile(test["check"], "<test>", "exec"), names)
             answer["passed"] = True
         else:
-            join_threads(before)
+            pool = "ThreadPoolExecutor"  # whose threads have nothing to do when the others have ended
+            while own := [t for t in threading.enumerate() if not (t in before or t.daemon or t.name.startswith(pool))]:
+                own[0].join()  # as Python does at a program's end
             output.flush()
             answer["printed"] = printed.getvalue().decode("utf-8", "replace")
         return json.dumps(answer, default=lambda value: getattr(value, "tolist", value.__repr__)())
@@ -279,13 +281,6 @@ def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any: 
     if file in (0, "/dev/stdin"):
         return sys.stdin.buffer if "b" in mode else sys.stdin
     return open(file, mode, *arguments, **options)
-
-
-def join_threads(before: list[threading.Thread]) -> None:
-    """Wait for those that Python waits for at a program's end; those of a pool have then nothing to do."""
-    pool = "ThreadPoolExecutor"
-    while own := [t for t in threading.enumerate() if not (t in before or t.daemon or t.name.startswith(pool))]:
-        own[0].join()
 
 
 def plain(value: object) -> object:

@@ -63,10 +63,6 @@ class RewardSettings:
         named = {*self.funcs, *(func for domain in self.domains.values() for func in domain.reward_funcs)}
         return sorted(func for func in named if not is_judge(func))
 
-    def functions(self, row: Mapping[str, Any]) -> list[tuple[str, float]]:
-        """The names and weights of the row's functions, without judges."""
-        return [(func, weight) for func, weight in self.weighted(row) if not is_judge(func)]
-
     def weighted(self, row: Mapping[str, Any]) -> list[tuple[str, float]]:
         """The names and weights of all functions that apply to a row with these columns.
 

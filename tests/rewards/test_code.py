@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.rewards import code, sandbox_program
+from skyasync.rewards import code, sandbox, sandbox_program
 from skyasync.rewards.code import code_of, code_tests
 
 pytestmark = pytest.mark.skipif(
@@ -27,9 +27,13 @@ def rewarded(program: str, label: Any = SUMS) -> dict[str, float]:
     return code_tests(f"Here it is:\n```python\n{program}\n```\nDone.", label)
 
 
+def answer_of(program: str) -> dict[str, Any]:
+    (answer,) = sandbox.run("auto", program, [{"stdin": ""}], [0], code.SECONDS, code.SECONDS_PER_TEST)
+    return answer
+
+
 def error(program: str) -> str:
-    (answer,), _ = code.run(program, [{"stdin": ""}])
-    return str(answer.get("error", ""))
+    return str(answer_of(program).get("error", ""))
 
 
 def test_all_tests_earn_one_and_some_nothing_but_their_share() -> None:
@@ -149,8 +153,7 @@ def test_the_kernel_refuses_and_not_the_language(tmp_path: Path) -> None:
         "import ctypes\nc = ctypes.CDLL(None, use_errno=True)\n"
         "print(c.socket(2, 1, 0), c.fork(), c.open(b'/tmp/x', 0o101, 0o600), c.prctl(22, 0, 0, 0, 0) != 0)"
     )
-    (answer,), _ = code.run(program, [{"stdin": ""}])
-    assert answer["printed"].split() == ["-1", "-1", "-1", "True"]
+    assert answer_of(program)["printed"].split() == ["-1", "-1", "-1", "True"]
 
 
 def test_memory_and_time_run_out_for_the_code_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +173,7 @@ def test_a_response_that_ends_its_process_or_prints_what_a_test_would_say_has_pa
 
 
 def test_the_environment_is_empty() -> None:
-    (answer,), _ = code.run("import os\nprint(sorted(os.environ))", [{"stdin": ""}])
+    answer = answer_of("import os\nprint(sorted(os.environ))")
     assert set(eval(answer["printed"])) <= {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
 
 
