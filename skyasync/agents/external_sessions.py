@@ -230,10 +230,11 @@ class SessionBroker:
                     raise RequestError("the session has made no call of the model: there is nothing to score")
             session.over = True
             self._playing.pop(slot.api_key, None)
-            if not slot.score.done() and error is None:
-                slot.score.set_result(score)
-            elif not slot.score.done() and error is not None:
-                slot.score.set_exception(error)
+            if not slot.score.done():
+                if error is None:
+                    slot.score.set_result(score)
+                else:
+                    slot.score.set_exception(error)
             return web.json_response({"id": slot.episode, "calls": len(session.recorder.calls)})
 
     @contextmanager

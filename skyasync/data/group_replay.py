@@ -41,7 +41,7 @@ class SolvedGroups:
         Args:
             step: training steps done.
         """
-        candidates = [(when, each) for when, each in self._candidates if step - _oldest_version(each) <= self._oldest]
+        candidates = [(when, each) for when, each in self._candidates if step - each.oldest_version <= self._oldest]
         self.drawn = sorted((each for _, each in candidates), key=self._pass_rate)[: self._count]
         drawn = set(map(id, self.drawn))
         self._candidates = [(when, each) for when, each in candidates if id(each) not in drawn]
@@ -83,8 +83,3 @@ class SolvedGroups:
         saved_groups = self._count and (folder / FILE).exists()
         groups = saved.read(folder / FILE, prompt).groups if saved_groups else []
         self._candidates = [(0, group) for group in groups]  # of steps that are in the checkpoint
-
-
-def _oldest_version(group: Group) -> int:
-    versions = [action.versions.min() for t in group.trajectories for action in t.actions if len(action.tokens)]
-    return int(min(versions, default=0))

@@ -138,21 +138,18 @@ class SampledStream(PromptStream):
         for _ in range(MOST_OFFERED):
             place = self.offered
             self.offered += 1
-            number = np.random.default_rng((self._seed, place, 1)).random()
-            if number < self._chance(self._stream.prompt(place)):
+            prompt = self._stream.prompt(place)
+            returned: Any = self._sampler.chance(prompt)
+            try:
+                chance = float(returned)
+            except (TypeError, ValueError):
+                chance = nan
+            if isnan(chance):  # no prompt would be taken by it
+                name = type(self._sampler).__name__
+                raise UserError(f"{name}.chance returned {returned!r} for {prompt.id}: no number")
+            if np.random.default_rng((self._seed, place, 1)).random() < chance:
                 break
         return place
-
-    def _chance(self, prompt: Prompt) -> float:
-        """Raises ``UserError`` for what is no number: no prompt would be taken by its chance."""
-        chance: Any = self._sampler.chance(prompt)
-        try:
-            number = float(chance)
-        except (TypeError, ValueError):
-            number = nan
-        if isnan(number):
-            raise UserError(f"{type(self._sampler).__name__}.chance returned {chance!r} for {prompt.id}: no number")
-        return number
 
     def preview(self, position: int) -> Prompt:
         return self._stream.preview(position)
@@ -175,7 +172,13 @@ class SampledStream(PromptStream):
         taken = [[position, place] for position, place in self._taken_from.items()]
         state = dict(self._sampler.state_dict())
         if type(self._sampler) is not PassRateSampler:  # whose state is plain, and may be large
-            _check_plain(self._sampler, state)
+            try:
+                json.dumps(state)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"{type(self._sampler).__name__}.state_dict() returns what a checkpoint cannot keep ({error}): it "
+                    f"may hold numbers, strings, booleans, None, lists and mappings"
+                ) from error
         return {"offered": self.offered, "next": self._next, "taken": taken, "sampler": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -188,13 +191,3 @@ class SampledStream(PromptStream):
 
     def go_on(self, mark: Sequence[int]) -> None:
         self._stream.go_on(mark)
-
-
-def _check_plain(sampler: PromptSampler, state: Mapping[str, Any]) -> None:
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"{type(sampler).__name__}.state_dict() returns what a checkpoint cannot keep ({error}): it may hold "
-            f"numbers, strings, booleans, None, lists and mappings"
-        ) from error

@@ -102,6 +102,8 @@ class BlockStream(PromptStream):
         limit_s: seconds that a source may take for a block; None has no limit.
     """
 
+    _dataset: StreamedPrompts
+
     def __init__(
         self,
         dataset: StreamedPrompts,
@@ -118,7 +120,6 @@ class BlockStream(PromptStream):
             )
         self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
         self.rows = len(dataset)
-        self._blocks = dataset
         self._most_blocks = BLOCKS_IN_MEMORY + -(-window // dataset.size)
         self._starts = [dataset.first]  # of blocks that follow each other
         self._reading: dict[BlockPosition, Future[PromptBlock]] = {dataset.first: Future()}
@@ -136,7 +137,7 @@ class BlockStream(PromptStream):
         return replace(prompt, id=PromptId(start.epoch, prompt.id.row))
 
     def of_identity(self, identity: PromptId) -> Prompt:
-        place = identity.epoch, identity.row // self._blocks.size
+        place = identity.epoch, identity.row // self._dataset.size
         while (self._starts[-1].epoch, self._starts[-1].block) < place:
             self._starts.append(self._block(self._starts[-1]).following)
         start = next((start for start in self._starts if (start.epoch, start.block) == place), None)
@@ -151,18 +152,18 @@ class BlockStream(PromptStream):
 
     def mark(self, position: int) -> list[int]:
         start = self._start_before(position)
-        return [self._blocks.size, start.epoch, start.block, start.position, *start.given]
+        return [self._dataset.size, start.epoch, start.block, start.position, *start.given]
 
     def go_on(self, mark: Sequence[int]) -> None:
         if not mark:
             raise UserError("the checkpoint is of a run without data.streaming: its position would be another prompt's")
         size, epoch, block, position, *given = mark
-        if size != self._blocks.size:
+        if size != self._dataset.size:
             raise UserError(
-                f"the checkpoint is of a run with data.shuffle_buffer={size}, this one has {self._blocks.size}: the "
+                f"the checkpoint is of a run with data.shuffle_buffer={size}, this one has {self._dataset.size}: the "
                 f"order of the prompts would be another"
             )
-        if len(given) != len(self._blocks.first.given):
+        if len(given) != len(self._dataset.first.given):
             raise UserError(f"the checkpoint is of a run with {len(given)} sources in data.train_data")
         self._starts = [BlockPosition(epoch, block, position, tuple(given))]
 
@@ -176,7 +177,7 @@ class BlockStream(PromptStream):
         """Waits for it if it has not been read; the next one is read meanwhile."""
         done, _ = wait([self._begin(start)], self._limit_s)
         if not done:
-            problem = f"has given no block of {self._blocks.size} rows within {self._limit_s:g} s"
+            problem = f"has given no block of {self._dataset.size} rows within {self._limit_s:g} s"
             raise UserError(f"data.train_data {problem} (trainer.step_timeout_s)")
         block = done.pop().result()
         self._begin(block.following)
@@ -184,7 +185,7 @@ class BlockStream(PromptStream):
 
     def _begin(self, start: BlockPosition) -> Future[PromptBlock]:
         if start not in self._reading:
-            self._reading[start] = self._reader.submit(self._blocks.read, start)
+            self._reading[start] = self._reader.submit(self._dataset.read, start)
             while len(self._reading) > self._most_blocks:  # the first ones go: what is in flight moves on
                 first = min(other for other in self._reading if other != start)
                 del self._reading[first]

@@ -147,17 +147,8 @@ class Episodes:
         self, name: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
         episode = self._make(name, env_class, extras)
-        env = episode.env
-        try:
-            start = env.init(prompt)
-            start = await start if inspect.isawaitable(start) else start
-        finally:
-            ended = self._returned(name, episode)
-            if ended:
-                await _closed(env)
-        if ended:
-            raise RuntimeError("the episode was ended meanwhile")
-        return check_prompt(start, raw=env.raw_text)
+        start = await self._call(name, episode, episode.env.init, prompt)
+        return check_prompt(start, raw=episode.env.raw_text)
 
     def _make(self, name: str, env_class: str, extras: dict[str, Any]) -> _Episode:
         env = self._classes[env_class](env_config=self._settings.env_config, extras=extras)
@@ -180,26 +171,27 @@ class Episodes:
         episode.busy = True
         if seen is not None:
             episode.env.seen = seen
-        try:
-            output = episode.env.step(action)
-            output = await output if inspect.isawaitable(output) else output
-        finally:
-            ended = self._returned(name, episode)
-            if ended:
-                await _closed(episode.env)
-        if ended:
-            raise RuntimeError("the episode was ended meanwhile")
+        output = await self._call(name, episode, episode.env.step, action)
         step = check_step(output, raw=episode.env.raw_text, most_chars=self._settings.max_observation_chars)
         step["metrics"] = await self._close(name) if step["done"] else {}
         return cast(StepResult, step)
 
-    def _returned(self, name: str, episode: _Episode) -> bool:
-        """A call of the environment has returned; true if its episode was ended meanwhile: the caller must close it."""
-        with self._lock:
-            episode.busy = False
-            if episode.ended:
-                self._episodes.pop(name, None)
-            return episode.ended
+    async def _call(self, name: str, episode: _Episode, method: Callable[[Any], Any], argument: object) -> Any:  # noqa: ANN401
+        """What a method of the environment returns. If the episode was ended meanwhile it is closed, and the call
+        raises an error."""
+        try:
+            result = method(argument)
+            result = await result if inspect.isawaitable(result) else result
+        finally:
+            with self._lock:
+                episode.busy = False
+                if ended := episode.ended:
+                    self._episodes.pop(name, None)
+            if ended:
+                await _closed(episode.env)
+        if ended:
+            raise RuntimeError("the episode was ended meanwhile")
+        return result
 
     async def _close(self, name: str) -> dict[str, float]:
         """Close an episode and give its metrics; nothing if it has ended, or a call of it still runs."""

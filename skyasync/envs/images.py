@@ -51,7 +51,7 @@ def _holds_picture(value: object) -> bool:
 
 
 def _is_empty(value: object) -> bool:
-    return isinstance(value, str | bytes | Sequence | Mapping) and not len(value)
+    return isinstance(value, Sequence | Mapping) and not len(value)
 
 
 def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:

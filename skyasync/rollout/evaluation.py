@@ -15,6 +15,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import comb
 from statistics import fmean
 from typing import NamedTuple
@@ -88,13 +89,11 @@ class Scoring:
 def eval_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[list[RolloutRequest]]:
     """At most ``trainer.eval_batch_size`` prompts at once, all with the same number of samples."""
     samples = {name: samples_of(cfg, name) for name in {prompt.eval_set for prompt in prompts}}
-    start, counts = 0, [samples[prompt.eval_set] for prompt in prompts]
-    while start < len(prompts):
-        end = start
-        while end < min(start + cfg.trainer.eval_batch_size, len(prompts)) and counts[end] == counts[start]:
-            end += 1
-        yield rollout_requests(prompts[start:end], cfg.generator, is_eval=True, samples=counts[start])
-        start = end
+    for count, same in groupby(prompts, key=lambda prompt: samples[prompt.eval_set]):
+        alike = list(same)
+        for start in range(0, len(alike), cfg.trainer.eval_batch_size):
+            batch = alike[start : start + cfg.trainer.eval_batch_size]
+            yield rollout_requests(batch, cfg.generator, is_eval=True, samples=count)
 
 
 def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dict[str, float]:
