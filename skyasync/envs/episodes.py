@@ -147,7 +147,7 @@ class Episodes:
         self, name: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
         episode = self._make(name, env_class, extras)
-        start = await self._call(name, episode, episode.env.init, prompt)
+        start = await self._call(name, episode, lambda env: env.init(prompt))
         return check_prompt(start, raw=episode.env.raw_text)
 
     def _make(self, name: str, env_class: str, extras: dict[str, Any]) -> _Episode:
@@ -171,16 +171,15 @@ class Episodes:
         episode.busy = True
         if seen is not None:
             episode.env.seen = seen
-        output = await self._call(name, episode, episode.env.step, action)
+        output = await self._call(name, episode, lambda env: env.step(action))
         step = check_step(output, raw=episode.env.raw_text, most_chars=self._settings.max_observation_chars)
         step["metrics"] = await self._close(name) if step["done"] else {}
         return cast(StepResult, step)
 
-    async def _call(self, name: str, episode: _Episode, method: Callable[[Any], Any], argument: object) -> Any:  # noqa: ANN401
-        """What a method of the environment returns. If the episode was ended meanwhile it is closed, and the call
-        raises an error."""
+    async def _call(self, name: str, episode: _Episode, method: Callable[[BaseTextEnv], Any]) -> Any:  # noqa: ANN401
+        """What a method of the environment returns; an error, and the episode is closed, if it was ended meanwhile."""
         try:
-            result = method(argument)
+            result = method(episode.env)
             result = await result if inspect.isawaitable(result) else result
         finally:
             with self._lock:
