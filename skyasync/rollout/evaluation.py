@@ -50,7 +50,6 @@ AnswerReader = Callable[[str], str | None]
 class PromptScores(NamedTuple):
     """One prompt's pass@k and maj@k, by k."""
 
-    eval_set: str
     passes: Mapping[int, float]
     majorities: Mapping[int, float]
 
@@ -130,7 +129,7 @@ def prompt_scores(
     voted = [k for k in within if k > 1]
     correct = [reward >= passing for reward in rewards]
     majorities = majority_at(voted, answers, correct) if answers is not None and voted else {}
-    return PromptScores(group.prompt.eval_set, {k: pass_at(k, rewards, passing) for k in within}, majorities)
+    return PromptScores({k: pass_at(k, rewards, passing) for k in within}, majorities)
 
 
 def mean_scores(scores: Sequence[PromptScores]) -> dict[str, float]:

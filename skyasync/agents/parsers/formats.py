@@ -228,21 +228,21 @@ class _Between(ReasoningParser):
 class Think(_Between):
     """``<think>...</think>``: Qwen 3, DeepSeek R1, and many others."""
 
-    delimiters: ClassVar[tuple[str, str]] = ("<think>", "</think>")
+    delimiters = ("<think>", "</think>")
 
 
 @REASONING_PARSERS.register("mistral")
 class MistralThink(_Between):
     """``[THINK]...[/THINK]``: Magistral."""
 
-    delimiters: ClassVar[tuple[str, str]] = ("[THINK]", "[/THINK]")
+    delimiters = ("[THINK]", "[/THINK]")
 
 
 @REASONING_PARSERS.register("seed_oss")
 class SeedThink(_Between):
     """``<seed:think>...</seed:think>``: Seed-OSS."""
 
-    delimiters: ClassVar[tuple[str, str]] = ("<seed:think>", "</seed:think>")
+    delimiters = ("<seed:think>", "</seed:think>")
 
 
 @dataclass
