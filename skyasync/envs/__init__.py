@@ -7,7 +7,7 @@ gymnasium) is played by ``skyasync.envs.adapters.gem``; a function that makes en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
@@ -34,9 +34,8 @@ Foreign = Any  # objects of the user's classes
 class EnvSpec:
     """A registered class, and further arguments besides the settings of the run and the row."""
 
-    id: str
     entry_point: Foreign
-    kwargs: Mapping[str, object] = field(default_factory=dict)
+    kwargs: Mapping[str, object]
 
 
 def register(
@@ -59,7 +58,7 @@ def register(
     name, target = name or id, factory or entry_point
     if not name or target is None:
         raise UserError("register takes a name and a class (or module:Class): id= and entry_point= say the same")
-    ENVS[name] = EnvSpec(name, target, kwargs) if kwargs else target
+    ENVS[name] = EnvSpec(target, kwargs) if kwargs else target
 
 
 def make(name: str, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> BaseTextEnv:
