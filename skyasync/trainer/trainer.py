@@ -280,7 +280,7 @@ class RayPPOTrainer(AlgorithmHooks):
                     groups = [by_prompt[prompt.id] for prompt in prompts]
                 self.reporter.schedule_log.arrived(groups)
         if self.context.refill.active:  # filters decide by what will be trained
-            groups = self.postprocess_generator_output(groups)
+            groups = list(self.postprocess_generator_output(groups))
         return groups, metrics | reported
 
     async def _run_generator(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
@@ -305,7 +305,7 @@ class RayPPOTrainer(AlgorithmHooks):
         """
         refill = self.context.refill
         if not refill.active and not postprocessed:
-            groups = self.postprocess_generator_output(groups)
+            groups = list(self.postprocess_generator_output(groups))
         metrics = self.reporter.rolled_out([*groups, *rejected]) | metrics
         check_given_up([*groups, *rejected], self.cfg.environment.max_given_up)
         if refill.active:

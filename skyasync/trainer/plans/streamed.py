@@ -129,7 +129,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         arrivals, refill = self._arrivals, self.context.refill
         groups, metrics = await self.roll_out([prompt])
         if not refill.active:
-            groups = self.postprocess_generator_output(groups)
+            groups = list(self.postprocess_generator_output(groups))
         accepted = not refill.active or bool(list(self.filter_groups(groups)))
         if not accepted and len(arrivals.rejected) + 1 < refill.most_rejected:
             more = refill.next_prompts(1)

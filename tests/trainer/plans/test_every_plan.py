@@ -547,12 +547,16 @@ def test_a_mixin_of_algorithm_hooks_works_with_the_plan_by_inheritance(plan):
 
 
 @every_plan
-def test_a_filter_may_be_a_generator(plan):
+def test_hooks_of_groups_may_be_generators(plan):
     class Yields(plan):
+        def postprocess_generator_output(self, groups):
+            yield from DoubledRewards.postprocess_generator_output(self, groups)
+
         def filter_groups(self, groups):
             yield from EvenRowsOnly.filter_groups(self, groups)
 
     run = make_run(Yields, prompts=16).train()
+    assert set(run.tracker.of("reward/mean").values()) == {1.0}
     assert run.trained == [i for i in stream(16) if i.row % 2 == 0]
 
 
