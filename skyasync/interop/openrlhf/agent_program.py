@@ -10,7 +10,6 @@ the episode fails with an error. A call of the engine that is in none of them is
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -24,6 +23,7 @@ from skyasync.envs.base import Conversation
 from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object
 from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
 from skyasync.interop.openrlhf.user_modules import refuse_images
+from skyasync.registry import accepted
 from skyasync.rewards.signature import as_score
 from skyasync.rollout.chat import PlainText
 from skyasync.rollout.tokenizer import Tokenizer, load_tokenizer, with_template
@@ -64,8 +64,7 @@ async def play(
             "llm_engine": ENGINE,
             "images": None,
         }
-        taken = inspect.signature(executor.execute).parameters
-        result = await executor.execute(**{name: value for name, value in known.items() if name in taken})
+        result = await executor.execute(**accepted(executor.execute, known))
         return episode.score(result if result is not None else episode.queued)
 
 

@@ -9,11 +9,9 @@ class AgentExecutor(SingleTurnAgentExecutor):
     def __init__(self):
         super().__init__(str(Path(__file__).with_name("reward_list.py")))
 
-    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=None):
+    async def execute(self, sampling_params, **given):
         sampling_params.max_tokens = 4
-        output = await super().execute(
-            prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, images=images
-        )
+        output = await super().execute(sampling_params=sampling_params, **given)
         output["reward"] += 10.0
         output["extra_logs"]["cut"] = float(output["truncated"])
         return output
