@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 COMPARED = ("policy/loss", "policy/grad_norm")
 FOREVER_S = 1e9
+LEAST_HEARTBEAT_S = 60.0
 
 
 @dataclass
@@ -310,6 +311,8 @@ class ReenactmentExperiment(ReplayingExperiment):
         generator.max_concurrent_episodes, generator.episode_timeout_s = 0, 0.0
         generator.adaptive_concurrency = False
         generator.request_timeout_s = FOREVER_S
+        # An engine that is slow on a loaded machine is not given up: its samples would be cut in another place.
+        generator.heartbeat_timeout_s = max(generator.heartbeat_timeout_s, LEAST_HEARTBEAT_S)
         cfg.trainer.algorithm.dynamic_sampling.early_end = False  # which samples it ends is a matter of time
 
     def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:

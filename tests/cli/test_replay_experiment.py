@@ -161,6 +161,13 @@ def test_what_cannot_be_generated_again_is_refused(key: str, value: Any, message
         ReenactmentExperiment(cfg)
 
 
+def test_a_replay_on_a_loaded_machine_gives_no_engine_up_that_answers_within_a_minute(model: str) -> None:
+    cfg = settings(model)
+    cfg.generator.heartbeat_timeout_s = 4.0
+    ReenactmentExperiment(cfg)
+    assert cfg.generator.heartbeat_timeout_s == 60.0
+
+
 @pytest.mark.parametrize("mode, own", [("none", False), ("/runs/one/checkpoints/step_000003", True)])
 def test_a_replay_from_a_checkpoint_has_the_runs_own_length_and_prompts(mode: str, own: bool) -> None:
     cfg = Config()
