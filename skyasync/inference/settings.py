@@ -107,8 +107,7 @@ def rounding(cfg: Config, *, gpus: bool) -> Rounding:
 def engines_per_device(cfg: Config) -> int:
     """The most engines that have a device together, as ``plan_slots`` places them."""
     placement = cfg.trainer.placement
-    ranks = placement.policy_num_nodes * placement.policy_num_gpus_per_node
-    return ceil(cfg.generator.own_engines / ranks) if placement.colocate_all else 1
+    return ceil(cfg.generator.own_engines / placement.policy_ranks) if placement.colocate_all else 1
 
 
 def colocated_rank(engine: int, ranks: int) -> int:
