@@ -101,7 +101,8 @@ def smaller(cfg: Config) -> dict[str, Any]:
     trainer, generator = cfg.trainer, cfg.generator
     placement, parallel = trainer.placement, trainer.parallel
     context, tensor, pipeline = min(parallel.context, 2), min(parallel.tensor, 2), min(parallel.pipeline, 2)
-    data = min(placement.policy_ranks // (parallel.context * parallel.tensor * parallel.pipeline) or 1, 2)
+    ranks = placement.policy_ranks
+    data = min(ranks // (parallel.context * parallel.tensor * parallel.pipeline) or 1, 2)
     updates = -(-trainer.train_batch_size // (trainer.policy_mini_batch_size or trainer.train_batch_size))
     mini_batch = min(trainer.policy_mini_batch_size or trainer.train_batch_size, max(data, 2))
     batch = mini_batch * min(updates, 2)

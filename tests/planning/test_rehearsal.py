@@ -42,6 +42,13 @@ def changed(cfg: Config) -> Config:
     return cfg
 
 
+@pytest.mark.parametrize("size, small", [(0, 0), (8, 1), (64, 0)])
+def test_a_shard_group_within_the_ranks_stays_one_within_them(size: int, small: int) -> None:
+    cfg = load_config([*CLUSTER, "trainer.policy.model.path=x", "data.train_data=[x]"])
+    cfg.trainer.policy.fsdp_size = size
+    assert changed(cfg).trainer.policy.fsdp_size == small
+
+
 def test_a_cluster_becomes_two_of_each() -> None:
     cfg = changed(load_config([*CLUSTER, "trainer.policy.model.path=x", "data.train_data=[x]"]))
     placement, generator = cfg.trainer.placement, cfg.generator
