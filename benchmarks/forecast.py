@@ -46,7 +46,7 @@ from skyasync.cli.forecast import LAWS
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import EngineConfig
 from skyasync.observability.jsonl import read_rows
-from skyasync.simulate.forecast import Candidate, choose, configuration_of, forecast, read_run_costs
+from skyasync.simulate.forecast import Candidate, choose, configuration_of, forecast
 from skyasync.simulate.learning import fit, read_pilot, resampled
 from skyasync.trainer import RayPPOTrainer
 
@@ -257,7 +257,7 @@ def report(found: dict[str, list[Job]], options: argparse.Namespace) -> list[str
     real = measured(found, task)
     pilots = [read_pilot(read_rows(job.path / "metrics.jsonl"), "reward/mean", job.path.name) for job in found["pilot"]]
     law = fit(pilots, 1.0)
-    cfg = configuration_of(found["pilot"][0].path, [], read_run_costs)
+    cfg = configuration_of(found["pilot"][0].path, [])
     rows = forecast(cfg, list(real), law, resampled(pilots, law, LAWS), task.target)
     lines = [f"{law}", ""]
     heads = "plan | bound | engines + trainers | s/step | staleness | steps | minutes (90%) | s/step | steps | minutes"
