@@ -70,7 +70,8 @@ def rehearse(
     own_tokenizer = not experiment.is_ours("get_tokenizer")
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer, weights=False)
     fits = True
-    if options.gpus is not None:
+    described = options != Options()
+    if described:
         print("full size:")
         fits = show_plan(cfg, options)
         print()
@@ -90,7 +91,7 @@ def rehearse(
     if metrics is None:
         return False
     print(f"rehearsed in {time.monotonic() - began:.0f} s: {STEPS} steps, weight syncs, checkpoint, evaluation, export")
-    if options.gpus is None:
+    if not described:
         print("the full size was not looked at: add --gpus N --card NAME")
     shutil.rmtree(folder)
     return fits

@@ -18,6 +18,7 @@ from skyasync.examples.tiny.model import build
 from skyasync.interop.recipe import detect, read_recipe
 from skyasync.interop.translation import translated
 from skyasync.planning.rehearsal import output_settings, smaller
+from skyasync.utils.machine import Machine
 
 CLUSTER = [
     "trainer.plan=fully_async", "trainer.placement.policy_num_nodes=8", "trainer.placement.policy_num_gpus_per_node=8",
@@ -187,6 +188,16 @@ def test_the_full_size_is_looked_at_first(
     assert status([*recipe, *broken, setting, *machine]) == 2
     captured = capsys.readouterr()
     assert named in captured.out + captured.err
+
+
+@pytest.mark.slow
+def test_a_card_without_a_number_of_gpus_is_an_error(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyasync.planning.command.this_machine", lambda: Machine(0, 0, 64 * 2**30, ""))
+    own = reward(tmp_path, "def score(response): return 1.0\n")
+    assert status([*recipe, *own, "--card", "H100"]) == 2
+    assert "card also needs --gpus N" in capsys.readouterr().err
 
 
 class Own(BasePPOExp):
