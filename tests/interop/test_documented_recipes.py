@@ -385,9 +385,12 @@ def test_a_program_without_a_key_has_the_defaults(tmp_path: Path) -> None:
 
 
 def test_other_trainers_have_defaults_of_their_own(tmp_path: Path) -> None:
-    rloo = program(tmp_path, "from trl import RLOOTrainer\nRLOOTrainer(model='a/b', reward_funcs=['m:f'])\n")
+    code = "from trl import RLOOConfig, RLOOTrainer\nRLOOTrainer('a/b', ['m:f'], args=RLOOConfig(use_vllm=True))\n"
+    rloo = program(tmp_path, code)
     assert (rloo[f"{A}advantage_estimator"], rloo["generator.n_samples_per_prompt"]) == ("rloo", 2)
     assert (rloo[f"{A}use_kl_in_reward"], rloo[f"{A}kl_loss_coef"]) == (True, 0.05)
+    assert (rloo[f"{A}policy_loss_type"], rloo[f"{A}extra"]) == ("gspo", {"product": True})
+    assert (rloo[f"{A}loss_reduction"], rloo[f"{A}off_policy_correction"]) == ("sequence_mean", "none")
     later = program(tmp_path, "AsyncGRPOTrainer(model='a/b', args=AsyncGRPOConfig(max_staleness=2))\n")
     assert (later["trainer.plan"], later["trainer.max_staleness"]) == ("fully_async", 2)
 

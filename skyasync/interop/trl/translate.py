@@ -30,7 +30,8 @@ def finish(draft: Draft) -> None:
                 draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
     else:
         draft.drop_group("trainer.policy.lora.", "it has no effect there without use_peft")
-    if re.search(r"RLOO|\brloo\b", draft.recipe.command):
+    rloo = re.search(r"RLOO|\brloo\b", draft.recipe.command) is not None
+    if rloo:
         _rloo(draft)
     samples = "generator.eval_n_samples_per_prompt"  # evaluation samples as training does
     if samples not in draft.ours:
@@ -48,12 +49,13 @@ def finish(draft: Draft) -> None:
     if draft.value(f"{A}policy_loss_type") == "cispo":
         _cispo(draft)
     reductions = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
-    draft.put(f"{A}loss_reduction", reductions.get(str(loss), "token_mean"), "loss_type")
+    reduction = "sequence_mean" if rloo else reductions.get(str(loss), "token_mean")
+    draft.put(f"{A}loss_reduction", reduction, "loss_type")
     if loss == "dr_grpo":
         draft.put(f"{A}max_seq_len", draft.value(f"{SAMPLING}.max_generate_length"), "loss_type")
     if draft.value(f"{A}advantage_estimator") == "normalized":
         draft.put(f"{A}reward_norm_mean", "group")
-    enabled = bool(draft.theirs("vllm_importance_sampling_correction")) and bool(draft.theirs("use_vllm"))
+    enabled = not rloo and bool(draft.theirs("vllm_importance_sampling_correction")) and bool(draft.theirs("use_vllm"))
     mode, low, high, cap = (f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap"))
     bounds: list[Value] = [draft.theirs(low) or 0.0, draft.given.get(cap, draft.given.get(high, 3.0))]
     draft.set_correction(enabled, bounds, mode, low, high, cap)
@@ -102,8 +104,10 @@ def _cispo(draft: Draft) -> None:
 
 
 def _rloo(draft: Draft) -> None:
-    """TRL's RLOO, whose defaults are not GRPO's."""
+    """TRL's RLOO: the ratio of whole responses, and defaults that are not GRPO's."""
     draft.put(f"{A}advantage_estimator", "rloo")
+    draft.put(f"{A}policy_loss_type", "gspo")
+    draft.put(f"{A}extra", {"product": True})
     for name in ("reward_norm_std", "use_kl_loss", "kl_loss_coef"):
         draft.ours.pop(f"{A}{name}", None)
     if "num_generations" not in draft.given:
