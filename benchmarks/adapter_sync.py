@@ -57,7 +57,7 @@ async def measure(backend: str, path: str, sync: str, options: argparse.Namespac
             size = await asyncio.to_thread(lambda update=update: Path(update.info["path"]).stat().st_size)
             rows.append({"publish": publish, "update": took, "MB": size / 1e6})
             await dispatch.transfer.release(update)
-        expected, (found,) = await weights._scores()
+        expected, (found,) = await dispatch.score(PROBE), await client.score(PROBE)
     finally:
         await client.shutdown()
         await dispatch.shutdown()

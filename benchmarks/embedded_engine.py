@@ -37,6 +37,7 @@ from transformers import (
     StoppingCriteria,
 )
 
+from skyasync.arrays import ints
 from skyasync.inference.backends.transformers.decoder import DecodingRow
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.backends.transformers.sampling import BatchSampler
@@ -67,7 +68,7 @@ def make_requests(count: int, samples: int, tag: str) -> list[GenerationRequest]
     rng = random.Random(0)
     prompts = [[rng.randrange(1, 400) for _ in range(rng.randint(30, 50))] for _ in range(-(-count // samples))]
     return [
-        GenerationRequest(f"{tag}-{i}", prompts[i // samples], SamplingParams(max_tokens=rng.randint(6, 24)))
+        GenerationRequest(f"{tag}-{i}", ints(prompts[i // samples]), SamplingParams(max_tokens=rng.randint(6, 24)))
         for i in range(count)
     ]
 
@@ -84,7 +85,7 @@ class SampleAndRecord(LogitsProcessor):
         tokens, logprobs = self._sampler(scores, np.full(len(self.rows), self._step))
         self._step += 1
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if row.output.finish_reason is None:
+            if row.finish_reason is None:
                 row.record(token, logprob, 0)
         return torch.zeros_like(scores).scatter_(1, tokens[:, None], 1.0)
 
@@ -94,14 +95,15 @@ class RowsAreDone(StoppingCriteria):
         self._rows = rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
-        return torch.tensor([row.output.finish_reason is not None for row in self._rows])
+        return torch.tensor([row.finish_reason is not None for row in self._rows])
 
 
 def with_generate(model: LlamaForCausalLM) -> Run:
     @torch.inference_mode()
     def run(requests: Sequence[GenerationRequest]) -> int:
         rows = [
-            DecodingRow(r, key=i, limit=r.sampling.max_tokens, stop_ids=frozenset()) for i, r in enumerate(requests)
+            DecodingRow(r, r.prompt_token_ids.tolist(), key=i, limit=r.sampling.max_tokens, stop_ids=frozenset())
+            for i, r in enumerate(requests)
         ]
         longest = max(len(row.prompt) for row in rows)
         tokens = torch.tensor([[0] * (longest - len(row.prompt)) + row.prompt for row in rows])

@@ -79,9 +79,10 @@ def measure(case: Case, folder: str) -> Result:
     cfg = config(case, folder)
     worker = PolicyWorker(cfg, device=device)
     worker.setup()
+    backend: Any = worker.backend
     batch = ragged_batch(case.rows, case.mean)
     if not case.packed:
-        worker.backend.model.packs = False
+        backend.model.packs = False
         filled = batch.attention_mask.shape[1]
         cfg.trainer.micro_train_batch_size_per_gpu = max(1, case.micro_batch_tokens // filled)
     seconds = []
@@ -93,7 +94,7 @@ def measure(case: Case, folder: str) -> Result:
         seconds.append(time.perf_counter() - began)
     tokens, taken = int(batch.attention_mask.sum()), statistics.median(seconds[1:])
     lengths = batch.attention_mask.sum(1).double()
-    work = 6 * trained(worker.backend.model) * tokens + attention(case, float(lengths.square().sum()))
+    work = 6 * trained(backend.model) * tokens + attention(case, float(lengths.square().sum()))
     return Result(tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, device))
 
 

@@ -15,6 +15,7 @@ import asyncio
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from skyasync.observability.timeline import Timeline
@@ -104,7 +105,7 @@ def watch(plan: str) -> Drawn:
 
     async def run() -> None:
         trainer = make_trainer(deepcopy(configuration()), PLANS.find(plan))
-        client = trainer.inference_engine_client
+        client: Any = trainer.inference_engine_client
         client.engines[:] = [WatchedEngine(engine, drawn) for engine in client.engines]
         loop = asyncio.get_running_loop()
         trainer.context.phases.timeline = timeline = Timeline(None, clock=loop.time)

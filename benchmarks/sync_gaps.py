@@ -85,7 +85,7 @@ def configuration(shape: Shape, head_dim: int) -> PreTrainedConfig:
     }  # fmt: skip
     if shape.name == "moe":
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-        return Qwen3MoeConfig(**common, **experts, head_dim=head_dim)
+        return Qwen3MoeConfig(**common | experts | {"head_dim": head_dim})
     if shape.name == "qwen3":
         return Qwen3Config(**common, head_dim=head_dim)
     return {"llama": LlamaConfig, "qwen2": Qwen2Config}[shape.name](**common)
