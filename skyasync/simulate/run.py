@@ -118,7 +118,8 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     """The plan with all its parts, on the running (virtual) event loop. Changes ``cfg``, which then belongs to it.
 
     Raises:
-        UserError: for a setting that decides by rewards or times of samples that are not simulated.
+        UserError: for a setting that decides by rewards or times of samples that are not simulated, or that the plan
+            cannot have.
     """
     settings, generator = cfg.simulate, cfg.generator
     for key, given in (
@@ -128,6 +129,11 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     ):
         if given:
             raise UserError(f"{key} changes what a step trains, which is not simulated: leave it at its default")
+    if plan.shares_devices == "all" and cfg.trainer.sync_interval > 1:  # a real run has this error from check_plan
+        raise UserError(
+            f"trainer.sync_interval={cfg.trainer.sync_interval} leaves the engines asleep after most steps of a plan "
+            f"that shares all devices: leave it at its default, or that plan out of simulate.plans"
+        )
     cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
     cfg.trainer.save_samples, cfg.trainer.resume_mode = 0, "none"
     cfg.trainer.ckpt_interval, cfg.trainer.ckpt_on_exit = 0, False

@@ -97,9 +97,22 @@ def test_where_the_trainer_waits_plans_that_share_devices_are_faster_on_the_same
 
 
 @pytest.mark.parametrize("plan", ["colocated_async", "hybrid_async"])
-def test_where_nothing_waits_plans_that_share_devices_are_not_slower(plan: str) -> None:
-    separate = min(shared(1.0, other) for other in ("one_step_off", "fully_async"))
-    assert shared(1.0, plan) < 1.02 * separate
+@pytest.mark.parametrize("ratio", [pytest.param(0.9, marks=pytest.mark.matrix), 1.0, 1.1, 2.0])
+def test_plans_that_share_devices_are_not_slower_if_the_devices_change_in_no_time(ratio: float, plan: str) -> None:
+    separate = min(shared(ratio, other) for other in ("one_step_off", "fully_async"))
+    assert shared(ratio, plan) < 1.02 * separate
+
+
+@pytest.mark.parametrize("ratio", [0.9, 1.0])
+def test_a_change_of_devices_costs_hybrid_engines_nothing_where_the_split_is_right(ratio: float) -> None:
+    changes = {"sync_s": 0.2, "switch_s": 0.2}
+    separate = min(shared(ratio, other, **changes) for other in ("one_step_off", "fully_async"))
+    assert shared(ratio, "hybrid_async", **changes) < 1.02 * separate
+
+
+def test_engines_on_shared_devices_are_not_left_asleep_by_a_sync_interval() -> None:
+    with pytest.raises(UserError, match=r"sync_interval=2 leaves the engines asleep"):
+        simulate(config(sync_interval=2), "colocated_async")
 
 
 def test_as_many_engines_as_the_settings_say_are_on_the_policys_devices() -> None:
