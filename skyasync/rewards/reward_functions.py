@@ -22,6 +22,7 @@ from skyasync.errors import RAISED_BY, UserError, nearest
 from skyasync.rewards import capabilities_of, find
 from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of, wrong_return
 from skyasync.utils.rpc import GRACE_S
+from skyasync.utils.rpc_server import limited_elsewhere
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
 log = logging.getLogger(__name__)
@@ -124,6 +125,9 @@ def load_functions(functions: Sequence[RewardFunction]) -> None:
 def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any], limit_s: float) -> list[Score]:
     """One score per function; coroutines run while the others are called.
 
+    What each function has ``limit_s`` for, and the wait for a reward worker, does not count towards the time limit of
+    the environment's step: many responses may wait for the workers while functions hang.
+
     Raises:
         UserError: for what a function returned or lacks.
         Exception: what a function raised, with a note that names it.
@@ -133,14 +137,16 @@ def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any]
     for function, running in zip(functions, started, strict=True):
         try:
             if running is not None:
-                scores.append(_result(running, limit_s))
+                with limited_elsewhere():
+                    scores.append(_result(running, limit_s))
                 continue
             arguments = function.arguments(known)
             if function.quick:
                 scores.append(call(function.name, function.function, arguments))
             else:
                 name = f"reward function {function.name}"
-                scores.append(reward_workers().call(name, function.portable, arguments, limit_s))
+                with limited_elsewhere():
+                    scores.append(reward_workers().call(name, function.portable, arguments, limit_s))
         except NoAnswerError as problem:
             log.warning("reward function %s gave no reward: %s", function.name, problem)
             scores.append(Score(0.0, no_reward=True))

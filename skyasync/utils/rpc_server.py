@@ -14,11 +14,12 @@ import asyncio
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -222,12 +223,40 @@ class RpcActor(RpcServer):
         return [tuple(answer) for answer in answers], hung
 
 
+@dataclass(eq=False, slots=True)
+class _RunningJob(Generic[T]):
+    """``since``: when its time limit began (``time.monotonic``); infinite while the limit does not apply."""
+
+    job: T
+    since: float
+
+
+_thread = threading.local()  # ``running``: the job of a thread of ``DaemonThreads``
+
+
+@contextmanager
+def limited_elsewhere() -> Iterator[None]:
+    """A wait that has a limit of its own: the limit of the job that this thread runs begins again after it.
+
+    Has no effect in threads that ``DaemonThreads`` did not start.
+    """
+    running: _RunningJob[Any] | None = getattr(_thread, "running", None)
+    if running is None:
+        yield
+        return
+    running.since = inf
+    try:
+        yield
+    finally:
+        running.since = time.monotonic()
+
+
 class DaemonThreads(Generic[T, R]):
     """Runs ``work(job)``, which may block or hang, in threads, and passes its result to ``answer(job, result)``.
 
     Jobs are started in the order given. Each is answered exactly once: with its result, or with None when it has run
-    for ``limit_s``. A thread that hangs cannot be ended; another one takes its place. (``ThreadPoolExecutor`` waits for
-    its threads at exit, so that one that hangs would keep its process alive.)
+    for ``limit_s`` (see ``limited_elsewhere``). A thread that hangs cannot be ended; another one takes its place.
+    (``ThreadPoolExecutor`` waits for its threads at exit, so that one that hangs would keep its process alive.)
 
     Args:
         work: must not raise.
@@ -241,7 +270,7 @@ class DaemonThreads(Generic[T, R]):
         self._work, self._answer = work, answer
         self._most, self._limit_s = most, limit_s
         self._jobs: SimpleQueue[tuple[T] | None] = SimpleQueue()  # None ends a thread
-        self._running: dict[object, tuple[T, float]] = {}  # since when; who removes a job answers it
+        self._running: set[_RunningJob[T]] = set()  # the thread that removes a job answers it
         self._lock = threading.Lock()
         self._unfinished = self._threads = 0  # those that hang not counted
         self._closed = threading.Event()
@@ -266,10 +295,12 @@ class DaemonThreads(Generic[T, R]):
 
     def _serve(self) -> None:
         while (taken := self._jobs.get()) is not None:
-            (job,), number = taken, object()
-            self._running[number] = (job, time.monotonic())
+            (job,) = taken
+            running = _RunningJob(job, time.monotonic())
+            self._running.add(running)
+            _thread.running = running
             result = self._work(job)
-            if self._running.pop(number, None) is None:
+            if not self._remove(running):
                 with self._lock:
                     self.hung -= 1
                 return  # its place has been taken
@@ -277,21 +308,28 @@ class DaemonThreads(Generic[T, R]):
                 self._unfinished -= 1
             self._answer(job, result)
 
+    def _remove(self, running: _RunningJob[T]) -> bool:
+        """Whether the job was still unanswered."""
+        with self._lock:
+            if running not in self._running:
+                return False
+            self._running.remove(running)
+            return True
+
     def _watch(self) -> None:
-        """Find jobs that hang. A job that starts later is due later, so it sleeps until the first one is due."""
+        """Find jobs that hang. A limit that begins later ends later, so it sleeps until the first one ends."""
         sleep_s = self._limit_s
         while not self._closed.wait(sleep_s):
             latest = time.monotonic() - self._limit_s
-            for number, (job, since) in self._running.copy().items():
-                if since <= latest and self._running.pop(number, None) is not None:
+            for running in self._running.copy():
+                if running.since <= latest and self._remove(running):
                     with self._lock:
                         self.hung += 1
                         self._unfinished -= 1
                         _start(self._serve)  # in its place
-                    self._answer(job, None)
-            sleep_s = (
-                min((since for _, since in self._running.copy().values()), default=latest + self._limit_s) - latest
-            )
+                    self._answer(running.job, None)
+            first = min((running.since for running in self._running.copy()), default=inf)
+            sleep_s = min(first - latest, self._limit_s)
 
 
 def _start(target: Callable[[], None]) -> None:

@@ -9,7 +9,8 @@ was killed, a worker ends too: at once if it is idle, else after the processor t
 
 | who waits                | for what            | woken by                                                        |
 |--------------------------|---------------------|-----------------------------------------------------------------|
-| ``SubprocessPool.alone`` | a free worker       | another caller that is done, or a replacement that has loaded    |
+| ``SubprocessPool.alone`` | a free worker       | another caller that is done, or a replacement that has loaded;   |
+|                          |                     | an error if none is free for longer than a call may take         |
 | ``call``                 | the result          | the worker (result, end), or ``limit_s``: the worker is killed   |
 | the worker               | the next call       | the call, or the end of its parent                              |
 """
@@ -146,6 +147,8 @@ class SubprocessPool:
     def __init__(self, most: int, start: Callable[[], SubprocessWorker] = SubprocessWorker) -> None:
         self._start = start
         self._slots = threading.Semaphore(most)
+        self._released = 0  # slots, so far: shows those who wait for one that the calls before theirs end
+        self._longest_limit_s = 0.0  # of a call
         self._lock = threading.Lock()
         #: Pickled, with their names; every worker loads them before its first call.
         self._functions: dict[bytes, str] = {}
@@ -163,7 +166,8 @@ class SubprocessPool:
         self._functions[function] = name
 
     def call(self, name: str, function: bytes, arguments: dict[str, Any], limit_s: float) -> Any:
-        """``SubprocessWorker.call`` in a worker that is free; loading does not count towards the limit."""
+        """``SubprocessWorker.call`` in a worker that is free; waiting and loading do not count towards the limit."""
+        self._longest_limit_s = max(self._longest_limit_s, limit_s)
         if function not in self._functions:
             self.load(name, function)
         with self.alone() as worker:
@@ -171,8 +175,13 @@ class SubprocessPool:
 
     @contextmanager
     def alone(self) -> Iterator[SubprocessWorker]:
-        """A worker that has no other caller meanwhile; waits for one. One that is lost then is replaced in a thread."""
-        self._slots.acquire()
+        """A worker that has no other caller meanwhile; one that is lost then is replaced in a thread.
+
+        Raises:
+            TimeoutError: if all workers are in use and none becomes free for longer than a call and its loading may
+                take.
+        """
+        self._acquire()
         worker = None
         try:
             worker = self._take()
@@ -187,7 +196,7 @@ class SubprocessPool:
             if worker is not None and is_open and worker.lost is not None:
                 threading.Thread(target=self._replace, name="replaces a worker", daemon=True).start()
             else:
-                self._slots.release()
+                self._release()
 
     def close(self) -> None:
         """Kill the workers. The next call starts others."""
@@ -195,6 +204,20 @@ class SubprocessPool:
             workers, self._workers, self._free = self._workers, set(), []
         for worker in workers:
             worker.kill()
+
+    def _acquire(self) -> None:
+        while True:
+            released = self._released
+            limit_s = START_S + self._longest_limit_s
+            if self._slots.acquire(timeout=limit_s):
+                return
+            if self._released == released:
+                raise TimeoutError(f"no worker process became free within {limit_s:g} s")
+
+    def _release(self) -> None:
+        with self._lock:
+            self._released += 1
+        self._slots.release()
 
     def _take(self) -> SubprocessWorker:
         while True:
@@ -225,7 +248,7 @@ class SubprocessPool:
                     if worker in self._workers:  # else the pool was closed
                         self._free.append(worker)
         finally:
-            self._slots.release()
+            self._release()
 
 
 def serve(handle: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from skyasync.envs import BaseTextEnv, env_factory
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.interop.openrlhf.agent_file import PATH_KEY
+from skyasync.rewards.reward_functions import reward_workers
 from skyasync.rewards.settings import ENV_KEY, RewardSettings
 from skyasync.utils import rpc_server
 from skyasync.utils.rpc import Call
@@ -257,3 +258,25 @@ async def test_a_users_file_is_loaded_before_the_first_episode_outside_of_the_li
             await caller.exchange([call])
         results = [(await caller.until(call.number)).result for call in calls]
         assert [result and result["reward"] for result in results] == [1.0] * 16
+
+
+@pytest.mark.slow
+async def test_responses_wait_for_reward_workers_longer_than_a_step_may_take():
+    """A third of the calls hang and a third exit: each of those has the reward 0, and no step fails."""
+    rewards = RewardSettings(funcs=("tests.rewards.functions:hangs_or_exits",), timeout_s=0.4)
+    actions = ["hang", "leave", "well"] * 20
+    async with at_work({ENV_KEY: rewards}, step_timeout_s=0.5) as caller:
+        await caller.load(env_factory("reward"))
+        episodes = [f"e{number}" for number in range(len(actions))]
+        prompt = [{"role": "user", "content": "question"}]
+        await caller.exchange(caller.calls("init", episodes, "env", {}, prompt))
+        calls = []
+        for episode, action in zip(episodes, actions, strict=True):
+            calls += caller.calls("step", [episode], action)
+        await caller.exchange(calls)
+        answers = [await caller.until(call.number) for call in calls]
+        reward_workers().close()
+    assert [answer.error for answer in answers] == [None] * len(actions)
+    assert [answer.result["reward"] for answer in answers] == [0.0, 0.0, 1.0] * 20
+    unrewarded = [answer.result["metrics"]["hangs_or_exits/no_reward"] for answer in answers]
+    assert unrewarded == [1.0, 1.0, 0.0] * 20

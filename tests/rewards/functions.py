@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import threading
 import time
@@ -95,6 +96,16 @@ def holds_the_interpreter(response):
 async def hangs_politely(response):
     await asyncio.sleep(1000)
     return 1.0
+
+
+def hangs_or_exits(response):
+    hangs(response)
+    leaves(response)
+    return 1.0
+
+
+def hangs_or_exits_at_random(response):
+    return hangs_or_exits(random.choice(["hang", "leave", "well"]))
 
 
 def leaves(response):

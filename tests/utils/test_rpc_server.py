@@ -3,7 +3,7 @@
 import threading
 from contextlib import contextmanager
 
-from skyasync.utils.rpc_server import DaemonThreads
+from skyasync.utils.rpc_server import DaemonThreads, limited_elsewhere
 
 PATIENCE_S = 20.0
 
@@ -76,3 +76,24 @@ def test_jobs_that_hang_are_answered_for_and_their_threads_replaced():
         assert [wait_for(job) for job in range(6)] == [None, None, None, "done", "done", "done"]
         assert pool.hung == 3
         free.set()
+
+
+def test_a_wait_with_a_limit_of_its_own_does_not_count_and_what_follows_it_does():
+    free = threading.Event()
+    hangs = threading.Event()
+
+    def work(job):
+        with limited_elsewhere():
+            free.wait(PATIENCE_S)
+        if job == "hangs afterwards":
+            hangs.wait(PATIENCE_S)
+        return "done"
+
+    with threads(work, limit_s=0.1) as (pool, wait_for):
+        pool.submit(["waits", "hangs afterwards"])
+        hangs.wait(0.5)  # five times the limit
+        assert pool.hung == 0
+        free.set()
+        assert wait_for("waits") == "done"
+        assert wait_for("hangs afterwards") is None
+        hangs.set()

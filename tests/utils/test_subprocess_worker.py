@@ -169,6 +169,28 @@ def test_those_who_want_one_alone_share_none_and_wait_for_the_next_that_is_free(
     assert len(started) <= 2
 
 
+def test_the_wait_for_a_worker_goes_on_while_calls_end_and_then_has_a_limit(monkeypatch):
+    monkeypatch.setattr("skyasync.utils.subprocess_worker.START_S", 0.5)
+    pool, _ = stands(1)
+    served = []
+
+    def caller(number):
+        with pool.alone():
+            time.sleep(0.1)
+            served.append(number)
+
+    callers = [threading.Thread(target=caller, args=[number]) for number in range(12)]
+    for thread in callers:
+        thread.start()
+    for thread in callers:
+        thread.join(20)
+    assert len(served) == 12, "the queue takes twice the limit, and moves"
+    with pool.alone(), pytest.raises(TimeoutError, match=r"no worker process became free within 0\.5 s"), pool.alone():
+        raise AssertionError("there is one worker")
+    with pool.alone():
+        served.append("again")
+
+
 def test_sequential_callers_share_one_process():
     made, started = stands(8)
     for _ in range(3):
