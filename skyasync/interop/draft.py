@@ -37,11 +37,15 @@ BOUNDS = {
 
 @dataclass
 class DraftSetting:
-    """A value for a key of ours, whose keys it came from, and whether they were given or are defaults there."""
+    """A value for a key of ours, whose keys it came from, and whether they were given or are defaults there.
+
+    ``note`` says what differs from theirs; it stands behind the setting.
+    """
 
     value: Value
     theirs: tuple[str, ...] = ()
     given: bool = True
+    note: str = ""
 
 
 @dataclass
@@ -49,7 +53,8 @@ class Draft:
     """What became of every key so far.
 
     ``left``: key -> why it has no counterpart; ``silent``: key -> why it needs no setting; ``unknown``: in no table;
-    ``carried``: key -> the first of ours that it set, whatever decided in the end.
+    ``carried``: key -> the first of ours that it set, whatever decided in the end. ``remarks``: what differs from
+    theirs, and no key says.
     """
 
     system: System
@@ -60,6 +65,7 @@ class Draft:
     silent: dict[str, str] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
     carried: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def given(self) -> dict[str, Value]:
@@ -91,9 +97,9 @@ class Draft:
         """Their keys that our key came from."""
         return self.ours[path].theirs if path in self.ours else ()
 
-    def put(self, path: str, value: Value, *theirs: str) -> None:
+    def put(self, path: str, value: Value, *theirs: str, note: str = "") -> None:
         """Set our key; it counts as given if any of theirs is."""
-        self.ours[path] = DraftSetting(value, theirs, bool(self.named(*theirs)))
+        self.ours[path] = DraftSetting(value, theirs, bool(self.named(*theirs)), note)
 
     def drop(self, path: str, why: str = "") -> None:
         """Leave our key at its default; their keys that were given go to ``left`` with ``why``."""
@@ -128,16 +134,14 @@ class Draft:
             self.put(path, result[path], name)
 
     def set_correction(self, enabled: bool, bounds: Value, *names: str) -> None:
-        """The correction and its bounds; without one an asynchronous plan keeps ours, as none would be refused."""
+        """The correction and its bounds; ``none`` where theirs is off, in asynchronous plans too."""
         for path in {path for pair in BOUNDS.values() for path in pair if {*self.origin(path)} & {*names}}:
             self.ours.pop(path)
         chosen = self.value(CORRECTION)
         if not enabled:
             for name in self.named(*names):
                 self.left.setdefault(name, "the correction is off")
-            self.ours.pop(CORRECTION, None)
-            if self.value(PLAN) in ("sync", "streamed"):
-                self.put(CORRECTION, "none")
+            self.put(CORRECTION, "none")
         elif isinstance(bounds, list):
             for path, value in zip(BOUNDS.get(str(chosen), ("", "")), bounds, strict=True):
                 if path and isinstance(value, int | float):

@@ -15,7 +15,7 @@ import yaml
 from skyasync.config.values import Value, escape, written
 from skyasync.errors import UserError, unknown
 from skyasync.interop.conversion import BATCH
-from skyasync.interop.draft import MINI, PLACEMENT, PLAN, SAMPLING, A, Draft, DraftSetting, begin
+from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, SAMPLING, A, Draft, DraftSetting, begin
 from skyasync.interop.recipe import SourceRecipe, detect, read_recipe
 from skyasync.interop.system import systems
 
@@ -64,6 +64,8 @@ def translated(recipe: SourceRecipe, system: str) -> str:
     draft.system.translation.finish(draft)
     _finish(draft)
     while problems := _problems(draft):
+        if _allow_uncorrected(draft, problems):
+            continue
         # Left out is the first key of a problem until the rest loads, and at once every key that has no effect.
         named = [(problem, path) for problem in problems if (path := _named(problem, draft))]
         if not named:
@@ -72,6 +74,16 @@ def translated(recipe: SourceRecipe, system: str) -> str:
         for problem, path in unread or named[:1]:
             draft.drop(path, problem)
     return "\n".join(_lines(draft)) + "\n"
+
+
+def _allow_uncorrected(draft: Draft, problems: Sequence[str]) -> bool:
+    """Let stale samples go uncorrected as they do there, if the loader asks for it; whether it did."""
+    allowed = "trainer.allow_uncorrected"
+    refused = any(problem.startswith(f"{CORRECTION}=none") and allowed in problem for problem in problems)
+    if not refused or CORRECTION not in draft.ours or allowed in draft.ours:
+        return False
+    draft.put(allowed, True, *draft.origin(CORRECTION))
+    return True
 
 
 def _finish(draft: Draft) -> None:
@@ -169,6 +181,10 @@ def _lines(draft: Draft) -> Iterator[str]:
                 value = " ".join(written(given[name]).split())
                 value = f"={value if len(value) <= 80 else f'{value[:77]}...'}"
             yield f"#   {name}{value}{f': {why}' if why else ''}"
+    if draft.remarks:
+        yield from ("", f"# What differs from {title}:")
+    for remark in draft.remarks:
+        yield f"#   {remark}"
 
 
 def _tree(draft: Draft) -> Iterator[str]:
@@ -206,8 +222,12 @@ def _literal(value: Value) -> Value:
 
 def _origin(draft: Draft, setting: DraftSetting, path: str) -> str:
     given = draft.named(*setting.theirs)
-    if not given:
-        return f"{draft.system.title}'s default" if setting.theirs else "follows from the others"
-    row = draft.system.table.find(given[0])
-    differs = row and row.note.startswith(written(draft.given[given[0]])) and path == row.targets[0].path
-    return f"{', '.join(given)}{f': {row.note}' if row and differs else ''}"
+    if given:
+        origin = ", ".join(given)
+    else:
+        origin = f"{draft.system.title}'s default" if setting.theirs else "follows from the others"
+    note = setting.note
+    row = draft.system.table.find(given[0]) if given else None
+    if not note and row and row.note.startswith(written(draft.given[given[0]])) and path == row.targets[0].path:
+        note = row.note
+    return f"{origin}: {note}" if note else origin

@@ -398,3 +398,23 @@ def test_a_skyrl_run_evaluates_greedily_with_its_response_length_unless_it_says_
     assert f"{group}temperature" not in usual and f"{group}max_generate_length" not in usual, "as by default here"
     own = of("generator.sampling_params.max_generate_length=4096", f"{group}top_p=0.7", system="skyrl")
     assert (own[f"{group}temperature"], own[f"{group}max_generate_length"]) == (1.0, 1024)
+
+
+@pytest.mark.parametrize(
+    ("words", "system"),
+    [
+        (["--train.async_enable", "--algo.advantage.estimator", "reinforce_baseline",
+          "--rollout.n_samples_per_prompt", "8"], "openrlhf"),
+        (["trainer.fully_async.enabled=true"], "skyrl"),
+        (["async_generation_ratio=1", "num_return_sequences_in_group=8", "adv_estimator=grpo"], "roll"),
+    ],
+)  # fmt: skip
+def test_an_asynchronous_recipe_without_a_correction_has_none_here(words: list[str], system: str) -> None:
+    found = of(*words, system=system)
+    assert found["trainer.plan"] != "sync"
+    assert (found[f"{A}off_policy_correction"], found["trainer.allow_uncorrected"]) == ("none", True)
+    on = {"openrlhf": ["--algo.advantage.is_correction_enable"], "skyrl": [f"{A}off_policy_correction.tis_ratio_type=token"],
+          "roll": ["train_infer_correction.is_weight.enabled=true"]}  # fmt: skip
+    corrected = of(*words, *on[system], system=system)
+    assert corrected[f"{A}off_policy_correction"] == "token_tis"
+    assert "trainer.allow_uncorrected" not in corrected
