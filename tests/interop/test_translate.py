@@ -413,8 +413,11 @@ def test_an_asynchronous_recipe_without_a_correction_has_none_here(words: list[s
     found = of(*words, system=system)
     assert found["trainer.plan"] != "sync"
     assert (found[f"{A}off_policy_correction"], found["trainer.allow_uncorrected"]) == ("none", True)
-    on = {"openrlhf": ["--algo.advantage.is_correction_enable"], "skyrl": [f"{A}off_policy_correction.tis_ratio_type=token"],
-          "roll": ["train_infer_correction.is_weight.enabled=true"]}  # fmt: skip
-    corrected = of(*words, *on[system], system=system)
+    on = {
+        "openrlhf": "--algo.advantage.is_correction_enable",
+        "skyrl": f"{A}off_policy_correction.tis_ratio_type=token",
+        "roll": "train_infer_correction.is_weight.enabled=true",
+    }
+    corrected = of(*words, on[system], system=system)
     assert corrected[f"{A}off_policy_correction"] == "token_tis"
     assert "trainer.allow_uncorrected" not in corrected
