@@ -22,7 +22,7 @@ from skyasync.errors import RAISED_BY, UserError, nearest
 from skyasync.rewards import capabilities_of, find
 from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of, wrong_return
 from skyasync.utils.rpc import GRACE_S
-from skyasync.utils.rpc_server import limited_elsewhere
+from skyasync.utils.rpc_server import separate_limit
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any]
     for function, running in zip(functions, started, strict=True):
         try:
             if running is not None:
-                with limited_elsewhere():
+                with separate_limit():
                     scores.append(_result(running, limit_s))
                 continue
             arguments = function.arguments(known)
@@ -145,7 +145,7 @@ def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any]
                 scores.append(call(function.name, function.function, arguments))
             else:
                 name = f"reward function {function.name}"
-                with limited_elsewhere():
+                with separate_limit():
                     scores.append(reward_workers().call(name, function.portable, arguments, limit_s))
         except NoAnswerError as problem:
             log.warning("reward function %s gave no reward: %s", function.name, problem)

@@ -235,7 +235,7 @@ _thread = threading.local()  # ``running``: the job of a thread of ``DaemonThrea
 
 
 @contextmanager
-def limited_elsewhere() -> Iterator[None]:
+def separate_limit() -> Iterator[None]:
     """A wait that has a limit of its own: the limit of the job that this thread runs begins again after it.
 
     Has no effect in threads that ``DaemonThreads`` did not start.
@@ -255,7 +255,7 @@ class DaemonThreads(Generic[T, R]):
     """Runs ``work(job)``, which may block or hang, in threads, and passes its result to ``answer(job, result)``.
 
     Jobs are started in the order given. Each is answered exactly once: with its result, or with None when it has run
-    for ``limit_s`` (see ``limited_elsewhere``). A thread that hangs cannot be ended; another one takes its place.
+    for ``limit_s`` (see ``separate_limit``). A thread that hangs cannot be ended; another one takes its place.
     (``ThreadPoolExecutor`` waits for its threads at exit, so that one that hangs would keep its process alive.)
 
     Args:

@@ -3,7 +3,7 @@
 import threading
 from contextlib import contextmanager
 
-from skyasync.utils.rpc_server import DaemonThreads, limited_elsewhere
+from skyasync.utils.rpc_server import DaemonThreads, separate_limit
 
 PATIENCE_S = 20.0
 
@@ -83,7 +83,7 @@ def test_a_wait_with_a_limit_of_its_own_does_not_count_and_what_follows_it_does(
     hangs = threading.Event()
 
     def work(job):
-        with limited_elsewhere():
+        with separate_limit():
             free.wait(PATIENCE_S)
         if job == "hangs afterwards":
             hangs.wait(PATIENCE_S)
