@@ -7,12 +7,7 @@ line is refused before torch is loaded.
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_loader
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -97,51 +92,3 @@ def __getattr__(name: str) -> object:
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
-
-
-#: Modules of this package, or packages in it, as programs of earlier versions import them.
-_MOVED = {
-    "algorithms.filters": "algorithms.shaping",
-    "algorithms.normalization": "algorithms.advantages",
-    "algorithms.losses.sequence": "algorithms.losses.clipped",
-    "algorithms.registries": "algorithms",
-    "compat": "interop",
-    "engines.protocol": "inference.interface",
-    "engines": "inference",
-    "envs.gsm8k": "envs.reward",
-    "envs.registry": "envs",
-    "experiment": "run.experiment",
-    "observe": "observability",
-    "plans": "trainer.plans",
-    "rewards.registry": "rewards",
-    "rewards.score": "rewards.signature",
-    "rollout.contract": "rollout.generator_api",
-    "together": "utils.task_group",
-    "trainer.plans.colocated_async": "trainer.plans.fully_async",
-    "trainer.plans.hybrid_async": "trainer.plans.fully_async",
-    "workers.batch": "models.batch",
-}
-
-
-class _Moved:
-    """Finds a module by its former name: it is the module that has the new one. A warning gives that."""
-
-    @staticmethod
-    def find_spec(name: str, *where: object) -> ModuleSpec | None:
-        for former, new in _MOVED.items():
-            if f"{name}.".startswith(f"{__name__}.{former}."):
-                origin = name.replace(former, new, 1)
-                return spec_from_loader(name, _Moved(), origin=origin)  # type: ignore[arg-type]
-        return None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        warnings.warn(f"{spec.name} is called {spec.origin} now", FutureWarning, stacklevel=2)
-        module = import_module(spec.origin or "")
-        self._own = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own
-
-
-sys.meta_path.insert(0, _Moved)  # before the finder of files: a package that has moved knows its own folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,27 +72,5 @@ class RunExtension:
         """Take over what ``state_dict`` gave to the checkpoint that the run resumes from, before ``on_start``."""
 
 
-FORMER = {"on_train_begin": "on_start", "on_train_end": "on_end"}
-
-
 class TrainerCallback(RunExtension):
-    """A ``RunExtension`` of the user's. Methods by their former names are called too."""
-
-    def __init_subclass__(cls, **more: object) -> None:
-        super().__init_subclass__(**more)
-        for former in FORMER.keys() & vars(cls).keys():
-            warnings.warn(f"{cls.__name__}.{former}: the method is called {FORMER[former]} now", FutureWarning, 2)
-
-    def on_start(self, trainer: Watched) -> Answer:
-        """Parts are up, a checkpoint is loaded, weights are synced; nothing has been generated."""
-        return self.on_train_begin(trainer)
-
-    def on_end(self, trainer: Watched) -> Answer:
-        """After the last step, if nothing failed."""
-        return self.on_train_end(trainer)
-
-    def on_train_begin(self, trainer: Watched) -> Answer:
-        """The former name of ``on_start``."""
-
-    def on_train_end(self, trainer: Watched) -> Answer:
-        """The former name of ``on_end``."""
+    """A ``RunExtension`` of the user's."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 _LONGEST = 400  # characters of a headline
 WHILE_PLAYING = "while playing the episode"  # begins the note of an error in one
@@ -83,14 +82,3 @@ def unknown(kind: str, name: str, options: Iterable[str]) -> str:
     close = nearest(name, options)
     hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
     return f"unknown {kind} {name!r}: {hint}allowed: {', '.join(options)}"
-
-
-def take_former_methods(cls: type, former: Mapping[str, str]) -> None:
-    """Give the methods that ``cls`` defines under former names their new names, each with a warning.
-
-    Args:
-        former: new names by former ones.
-    """
-    for old in former.keys() & vars(cls).keys():
-        warnings.warn(f"{cls.__name__}.{old}: the method is called {former[old]} now", FutureWarning, 4)
-        setattr(cls, former[old], vars(cls)[old])

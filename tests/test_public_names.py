@@ -1,6 +1,5 @@
 """All public names exist, and importing them is cheap."""
 
-import importlib
 import subprocess
 import sys
 
@@ -23,7 +22,7 @@ def test_every_public_name_resolves_without_loading_torch_ray_or_transformers():
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "registry", "errors", "plans", "envs", "inference", "algorithms", "cli.train"]
+    "module", ["config", "registry", "errors", "trainer.plans", "envs", "inference", "algorithms", "cli.train"]
 )
 def test_what_a_wrong_setting_passes_through_is_light(module):
     assert imported(f"import skyasync.{module}") == "[]"
@@ -39,25 +38,6 @@ def test_a_name_is_the_object_of_its_home():
     from skyasync.trainer import RayPPOTrainer
 
     assert skyasync.RayPPOTrainer is RayPPOTrainer
-
-
-@pytest.mark.parametrize(
-    "former, new",
-    [
-        ("plans", "trainer.plans"),
-        ("plans.fully_async", "trainer.plans.fully_async"),
-        ("together", "utils.task_group"),
-        ("observe.trackers", "observability.trackers"),
-        ("algorithms.filters", "algorithms.shaping"),
-    ],
-)
-def test_a_module_that_has_moved_is_found_by_its_former_name_too(former, new):
-    former, new = f"skyasync.{former}", f"skyasync.{new}"
-    sys.modules.pop(former, None)
-    with pytest.warns(FutureWarning, match=rf"^{former} is called {new} now$"):
-        found = importlib.import_module(former)
-    assert found is importlib.import_module(new)
-    assert found.__spec__.name == new
 
 
 def test_main_can_be_called_whatever_was_imported_before():

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from skyasync.config.keys import MISSING, REMOVED, RENAMED, Key, Keys
+from skyasync.config.keys import MISSING, Key, Keys
 from skyasync.config.values import Value, compose, parse, type_name, value_or_text, written
 from skyasync.errors import UserError, nearest
 from skyasync.other_frameworks import UNKNOWN, other_frameworks
@@ -141,9 +141,8 @@ def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
             path = f"{prefix}{name.value}"
             if isinstance(value, yaml.MappingNode) and (path in keys.groups or keys.holder(path) is None):
                 yield from leaves(value, f"{path}.")
-            elif path in keys or path not in REMOVED:
-                new = path if path in keys else RENAMED.get(path, path)
-                yield Assignment(new, value, f"{file}:{name.start_mark.line + 1}: ")
+            else:
+                yield Assignment(path, value, f"{file}:{name.start_mark.line + 1}: ")
 
     assignments = [] if root is None else list(leaves(root, ""))
     first: dict[str, Assignment] = {}
@@ -163,10 +162,6 @@ def unknown_key(path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[s
         given: everything that was set, by keys of ours or of another library.
     """
     start = f"unknown key {path!r}"
-    if path in RENAMED:
-        return f"{start}: it is called {RENAMED[path]} now"
-    if path in REMOVED:
-        return f"{start}: it needs no setting here, {REMOVED[path]}: remove it"
     defaults = {} if given is None else {key.path: key.default for key in keys}
     if hint := other_frameworks().key_hint(path, value, given or {}, defaults):
         own = [key.path for key in keys if key.path.endswith(f".{path}")]

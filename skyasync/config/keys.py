@@ -29,20 +29,6 @@ T = TypeVar("T")
 
 MISSING = "???"  # what OmegaConf writes where a value must be given
 
-#: Settings by their former names. In files they are read as the new ones.
-RENAMED = {
-    "environment.reward_unjudged": "environment.reward_on_timeout",
-    "generator.spare_samples_per_prompt": "generator.oversample_per_prompt",
-}
-#: Former settings that did nothing. In files, such as a run's config.yaml, they are passed over.
-REMOVED = {
-    "trainer.parallel.data": "rows are divided among all ranks that trainer.parallel.context and tensor leave",
-    "trainer.restart_from": "workers restart from the newest checkpoint (trainer.ckpt_interval)",
-    "generator.run_engines_locally": "engines are the run's own unless generator.engines names servers",
-    "generator.async_engine": "requests are always asynchronous",
-    "generator.batched": "requests are always batched by the engine",
-}
-
 
 class When:
     """The condition under which a key is read.

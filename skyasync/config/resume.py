@@ -78,10 +78,10 @@ def settle_run_name(trainer: TrainerConfig) -> None:
 
 
 def written_ns(folder: Path) -> int | None:
-    """When a checkpoint was written: 0 if it does not say, as of earlier versions; None if it cannot be read."""
+    """When a checkpoint was written: None if it cannot be read."""
     try:
-        return int(json.loads((folder / STATE).read_text(encoding="utf-8")).get(WRITTEN, 0))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return int(json.loads((folder / STATE).read_text(encoding="utf-8"))[WRITTEN])
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, NotRequired, TypedDict, cast
 
 from skyasync.envs.images import read_messages
 from skyasync.envs.tools import answer_to, read_tool_calls
-from skyasync.errors import NonFiniteRewardError, UserError, take_former_methods, unknown
+from skyasync.errors import NonFiniteRewardError, UserError, unknown
 from skyasync.inference.interface import SamplingParams
 
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
@@ -74,10 +74,6 @@ class BaseTextEnv:
 
     #: The conversation (or text) that the episode starts from, if the class has the ``init`` of this one.
     opening: Any = ()
-
-    def __init_subclass__(cls, **more: object) -> None:
-        super().__init_subclass__(**more)
-        take_former_methods(cls, {"judged_by": "graded_by"})
 
     @classmethod
     def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[BaseTextEnv]:

@@ -254,7 +254,7 @@ def read_status(folder: Path) -> Status:
 def _goes_on(status: Status) -> bool:
     """Whether the run's process exists, and is no later one with the same number, as after a restart of a container."""
     if now := born(status.pid):
-        return status.born in ("", now)  # earlier versions did not record it
+        return status.born == now
     try:
         os.kill(status.pid, 0)
     except PermissionError:  # of another user, whose processes are hidden

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from skyasync.arrays import TURN_TOKENS, floats, ints
 from skyasync.config.schema import GeneratorConfig, SamplingConfig
 from skyasync.config.schema.sampling import evaluation
-from skyasync.errors import UserError, take_former_methods
+from skyasync.errors import UserError
 from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.types import (
     GeneratorInput,
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 _PARALLEL = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons")
 _OPTIONAL = ("rollout_logprobs", "rollout_versions", "trajectory_metrics")
-
-FORMER = {"begun": "partial_rollouts", "go_on_from": "resume_from"}  # methods of ``TrajectoryGenerator``
 
 Numbers = NDArray[Any]
 
@@ -73,11 +71,6 @@ class TrajectoryGenerator:
     The library's generators override ``generate_trajectories``. A subclass of yours may override any of the three
     methods: the one closest to the lists is called.
     """
-
-    def __init_subclass__(cls) -> None:
-        """Methods of subclasses by their former names are taken too."""
-        super().__init_subclass__()
-        take_former_methods(cls, FORMER)
 
     async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         """One trajectory per request, in that order."""

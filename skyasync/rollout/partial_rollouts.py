@@ -153,7 +153,7 @@ def write(file: Path, state: RolloutState) -> None:
     index = {
         "versions": [[*identity, version] for identity, version in state.versions.items()],
         "groups": [[*group.prompt.id, [_entry(t, numbers) for t in group.trajectories]] for group in state.groups],
-        "begun": [[*t.id.prompt, _entry(t, numbers)] for t in state.partial],
+        "partial": [[*t.id.prompt, _entry(t, numbers)] for t in state.partial],
         "images": [len(image.data) for image in images],
     }
     arrays = {
@@ -201,15 +201,15 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
         offsets[name] += length
         return arrays[name][offsets[name] - length : offsets[name]]
 
-    images = [Image(values("images", length).tobytes()) for length in index.get("images", [])]
+    images = [Image(values("images", length).tobytes()) for length in index["images"]]
 
     def segment(
         kind: int,
         length: int,
         reward: float,
-        experts: int | None = None,
-        shown: Sequence[int] = (),
-        cuts: Sequence[int] = (),
+        experts: int | None,
+        shown: Sequence[int],
+        cuts: Sequence[int],
     ) -> Segment:
         tokens = values("tokens", length)
         if _KIND_NAMES[kind] != "action":
@@ -227,5 +227,5 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
     for epoch, row, entries in index["groups"]:
         identity = PromptId(epoch, row)
         groups.append(Group(prompt(identity), [trajectory(identity, entry) for entry in entries]))
-    partial = [trajectory(PromptId(epoch, row), entry) for epoch, row, entry in index["begun"]]
+    partial = [trajectory(PromptId(epoch, row), entry) for epoch, row, entry in index["partial"]]
     return RolloutState({PromptId(epoch, row): version for epoch, row, version in index["versions"]}, groups, partial)

@@ -100,7 +100,7 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
     for name, of in types.items():
         columns[name] = pa.array([row[name] for row in rows], of)
-    about = {"step": recorded.step, "position": recorded.position, "ahead": sorted(recorded.trained_early)}
+    about = {"step": recorded.step, "position": recorded.position, "trained_early": sorted(recorded.trained_early)}
     meta = json.dumps(about | {"total_steps": recorded.total_steps})
     table = pa.table(columns).replace_schema_metadata({_META: meta.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def read(path: Path) -> RecordedStep:
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} has no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
     logprobs = [None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows]
-    trained_early = frozenset(about["ahead"])
+    trained_early = frozenset(about["trained_early"])
     return RecordedStep(about["step"], groups, about["position"], trained_early, about["total_steps"], logprobs)
 
 

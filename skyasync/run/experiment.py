@@ -24,7 +24,6 @@ from skyasync.config.load import dump_config
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
 from skyasync.config.secrets import hidden
-from skyasync.errors import UserError
 from skyasync.inference.elastic import FILE as ENGINES_FILE
 from skyasync.inference.interface import ENGINES, EngineConfig, InferenceEngine
 from skyasync.inference.origin_check import KEY_VARIABLE
@@ -63,14 +62,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FORMER_FACTORIES = {
-    "get_revival": "get_engine_supervisor",
-    "get_membership": "get_elastic_engines",
-    "get_newcomer": "get_joining_engine",
-    "get_servers": "get_inference_client",
-    "needs_reference": "roles",
-}
-
 
 class BasePPOExp:
     """Everything a run is made of. ``run()`` is called by the program; the rest is there to be overridden.
@@ -78,11 +69,6 @@ class BasePPOExp:
     Args:
         cfg: a ``skyasync.config.Config`` (or a subclass of it with keys of one's own).
     """
-
-    def __init_subclass__(cls) -> None:
-        for former, new in FORMER_FACTORIES.items():
-            if former in vars(cls):
-                raise UserError(f"{cls.__name__}.{former}: this factory is called {new} now")
 
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg

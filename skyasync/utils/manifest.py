@@ -99,7 +99,7 @@ def write(folder: Path, sums: Mapping[str, FileSum]) -> None:
 
 
 def read(folder: Path) -> Sums:
-    """The sums that a folder's manifest lists; one without a sum of its own is an earlier version's.
+    """The sums that a folder's manifest lists.
 
     Raises:
         ValueError: if it cannot be understood, or does not say what was written.
@@ -107,11 +107,11 @@ def read(folder: Path) -> Sums:
     """
     try:
         entries = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        own = entries.pop(NAME, None)
+        checksum = entries.pop(NAME)
         sums = {name: FileSum(int(entry["size"]), str(entry["xxh3"])) for name, entry in entries.items()}
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{NAME} cannot be understood") from error
-    if own not in (None, _own_sum(entries)):
+    if checksum != _own_sum(entries):
         raise ValueError(f"{NAME} does not match its checksum")
     return sums
 

@@ -335,15 +335,3 @@ def test_what_is_changed_in_one_configuration_is_not_in_the_next() -> None:
     first.trainer.logger.append("wandb")
     first.environment.env_config["colour"] = "blue"
     assert load_config([]) == Config()
-
-
-def test_a_file_of_an_earlier_version_with_settings_that_did_nothing_loads(tmp_path: Path) -> None:
-    gone = "trainer: {seed: 7, parallel: {data: 0, expert: 0}}\n"
-    gone += "generator: {run_engines_locally: true, async_engine: true, batched: false}"
-    cfg = load_config([f"--config={write(tmp_path, gone)}"])
-    assert cfg == load_config(["trainer.seed=7"])
-
-
-def test_a_file_of_an_earlier_version_with_a_setting_s_former_name_loads(tmp_path: Path) -> None:
-    cfg = load_config([f"--config={write(tmp_path, 'generator: {spare_samples_per_prompt: 3}')}"])
-    assert cfg == load_config(["generator.oversample_per_prompt=3"])

@@ -55,18 +55,12 @@ WRONG = [
     ("trainer.resume_mode=null", "trainer.resume_mode: expected str, found null (allowed: auto, none, latest)"),
     ("trainer.placement=1", "trainer.placement is a group, not a key: set one of its keys, see --help tr"),
     # values out of bounds or not among the choices
-    ("trainer.restart_from=engines", "workers restart from the newest checkpoint (trainer.ckpt_interval): remove it"),
     ("trainer.train_batch_size=0", "trainer.train_batch_size=0: must be at least 1"),
     (f"{LR}=-1", f"{LR}=-1.0: must be at least 0"),
     (f"{LR}=nan", f"{LR}=nan: must be at least 0"),
     ("generator.sampling_params.top_p=0", "must be greater than 0 and at most 1"),
     ("trainer.policy.optimizer_config.adam_betas=[0.9,1.0]", "must be at least 0 and less than 1"),
     ("generator.backend=vlm", "unknown backend 'vlm': did you mean 'vllm'? allowed: auto, sglang_server"),
-    ("environment.reward_unjudged=raise", "it is called environment.reward_on_timeout now"),
-    ("generator.spare_samples_per_prompt=2", "it is called generator.oversample_per_prompt now"),
-    ("--generator.spare_samples_per_prompt=2", "it is called generator.oversample_per_prompt now"),
-    ("generator.async_engine=false", "it needs no setting here, requests are always asynchronous: remove it"),
-    ("trainer.parallel.data=2", "rows are divided among all ranks that trainer.parallel.context and tensor leave"),
     ("trainer.policy.model.dtype=float16", "did you mean 'bfloat16' or 'float32'? allowed: auto, bfloat16, float32"),
     # names that are registered somewhere
     ("trainer.plan=one_step", "unknown plan 'one_step': did you mean 'one_step_off'?"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from skyasync.envs.base import BaseTextEnv, check_metrics, check_prompt, check_step
+from skyasync.envs.base import check_metrics, check_prompt, check_step
 
 GOOD = {"observations": [{"role": "user", "content": "and?"}], "reward": 1, "done": np.bool_(False), "metadata": {}}
 
@@ -90,14 +90,3 @@ def test_metrics_are_finite_numbers():
     assert check_metrics({"turns": np.float32(2)}) == {"turns": 2.0}
     with pytest.raises(ValueError, match="the metric turns is 'two'"):
         check_metrics({"turns": "two"})
-
-
-def test_a_method_under_its_former_name_is_called():
-    with pytest.warns(FutureWarning, match="Mine.judged_by: the method is called graded_by now"):
-
-        class Mine(BaseTextEnv):
-            @classmethod
-            def judged_by(cls, env_config, extras):
-                return [("judge:j", 1.0)]
-
-    assert Mine.graded_by({}, {}) == [("judge:j", 1.0)]

@@ -1,6 +1,5 @@
 """The declarations of every framework, the former name of the package, and errors without the package."""
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -44,18 +43,6 @@ def test_without_the_package_every_question_has_an_answer() -> None:
         {},
         (),
     )
-
-
-@pytest.mark.parametrize(
-    ("system", "name"),
-    [("skyrl", "RayPPOTrainer"), ("skyrl", "TrainingInputBatch"), ("areal", "AsyncRewardWrapper"), ("roll", "Env")],
-)
-def test_the_former_name_gives_the_same_classes(system: str, name: str) -> None:
-    for module in ("skyasync.compat", f"skyasync.compat.{system}"):
-        sys.modules.pop(module, None)
-    with pytest.warns(FutureWarning, match=r"skyasync\.interop"):
-        former = importlib.import_module(f"skyasync.compat.{system}")
-    assert getattr(former, name) is getattr(importlib.import_module(f"skyasync.interop.{system}"), name)
 
 
 def test_a_name_that_a_system_does_not_have_is_no_attribute() -> None:

@@ -116,8 +116,8 @@ def test_a_tracker_that_takes_no_context_is_found_before_the_run(tmp_path: Path)
 @pytest.mark.parametrize(
     ("group", "name", "answer"),
     [
-        ("environment", "reward_unjudged", "unknown key 'environment.reward_unjudged': it is called "
-         "environment.reward_on_timeout now"),
+        ("environment", "reward_on_timeot",
+         "unknown key 'environment.reward_on_timeot': did you mean environment.reward_on_timeout?"),
         ("trainer", "max_stalenes", "unknown key 'trainer.max_stalenes': did you mean trainer.max_staleness?"),
     ],
 )  # fmt: skip

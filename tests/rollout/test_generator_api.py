@@ -13,7 +13,7 @@ from skyasync.rollout.generator_api import (
     requests_from_input,
     run_generator,
 )
-from skyasync.rollout.types import PromptId, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import Segment, Trajectory
 from tests.rollout.episodes import action, prompt, requests, trajectory
 from tests.rollout.test_parallel_lists import groups
 
@@ -138,13 +138,3 @@ def without_prompt():
 def test_trajectories_that_are_not_whole_or_not_those_asked_for_are_refused(played, message):
     with pytest.raises(UserError, match=message):
         roll_out(Plays(played))
-
-
-async def test_a_generator_with_methods_by_their_former_names_is_resumed_too() -> None:
-    with pytest.warns(FutureWarning, match="Earlier.begun: the method is called partial_rollouts now"):
-
-        class Earlier(TrajectoryGenerator):
-            async def begun(self) -> list[Trajectory]:
-                return [Trajectory(TrajectoryId(PromptId(0, 0), 0))]
-
-    assert [str(each.id) for each in await Earlier().partial_rollouts()] == ["e0-i0-r0"]

@@ -208,8 +208,3 @@ def test_an_unknown_plan_is_refused_with_the_nearest():
     cfg.trainer.plan = "one_step"
     with pytest.raises(UserError, match="one_step_off"):
         BasePPOExp(cfg).get_trainer(cfg, None, None, ONE_PROMPT, None, None, None, None)
-
-
-def test_a_factory_by_its_former_name_is_answered_with_the_new_one() -> None:
-    with pytest.raises(UserError, match=r"Mine\.get_revival: this factory is called get_engine_supervisor now"):
-        type("Mine", (BasePPOExp,), {"get_revival": lambda self: None})

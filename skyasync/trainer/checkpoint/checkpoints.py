@@ -31,8 +31,6 @@ log = logging.getLogger(__name__)
 
 CONFIG, BEST = "config.json", "best.json"
 _UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
-_LISTED = "manifest"  # in state.json: there is one, so that without it the folder is damaged
-_EARLY = "ahead"  # in state.json: ``TrainState.trained_early``
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,7 @@ class Checkpoints:
     def newest_first(self) -> list[Path]:
         """All that were complete once, damaged or not, in the order of what they record.
 
-        Those of earlier versions do not say when they were written: they come before all others, by their steps. One
-        that cannot be read has the place that its step has.
+        One that cannot be read has the place that its step has.
         """
         when: dict[Path, int] = {}
         folders = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
@@ -166,8 +163,7 @@ class Unfinished:
                 sums[name] = manifest.sum_of(path)
         if missing := list(manifest.misfits(self.path, sums)):
             raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
-        values = asdict(state)
-        values |= {_EARLY: values.pop("trained_early"), _LISTED: manifest.NAME, WRITTEN: self.written_ns}
+        values = {**asdict(state), WRITTEN: self.written_ns}
         texts = {STATE: values, CONFIG: config}
         for name, content in texts.items():
             if content is not None:
@@ -195,15 +191,13 @@ class Unfinished:
 def glance(folder: Path) -> str:
     """The problem of a checkpoint, "" if there is none; of its large files only the sizes are compared."""
     try:
-        values = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        listed = values.get(_LISTED)
+        if not isinstance(json.loads((folder / STATE).read_text(encoding="utf-8")), dict):
+            return f"{STATE} cannot be read: it is not a JSON object"
     except FileNotFoundError:
         return f"{STATE} is missing" if folder.is_dir() else "there is no such folder"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         return f"{STATE} cannot be read: {reason or 'it is not a JSON object'}"
-    if not (listed or (folder / manifest.NAME).exists()):
-        return ""  # of a version that wrote none
     try:
         sums = manifest.read(folder)
     except FileNotFoundError:
@@ -226,7 +220,6 @@ def load_state(folder: Path, *, seed: int, dataset_size: int, data: str = "") ->
         UserError: if it belongs to another seed or dataset: the prompts would not be the right ones.
     """
     values = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    values["trained_early"] = values.pop(_EARLY, [])
     known = {entry.name for entry in fields(TrainState)}
     state = TrainState(**{name: value for name, value in values.items() if name in known})
     refuse_other(folder, "seed", state.seed, seed)
@@ -264,13 +257,6 @@ def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str],
             raise refusal(folder, problem)
         return folder
     folders = checkpoints.newest_first()
-    if skip is None and len(folders) > 1 and written_ns(folders[0]) == 0:
-        log.warning(
-            "the checkpoints in %s are of an earlier version and do not say when they were written: the newest is "
-            "taken to be the one of the largest step, %s (trainer.resume_mode=STEP takes another)",
-            checkpoints.folder,
-            folders[0].name,
-        )
     for folder in folders:
         if folder in checkpoints.damaged:
             continue

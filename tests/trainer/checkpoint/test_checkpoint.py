@@ -1,16 +1,13 @@
 """Checkpoints are complete or absent."""
 
-import json
 import os
 import shutil
 
 import pytest
 
-from skyasync.config.resume import Resume
 from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
-from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state
-from skyasync.utils import manifest
+from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, load_state
 from tests.trainer.checkpoint.example_checkpoint import saved
 from tests.virtual_time import virtual_time
 
@@ -127,29 +124,6 @@ def test_the_order_is_that_of_writing_though_the_clock_goes_back(tmp_path, monke
     assert [p.name for p in Checkpoints(tmp_path).newest_first()] == ["step_000004", "step_000003", "step_000009"]
 
 
-def without_time(folder):
-    """As an earlier version has written it."""
-    values = json.loads((folder / "state.json").read_text())
-    del values["written_ns"]
-    (folder / "state.json").write_text(json.dumps(values))
-    sums = json.loads((folder / "manifest.json").read_text())
-    del sums["manifest.json"]
-    sums["state.json"] = vars(manifest.sum_of(folder / "state.json"))
-    (folder / "manifest.json").write_text(json.dumps(sums))
-
-
-def test_checkpoints_of_an_earlier_version_come_first_by_their_steps_and_a_line_says_so(tmp_path, caplog):
-    for step in (9, 12, 10):
-        without_time(save(Checkpoints(tmp_path), step))
-    assert choose(Resume(requested=True), Checkpoints(tmp_path)).name == "step_000012"
-    assert "do not say when they were written" in caplog.text and "step_000012" in caplog.text
-    caplog.clear()
-    save(Checkpoints(tmp_path), 11)
-    names = [p.name for p in Checkpoints(tmp_path).newest_first()]
-    assert names == ["step_000011", "step_000012", "step_000010", "step_000009"]
-    assert choose(Resume(requested=True), Checkpoints(tmp_path)).name == "step_000011" and not caplog.text
-
-
 def test_a_state_that_cannot_be_read_keeps_its_place_by_the_step(tmp_path):
     for step in (1, 2, 3):
         save(Checkpoints(tmp_path), step)
@@ -169,11 +143,6 @@ def test_other_prompts_than_the_checkpoints_are_refused(tmp_path, key, there, he
     folder = save(Checkpoints(tmp_path), 1)
     with pytest.raises(UserError, match=rf"was made with {key}={there}, this run has {here}: .*resume_mode=none"):
         load_state(folder, **{"seed": 42, "dataset_size": 10, key: here})
-
-
-def test_a_checkpoint_without_later_additions_is_read(tmp_path):
-    (tmp_path / "state.json").write_text(json.dumps({"step": 1, "position": 4, "seed": 42, "dataset_size": 10}))
-    assert load_state(tmp_path, seed=42, dataset_size=10) == state(1)
 
 
 @virtual_time

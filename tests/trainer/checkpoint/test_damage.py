@@ -74,7 +74,7 @@ GLANCES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another setting": (lambda f: flip(f / "config.json", 12), "config.json does not match its checksum"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "manifest that lists nothing": (lambda f: (f / "manifest.json").write_text("{}"), "does not list config.json"),
+    "empty manifest": (lambda f: (f / "manifest.json").write_text("{}"), "manifest.json cannot be understood"),
     "unlisted file": (lambda f: (f / "policy" / "more").touch(), "manifest.json does not list policy/more"),
     "manifest with an entry removed": (
         lambda f: drop(f, "config.json"),

@@ -261,22 +261,6 @@ def test_a_method_that_never_returns_ends_the_run_by_name() -> None:
         run.train()
 
 
-def test_former_names_are_called_too_and_answered_with_the_new_ones() -> None:
-    called = []
-    with pytest.warns(FutureWarning, match=r"Former\.on_train_begin: the method is called on_start now"):
-
-        class Former(TrainerCallback):
-            def on_train_begin(self, trainer: Any) -> None:
-                super().on_train_begin(trainer)
-                called.append("begin")
-
-            async def on_train_end(self, trainer: Any) -> None:
-                called.append("end")
-
-    make_run(RayPPOTrainer, callbacks=[Former()]).train()
-    assert called == ["begin", "end"]
-
-
 def test_a_trainer_has_at_most_ten_attributes() -> None:
     for plan in (RayPPOTrainer, FullyAsyncRayPPOTrainer):
         own = vars(make_run(plan).trainer).keys() - {"asynchronous"}  # which one plan sets by its settings

@@ -44,7 +44,7 @@ class Recorder(TrainerCallback):
         if self._fault[:2] == (event, trainer.global_step):
             raise self._fault[2]
 
-    def on_train_begin(self, trainer):
+    def on_start(self, trainer):
         self._seen("begin", trainer)
 
     def on_step_end(self, trainer, metrics):
@@ -58,7 +58,7 @@ class Recorder(TrainerCallback):
         assert (folder / "state.json").is_file()
         self._seen("checkpoint", trainer)
 
-    def on_train_end(self, trainer):
+    def on_end(self, trainer):
         self._seen("end", trainer)
 
 

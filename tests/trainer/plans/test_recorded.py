@@ -25,7 +25,7 @@ async def test_the_figures_are_those_that_were_recorded(model, plan, objective):
     }
 
 
-async def test_a_checkpoint_of_an_earlier_version_is_continued_with_the_same_figures(model, tmp_path):
+async def test_a_recorded_checkpoint_is_continued_with_the_same_figures(model, tmp_path):
     """``recorded_checkpoint`` has weights, optimizer state, prompt positions and untrained rollouts."""
     shutil.copytree(FILE.with_name("recorded_checkpoint"), tmp_path, dirs_exist_ok=True)
     resumed = await checkpointed(model, tmp_path, resume_mode="latest")
