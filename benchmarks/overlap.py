@@ -203,7 +203,7 @@ def _row(name: str, values: list[float]) -> str:
 def predictions(options: argparse.Namespace, runs: dict[str, Rows]) -> list[str]:
     """Seconds per step of the plans by the simulator, from the synchronous runs' metrics alone."""
     from skyasync.config.load import load_config
-    from skyasync.simulate.forecast import read_costs
+    from skyasync.simulate.costs import read_costs
     from skyasync.simulate.run import simulate
     from skyasync.simulate.settings import SimulationConfig
 

@@ -30,8 +30,8 @@ class OtherFrameworks:
     #: The environment that plays agent files.
     agent_file_environment = ""
 
-    #: The programs that play agent files with a loop of their own, by all names that they ever had.
-    agent_file_programs: tuple[str, ...] = ()
+    #: The program that plays agent files with a loop of their own.
+    agent_file_program = ""
 
     def titles(self) -> list[str]:
         """What the known frameworks call themselves."""

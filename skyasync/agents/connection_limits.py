@@ -62,14 +62,12 @@ class ConnectionLimits:
         self._server: asyncio.Server | None = None
         self.loopback = False
 
-    async def open(
-        self, runner: web.AppRunner, host: str = "", port: int = 0, sock: socket.socket | None = None, *, backlog: int
-    ) -> int:
-        """Listen at an address or on a socket; returns the port."""
+    async def open(self, runner: web.AppRunner, host: str, port: int, *, backlog: int) -> int:
+        """Listen at an address; returns the port."""
         make: Any = runner.server  # of a runner that is set up
-        where: dict[str, Any] = {"host": host or None, "port": port} if sock is None else {"sock": sock}
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self, make()), backlog=ACCEPTED_AT_ONCE, **where)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: _Connection(self, make()), host or None, port, backlog=ACCEPTED_AT_ONCE
+        )
         for listening in self._server.sockets:  # asyncio accepts as many at once as may wait: more are to wait
             with socket.socket(fileno=os.dup(listening.fileno())) as again:
                 again.listen(backlog)

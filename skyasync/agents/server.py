@@ -77,14 +77,9 @@ class Endpoint:
         reasoning: ``generator.reasoning_parser``.
         broker: gives sessions to programs that the run has not started.
 
-    Attributes:
-        listen_socket: to listen on in place of an address, if it is set before ``start``.
-
     Raises:
         UserError: for a parser that does not exist.
     """
-
-    listen_socket: socket.socket | None = None
 
     def __init__(
         self,
@@ -124,9 +119,7 @@ class Endpoint:
             runner = web.AppRunner(app, **RUNNER_OPTIONS)
             await runner.setup()
             self._runner = runner
-            self.port = await self._limits.open(
-                runner, self._host, self._requested_port, self.listen_socket, backlog=WAITING_CONNECTIONS
-            )
+            self.port = await self._limits.open(runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS)
             if self._broker is not None:
                 self._broker.publish_address(self.base_url)
 

@@ -73,13 +73,6 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "skyasync.cli.commands:rehearse", "run three steps of a recipe with a small model", (*_SETTINGS, *_PLAN)
     ),
     "simulate": Subcommand("skyasync.simulate.__main__:main", "simulate the plans with your costs", _SETTINGS),
-    "forecast": Subcommand(
-        "skyasync.cli.forecast:run",
-        "forecast the time to a reward by plan and staleness, from pilot runs",
-        (*_SETTINGS, "--target", "--metric", "--ceiling", "--bounds"),
-        runs=True,
-        needs=True,
-    ),
     "translate": Subcommand(
         "skyasync.cli.commands:translate",
         "convert a recipe of another framework",

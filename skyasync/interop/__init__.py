@@ -19,7 +19,8 @@ class Interop(OtherFrameworks):
             s.adapter("environment"): s.name for s in systems().values() if "environment" in s.adapters
         }
         [player] = [system for system in systems().values() if "agent_file" in system.adapters]
-        self.agent_file_environment, self.agent_file_programs = player.name, player.agent_programs
+        self.agent_file_environment = player.name
+        self.agent_file_program = player.agent_program
 
     @staticmethod
     def _adapters(name: str) -> list[Foreign]:

@@ -24,9 +24,9 @@ trainer.ckpt_interval trainer.eval_interval trainer.logger trainer.policy.lora.r
 """
 _CODE = {
     "skyrl": (
-        "skyrl-changed-imports",
-        "Environments, generators, losses, estimators, callbacks and trainers need only "
-        "changed imports: `from skyasync.interop.skyrl import ...`.",
+        "skyrl-environments",
+        "Environments need only changed imports: `from skyasync.interop.skyrl import ...`. "
+        "The class of the tutorial on asynchronous training runs with `from skyasync import ...`.",
     ),
     "openrlhf": ("openrlhf-no-changes", "Reward files, remote reward models and agent files run unchanged."),
     "areal": ("areal", "Its documented forms of rewards and agents run unchanged."),

@@ -140,7 +140,7 @@ class System:
             - ``remote_reward``, ``user_modules``, ``agent_file``, ``agent_class``: what ``OtherFrameworks`` asks for
             - ``program``: reads a recipe that is a Python program
         command: the word of a command line after which the recipe's name and flags follow.
-        agent_programs: play its agent files that have a loop of their own: the reference, and its former ones.
+        agent_program: the reference of the program that plays its agent files that have a loop of their own.
         has_our_keys: it spells most keys as we do; those that its table lacks are ours.
     """
 
@@ -149,7 +149,7 @@ class System:
     order: int
     adapters: Mapping[str, str] = field(default_factory=dict)
     command: str = ""
-    agent_programs: tuple[str, ...] = ()
+    agent_program: str = ""
     has_our_keys: bool = False
 
     def adapter(self, name: str) -> Any:  # noqa: ANN401  (one of many kinds)

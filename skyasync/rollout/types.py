@@ -47,9 +47,6 @@ class TrajectoryId(NamedTuple):
     def repetition_id(self) -> int:
         return self.repetition
 
-    def to_string(self) -> str:
-        return f"{self.instance_id}_{self.repetition_id}"
-
 
 @dataclass(frozen=True)
 class Prompt:

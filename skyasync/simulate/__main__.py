@@ -8,7 +8,8 @@ from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
-from skyasync.simulate.forecast import Compared, advise, configuration_of
+from skyasync.simulate.advice import advise
+from skyasync.simulate.costs import Compared, configuration_of
 from skyasync.simulate.run import simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
+from aiohttp import web
 
 from skyasync.agents import connection_limits
+from skyasync.agents.calls import Session
 from skyasync.agents.connection_limits import ConnectionLimits
 from skyasync.agents.server import Endpoint
 from skyasync.inference.client import InferenceClient
-from skyasync.interop.skyrl.generators import OpenEndpoint
+from skyasync.inference.interface import SamplingParams
+from skyasync.rollout.types import PromptId, TrajectoryId
 from tests.agents.endpoints import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,6 +34,14 @@ async def endpoint(tokenizer: Any) -> AsyncIterator[Endpoint]:
     await found.start()
     yield found
     await found.close()
+
+
+class AnyKey(Endpoint):
+    """Takes any key, so that only the check of the request's origin can reject it."""
+
+    @contextmanager
+    def entered(self, request: web.Request) -> Iterator[Session]:
+        yield Session(TrajectoryId(PromptId(0, 0), 0), SamplingParams(), "endpoint")
 
 
 async def ended(reader: asyncio.StreamReader, within_s: float = 5.0) -> bytes:
@@ -60,9 +71,9 @@ async def test_a_browsers_page_is_refused_even_where_any_key_is_taken(
     tokenizer: Any, headers: dict[str, str], status: int
 ) -> None:
     engine = Scripted(tokenizer, "7")
-    endpoint = OpenEndpoint(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN)
+    endpoint = AnyKey(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN)
     await endpoint.start()
-    where = f"{endpoint.address}/v1/chat/completions"
+    where = f"{url(endpoint)}/chat/completions"
     async with aiohttp.ClientSession() as http, http.post(where, json=ASKED, headers=headers) as answer:
         said = await answer.json()
         assert answer.status == status, said

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyasync.simulate.__main__ import main
-from skyasync.simulate.forecast import advise, best_split, read_costs
+from skyasync.simulate.advice import advise, best_split
+from skyasync.simulate.costs import read_costs
 from skyasync.simulate.run import simulate, work
 from skyasync.simulate.theory import FORMULAS
 from tests.simulate.test_plans import config

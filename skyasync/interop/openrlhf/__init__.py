@@ -13,5 +13,5 @@ SYSTEM = System(
         "user_modules": "user_modules:stand_ins",
         "agent_file": "agent_file:settle_agent_file",
     },
-    agent_programs=("skyasync.interop.openrlhf.agent_program:play", "skyasync.endpoint.openrlhf:play"),
+    agent_program="skyasync.interop.openrlhf.agent_program:play",
 )

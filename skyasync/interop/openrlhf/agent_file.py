@@ -144,7 +144,7 @@ def settle_agent_file(cfg: Any) -> None:
     settings = {PATH_KEY: str(file), SAMPLING_KEY: asdict(cfg.generator.sampling_params)}
     cfg.environment.env_config = {**cfg.environment.env_config, **settings}
     if has_own_loop(file):
-        cfg.generator.agent_program, cfg.environment.env_class = SYSTEM.agent_programs[0], ""
+        cfg.generator.agent_program, cfg.environment.env_class = SYSTEM.agent_program, ""
     else:
         cfg.environment.env_class = cfg.environment.env_class or "openrlhf"
 

@@ -1,7 +1,6 @@
-"""SkyRL: settings, recipes, and the names that its users' code imports.
+"""SkyRL: settings, recipes, and the classes that its environments are written with.
 
-Code that was written for it changes its imports, to ``from skyasync.interop.skyrl import ...``. Names and parameters
-are SkyRL's; what they do is ours. See docs/bring_your_code.md.
+An environment that was written for SkyRL changes its imports, to ``from skyasync.interop.skyrl import ...``.
 """
 
 from __future__ import annotations
@@ -12,33 +11,21 @@ from skyasync.interop.system import System
 
 SYSTEM = System("skyrl", "SkyRL", order=1, has_our_keys=True)
 
-#: Module -> its public names, imported when they are first used.
-_NAMES = {
-    "algorithms": (
-        "AdvantageEstimatorRegistry PolicyLossRegistry register_advantage_estimator register_policy_loss "
-        "sync_registries"
-    ),
-    "batch": "TrainingInputBatch",
-    "generators": (
-        "BatchMetadata GeneratorInput GeneratorInterface GeneratorOutput InferenceEngineClient InferenceEngineInput "
-        "InferenceEngineOutput TrajectoryID get_sampling_params_for_backend prepare_generator_input"
-    ),
-    "gym": "BaseTextEnv BaseTextEnvStepOutput ConversationType Env ToolGroup make register tool",
-    "hooks": "CallbackInput SkyRLNames TrainingCallback TrainingControl",
-    "shims": "ResumeMode Timer",
-    "trainer": (
-        "AlgorithmConfig BasePPOExp Config GeneratorConfig RayPPOTrainer SkyRLTrainConfig TrainerConfig initialize_ray "
-        "make_config validate_cfg"
-    ),
-}
-_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = [*_HOMES]
+__all__ = [
+    "BaseTextEnv",
+    "BaseTextEnvStepOutput",
+    "ConversationType",
+    "Env",
+    "ToolGroup",
+    "make",
+    "register",
+    "tool",
+]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.gym"), name)
     globals()[name] = value
     return value

@@ -180,13 +180,12 @@ def test_the_key_makes_it_the_environment_of_rows_that_name_none(tmp_path):
     assert cfg.environment.env_config.items() >= {"size": 4, PATH_KEY: str(file)}.items()
 
 
-@pytest.mark.parametrize("program", SYSTEM.agent_programs)
-def test_settings_of_an_earlier_run_that_name_the_program_are_settled_again(program, tmp_path):
+def test_settings_of_an_earlier_run_that_name_the_program_are_settled_again(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("class AgentExecutor:\n    async def execute(self, prompt): ...\n")
-    cfg = load_config([f"generator.agent_func_path={file}", f"generator.agent_program={program}"])
+    cfg = load_config([f"generator.agent_func_path={file}", f"generator.agent_program={SYSTEM.agent_program}"])
     settle_agent_file(cfg)
-    assert (cfg.generator.agent_program, cfg.environment.env_class) == (SYSTEM.agent_programs[0], "")
+    assert (cfg.generator.agent_program, cfg.environment.env_class) == (SYSTEM.agent_program, "")
     assert callable(resolve_reference(cfg.generator.agent_program, kind="program"))
 
 

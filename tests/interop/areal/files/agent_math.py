@@ -1,10 +1,8 @@
-"""A single call through OpenAI's client, rewarded by a wrapped function."""
+"""A single call through OpenAI's client, rewarded by a function."""
 
 import os
 
 from openai import AsyncOpenAI
-
-from skyasync.interop.areal import AsyncRewardWrapper
 
 
 def parity(completions: str, answer: str) -> float:
@@ -24,5 +22,4 @@ class MathAgent:
             max_retries=0,
         )
         completion = await client.chat.completions.create(messages=data["messages"], model="default", **self.kwargs)
-        reward = AsyncRewardWrapper(parity)
-        return await reward(completions=completion.choices[0].message.content, answer=data["answer"])
+        return parity(completions=completion.choices[0].message.content, answer=data["answer"])

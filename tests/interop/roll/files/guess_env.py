@@ -2,16 +2,14 @@
 
 import random
 
-from skyasync.interop.roll import Env
 
-
-class GuessEnv(Env):
+class GuessEnv:
     def __init__(self, highest: int = 10, format_penalty: float = 0.0, **_):
         self.highest, self.format_penalty = highest, format_penalty
         self.number, self.tries = 0, 0
 
     def reset(self, seed=None):
-        super().reset(seed)
+        random.seed(seed)
         self.number, self.tries = random.randint(1, self.highest), 0
         return "Guess.", {"env_instruction": f"A number from 1 to {self.highest}."}
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from skyasync.interop.skyrl import BasePPOExp, RayPPOTrainer
+from skyasync import BasePPOExp, RayPPOTrainer
 
 
 class AsyncRayPPOTrainer(RayPPOTrainer):
