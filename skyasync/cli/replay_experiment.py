@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 from skyasync.config.resume import Resume
 from skyasync.config.schema import Config
 from skyasync.config.schema.sampling import backend
-from skyasync.data.prompts import CountedPrompts, PromptBatch
+from skyasync.data.prompts import CountedPrompts
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
 from skyasync.rollout import partial_rollouts, schedule
@@ -102,7 +102,7 @@ class ReplayTrainer(RayPPOTrainer):
                 async with self._generation() as generation:
                     for line in [line for step, line in self._schedule.items() if step > self.global_step]:
                         groups = await self._generated(generation, line)
-                        step = RecordedStep(line.step, groups, line.position, line.trained_early)
+                        step = RecordedStep(line.step, groups, line.positions)
                         await self._replay(step, postprocessed=False)
             done = f"steps up to {self.global_step}: samples, losses and gradient norms"
             log.info("replayed %s", self.difference or f"{done} are those of {self.recorded}")
@@ -121,9 +121,7 @@ class ReplayTrainer(RayPPOTrainer):
             groups = [each for group in groups for each in self.postprocess_generator_output([group])]
         parts = self._parts(step, groups)
         in_order = [group for part in parts for group in part]
-        rollout = self.assemble(
-            in_order, {}, recorded.position, recorded.trained_early, postprocessed=postprocessed or alone
-        )
+        rollout = self.assemble(in_order, {}, recorded.positions, postprocessed=postprocessed or alone)
         status = await (self._train_parts(rollout, parts) if self.streams else self.train_on(rollout))
         if self.scheduled is None:
             await self.sync_policy_weights_to_inference_engines()
@@ -154,7 +152,7 @@ class ReplayTrainer(RayPPOTrainer):
     async def _train_parts(self, rollout: Rollout, parts: list[list[Group]]) -> Metrics:
         streamed = cast(StreamedRayPPOTrainer, self)
         streamed._arrivals = RecordedArrivals(in_order=False, started=0, metrics=[{}], parts=parts)
-        streamed._last = PromptBatch([], rollout.position, rollout.trained_early)
+        streamed._positions = list(rollout.positions)
         async with self.keeping_bad(streamed._rollout):
             await streamed._train_all()
         return self.metrics

@@ -35,11 +35,10 @@ DIGEST_ROWS = 256  # evenly spaced; enough to tell other data, and quick on mill
 
 @dataclass(frozen=True)
 class PromptBatch:
-    """Prompts of one step. After it all positions before ``position`` are trained, and those in ``trained_early``."""
+    """Prompts of one step, and the position of each in the stream."""
 
     prompts: list[Prompt]
-    position: int
-    trained_early: frozenset[int] = frozenset()
+    positions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -213,15 +212,13 @@ class PromptCursor:
     """A reader of the stream: each prompt that is left is taken once, in order."""
 
     def __init__(self, stream: PromptStream, position: int, trained_early: Collection[int]) -> None:
-        self._stream, self._position, self._trained_early = stream, position, trained_early
+        self._stream = stream
         self._left = (p for p in range(position, stream.total) if p not in trained_early)
 
     def take(self, count: int) -> PromptBatch:
         """The next ``count`` prompts, or as many as there are."""
-        taken = list(islice(self._left, count))
-        self._position = taken[-1] + 1 if taken else self._position
-        early = frozenset(p for p in self._trained_early if p >= self._position)
-        return PromptBatch([self._stream.prompt(p) for p in taken], self._position, early)
+        positions = tuple(islice(self._left, count))
+        return PromptBatch([self._stream.prompt(p) for p in positions], positions)
 
 
 def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int, step: int = 0, trained: int = 0) -> int:

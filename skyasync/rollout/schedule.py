@@ -134,15 +134,14 @@ class ScheduledStep:
     """A training step.
 
     Args:
-        position, trained_early: of the prompt stream after it (see ``Rollout``).
+        positions: of the prompts that it consumes (see ``Rollout``).
         groups: in the order in which they were trained.
         parts: the names of those that were trained together, if it was not all of them at once.
         whole: names of groups that are in a file, since they cannot be generated again from everywhere.
     """
 
     step: int
-    position: int
-    trained_early: frozenset[int]
+    positions: tuple[int, ...]
     groups: tuple[ScheduledGroup, ...]
     parts: tuple[tuple[str, ...], ...]
     whole: frozenset[str] = frozenset()
@@ -150,8 +149,8 @@ class ScheduledStep:
     def row(self) -> dict[str, Any]:
         """The step as a JSON object, without its number."""
         names = tuple(group.name for group in self.groups)
-        row: dict[str, Any] = {"position": self.position, "groups": [group.row() for group in self.groups]}
-        others = {"early": sorted(self.trained_early), "whole": sorted(self.whole)}
+        row: dict[str, Any] = {"positions": list(self.positions), "groups": [group.row() for group in self.groups]}
+        others = {"whole": sorted(self.whole)}
         others["parts"] = [] if self.parts == (names,) else list(map(list, self.parts))
         return row | {name: value for name, value in others.items() if value}
 
@@ -159,8 +158,8 @@ class ScheduledStep:
     def parse(cls, row: Mapping[str, Any]) -> ScheduledStep:
         groups = tuple(map(ScheduledGroup.parse, row["groups"]))
         parts = tuple(map(tuple, row.get("parts", ()))) or (tuple(group.name for group in groups),)
-        early, whole = frozenset(row.get("early", ())), frozenset(row.get("whole", ()))
-        return cls(row["step"], row["position"], early, groups, parts, whole)
+        whole = frozenset(row.get("whole", ()))
+        return cls(row["step"], tuple(row["positions"]), groups, parts, whole)
 
 
 def digest(trajectories: Iterable[Trajectory]) -> str:

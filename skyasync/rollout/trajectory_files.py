@@ -29,16 +29,14 @@ _META = b"skyasync"
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The groups of a step, and the position of the prompt stream after them.
+    """The groups of a step, and the positions of the prompts that it consumes (see ``Rollout``).
 
-    ``trained_early``: later positions that are trained too (see ``Rollout``).
     ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had computed them.
     """
 
     step: int
     groups: list[Group]
-    position: int = 0
-    trained_early: frozenset[int] = frozenset()
+    positions: tuple[int, ...] = ()
     total_steps: int = 0
     trainer_logprobs: list[Floats | None] = field(default_factory=list)
 
@@ -100,7 +98,7 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
     for name, of in types.items():
         columns[name] = pa.array([row[name] for row in rows], of)
-    about = {"step": recorded.step, "position": recorded.position, "trained_early": sorted(recorded.trained_early)}
+    about = {"step": recorded.step, "positions": recorded.positions}
     meta = json.dumps(about | {"total_steps": recorded.total_steps})
     table = pa.table(columns).replace_schema_metadata({_META: meta.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,8 +150,7 @@ def read(path: Path) -> RecordedStep:
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} has no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
     logprobs = [None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows]
-    trained_early = frozenset(about["trained_early"])
-    return RecordedStep(about["step"], groups, about["position"], trained_early, about["total_steps"], logprobs)
+    return RecordedStep(about["step"], groups, tuple(about["positions"]), about["total_steps"], logprobs)
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> Group:

@@ -216,9 +216,10 @@ class Group:
 
 @dataclass
 class Rollout:
-    """The groups of one step, their metrics, and the position of the prompt stream after them.
+    """The groups of one step, their metrics, and the prompts that the step consumes.
 
-    ``trained_early``: later positions that are trained too (see ``PromptBatch``).
+    ``positions``: of these prompts in the stream: those of the groups, and those that were rejected for them. A step
+    that trains several rollouts at once has the positions of all.
 
     ``rejected``: prompts that were rolled out for the step and are not among its groups.
 
@@ -226,9 +227,8 @@ class Rollout:
     """
 
     groups: list[Group]
-    position: int
+    positions: Sequence[int]
     metrics: dict[str, float] = field(default_factory=dict)
-    trained_early: frozenset[int] = frozenset()
     rejected: list[PromptId] = field(default_factory=list)
     results: list[tuple[Prompt, list[float]]] = field(default_factory=list)
 

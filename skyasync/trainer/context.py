@@ -7,7 +7,7 @@ Time is the event loop's, so everything here holds in simulation too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
 from math import ceil
@@ -62,11 +62,13 @@ class Parts(TypedDict):
 class Progress:
     """The position of training, and the policy version of the engines.
 
+    Batches may be trained in any order: the position follows from the prompts that were trained.
+
     Attributes:
         step: training steps done.
         version: the step whose weights every engine has; the policy version of new tokens.
         position: all prompts of the stream before this one have been trained (or rejected).
-        trained_early: prompts at ``position`` or after it that have been trained too: they overtook others.
+        trained_early: positions after ``position`` that have been trained (or rejected) too: they overtook others.
     """
 
     step: int = 0
@@ -74,10 +76,15 @@ class Progress:
     position: int = 0
     trained_early: frozenset[int] = frozenset()
 
-    def trained(self, position: int, trained_early: frozenset[int]) -> None:
-        """A training step has ended, which moved the prompt stream."""
+    def trained(self, positions: Iterable[int]) -> None:
+        """A training step has ended; the prompts at these positions were trained or rejected."""
         self.step += 1
-        self.position, self.trained_early = position, trained_early
+        early = {position for position in positions if position >= self.position}
+        early.update(self.trained_early)
+        while self.position in early:
+            early.remove(self.position)
+            self.position += 1
+        self.trained_early = frozenset(early)
 
     def synced(self) -> None:
         """Every engine computes with the newest weights."""

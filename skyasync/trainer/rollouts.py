@@ -126,16 +126,17 @@ class Refill:
 
     async def fill(
         self, batch: PromptBatch, step: int, roll_out: RollOut, filter_groups: Callable[[list[Group]], list[Group]]
-    ) -> tuple[list[Group], list[Group], Metrics, PromptBatch]:
+    ) -> tuple[list[Group], list[Group], Metrics, list[int]]:
         """Roll out, reject, replace: in rounds, so that the same seed gives the same batch.
 
         Returns:
-            the groups to train and those rejected, metrics, and where the stream is after them.
+            the groups to train and those rejected, metrics, and the positions of all these prompts.
         """
         size = len(batch.prompts)
         accepted: list[Group] = []
         rejected: list[Group] = []
         rounds: list[Metrics] = []
+        positions = list(batch.positions)
         while True:
             groups, metrics = await roll_out(batch.prompts, step)
             rounds.append(metrics)
@@ -148,7 +149,8 @@ class Refill:
             if not more.prompts:
                 break
             batch = more
-        return accepted, rejected, merged(rounds, times=sum), batch
+            positions += more.positions
+        return accepted, rejected, merged(rounds, times=sum), positions
 
     def count(self, accepted: int, rejected: int) -> Metrics:
         """Metrics of a step's groups; a warning if there were too many to reject."""

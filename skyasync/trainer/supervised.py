@@ -39,7 +39,7 @@ class SupervisedTrainer(RayPPOTrainer):
         async with self.running():
             for prompts in self.remaining_prompts():
                 groups = groups_of(prompts.prompts, self.global_step)  # as if the current policy had written them
-                status = await self.train_on(Rollout(groups, prompts.position, {}, prompts.trained_early))
+                status = await self.train_on(Rollout(groups, prompts.positions))
                 if "policy/loss" in status:
                     status["sft/loss"] = status["policy/loss"]
                 await self.sync_policy_weights_to_inference_engines()

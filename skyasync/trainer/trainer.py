@@ -247,12 +247,14 @@ class RayPPOTrainer(AlgorithmHooks):
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories; each token has the policy version that computed it."""
         self._check_running("generate")
-        refill, untrained = self.context.refill, prompts.position - self.context.progress.position
+        refill = self.context.refill
+        untrained = 1 + max(prompts.positions, default=-1) - self.context.progress.position
         step = self.global_step + ceil(untrained / self.cfg.trainer.train_batch_size)  # that will train them
         if not refill.active:
-            return self.assemble(*await self.roll_out(prompts.prompts, step), prompts.position, prompts.trained_early)
-        groups, rejected, metrics, last = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
-        return self.assemble(groups, metrics, last.position, last.trained_early, rejected)
+            groups, metrics = await self.roll_out(prompts.prompts, step)
+            return self.assemble(groups, metrics, prompts.positions)
+        groups, rejected, metrics, positions = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
+        return self.assemble(groups, metrics, positions, rejected)
 
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
         """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
@@ -292,8 +294,7 @@ class RayPPOTrainer(AlgorithmHooks):
         self,
         groups: list[Group],
         metrics: Metrics,
-        position: int,
-        trained_early: frozenset[int],
+        positions: Sequence[int],
         rejected: Sequence[Group] = (),
         *,
         postprocessed: bool = False,
@@ -301,7 +302,7 @@ class RayPPOTrainer(AlgorithmHooks):
         """The batch of a step, of finished groups. Metrics are of all groups, those ``rejected`` as well.
 
         Args:
-            position: after the step all prompts of the stream before it, and ``trained_early``, are trained.
+            positions: of the prompts of all groups, in the stream.
         """
         refill = self.context.refill
         if not refill.active and not postprocessed:
@@ -311,7 +312,7 @@ class RayPPOTrainer(AlgorithmHooks):
         if refill.active:
             metrics |= refill.count(len(groups), len(rejected))
         results = [(g.prompt, [t.reward for t in g.played]) for g in [*groups, *rejected]]
-        return Rollout(groups, position, metrics, trained_early, [group.prompt.id for group in rejected], results)
+        return Rollout(groups, positions, metrics, [group.prompt.id for group in rejected], results)
 
     # ---------------------------------------------------------------- training
 
@@ -414,8 +415,8 @@ class RayPPOTrainer(AlgorithmHooks):
             self.context.solved.undo(restored)
         if not checkpointer.ledger.undone:
             self.context.solved.trained(rollout.groups, self.global_step + 1)
-        self.context.progress.trained(rollout.position, rollout.trained_early)
-        self.metrics.update(self.context.prompts.observe(rollout.results, rollout.position))
+        self.context.progress.trained(rollout.positions)
+        self.metrics.update(self.context.prompts.observe(rollout.results, self.context.progress.position))
         if self.cfg.data.replay_groups:
             self.metrics["sampler/replayed"] = float(len(self.context.solved.drawn))
         checkpointer.between_steps = True

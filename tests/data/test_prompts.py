@@ -56,11 +56,12 @@ def test_batches_are_full_but_the_last_and_as_many_as_announced(size, batch, see
 
 
 @given(**SIZES)
-def test_a_batch_says_where_the_next_one_begins(size, batch, seed, total):
+def test_a_batch_has_the_positions_of_its_prompts(size, batch, seed, total):
     stream, position, resumed = make(size, batch, seed, total), 0, []
     while (left := stream.cursor(position).take(batch)).prompts:
         resumed.append([p.id for p in left.prompts])
-        position = left.position
+        assert left.positions == tuple(range(position, position + len(left.prompts)))
+        position += len(left.prompts)
     assert resumed == ids(stream)
 
 

@@ -63,11 +63,11 @@ def test_a_step_is_read_as_it_was_written() -> None:
         for n, each in enumerate([group([[3, 3], [3]]), group([[3, 4], [5]]), group([[3]], given_up=True)])
     )
     assert [each.oldest for each in groups] == [3, 3, -1]
-    step = ScheduledStep(6, 24, frozenset({26}), groups, (("e2-i17",), ("e0-i1", "e0-i2")), frozenset({"e2-i17"}))
+    step = ScheduledStep(6, (24, 26), groups, (("e2-i17",), ("e0-i1", "e0-i2")), frozenset({"e2-i17"}))
     row = json.loads(json.dumps({"step": 6, **step.row()}))
     read = ScheduledStep.parse(row)
     plain = ScheduledGroup.parse(row["groups"][0])
-    assert (read.position, read.trained_early, read.parts, read.whole) == (24, {26}, step.parts, step.whole)
+    assert (read.positions, read.parts, read.whole) == ((24, 26), step.parts, step.whole)
     assert read.groups[1:] == groups[1:]
     assert len(row["groups"][0]) == 4 and plain.turn(0, 0) == (Change(0, 3),), "one version: nothing more is written"
 

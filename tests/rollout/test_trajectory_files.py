@@ -38,10 +38,10 @@ def groups() -> list[Group]:
 
 def test_what_is_read_is_what_was_written(groups: list[Group], tmp_path: Path) -> None:
     path = path_of(tmp_path, 3)
-    write(path, RecordedStep(3, groups, position=8, trained_early=frozenset({9, 11}), total_steps=7))
+    write(path, RecordedStep(3, groups, positions=(7, 9, 11), total_steps=7))
     found = read(path)
     assert found.groups == groups
-    assert (found.step, found.position, found.trained_early, found.total_steps) == (3, 8, {9, 11}, 7)
+    assert (found.step, found.positions, found.total_steps) == (3, (7, 9, 11), 7)
     assert found.trainer_logprobs == [None] * 6
     assert files_of(tmp_path) == files_of(path.parent) == [path]
 

@@ -138,7 +138,7 @@ class Reporter(RunExtension):
     async def _write_trajectories(self, what: str, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
         assert self._context.run_dir is not None
         total = self._context.length.steps
-        whole = recorded.RecordedStep(step, rollout.groups, rollout.position, rollout.trained_early, total)
+        whole = recorded.RecordedStep(step, rollout.groups, tuple(rollout.positions), total)
         path = recorded.path_of(self._context.run_dir.path, step, *kind)
         await self._write(what, step, asyncio.to_thread, recorded.write, path, whole, rows.logprobs)
 
@@ -266,8 +266,7 @@ class ScheduleLog(RunExtension):
         whole = [group for about, group in scheduled if about.oldest < self._saved]
         line = ScheduledStep(
             step,
-            rollout.position,
-            rollout.trained_early,
+            tuple(rollout.positions),
             tuple(group for group, _ in scheduled),
             parts or (tuple(names),),
             frozenset(str(group.prompt.id) for group in whole),

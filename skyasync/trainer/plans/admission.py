@@ -108,11 +108,10 @@ class AdmissionLimits:
 
 
 class Batch(NamedTuple):
-    """Positions to be trained, in order; then all before ``position``, and ``trained_early``, will be trained."""
+    """Positions to be trained, in order, and those that were rejected since the batch before."""
 
     positions: list[int]
-    position: int
-    trained_early: frozenset[int]
+    rejected: list[int]
 
 
 class Admission:
@@ -142,15 +141,14 @@ class Admission:
         self.limits = limits
         self.version = version
         self.max_staleness = limits.max_staleness
-        self._position, self._trained_early = position, set(trained_early)
         self._next = position
         self._running: dict[int, int] = dict(interrupted or {})  # position -> version at admission
         self._finished: dict[int, list[int]] = {}  # version at admission -> heap of positions
         self._untaken: Counter[int] = Counter(self._running.values())  # version at admission -> running and finished
         self._taken = 0  # since the last sync
-        self._left = limits.total - position - len(self._trained_early)  # neither taken nor rejected
+        self._left = limits.total - position - len(trained_early)  # neither taken nor rejected
         self._to_take = limits.steps * limits.batch_size  # by the batches that are still to be taken
-        self._rejected = 0  # since the last batch
+        self._rejected: list[int] = []  # since the last batch
         if not self._can_be_met():
             self._running, self._untaken = {}, Counter()
         self.interrupted = sorted(self._running)
@@ -184,7 +182,7 @@ class Admission:
     @property
     def making_do(self) -> bool:
         """Too many prompts were rejected since the last batch: the next one is not filled up any more."""
-        return self._rejected >= max(self.limits.most_rejected, 1)
+        return len(self._rejected) >= max(self.limits.most_rejected, 1)
 
     def admit(self) -> list[int]:
         """The positions that may be generated from now on; a slot is charged for each."""
@@ -208,8 +206,7 @@ class Admission:
         """The prompt's group is complete and will not be trained: its slot is free for the next prompt."""
         self._untaken -= Counter([self._running.pop(position)])
         self._left -= 1
-        self._rejected += 1
-        self._record([position])
+        self._rejected.append(position)
 
     def take(self) -> Batch | None:
         """The next batch, oldest prompts first, or None while it would have to contain one that still runs.
@@ -230,9 +227,8 @@ class Admission:
         self._taken += self.limits.batch_size  # also of a smaller one: what it lacks must not start before the sync
         self._left -= size
         self._to_take -= self.limits.batch_size
-        self._rejected = 0
-        self._record(positions)
-        return Batch(positions, self._position, frozenset(self._trained_early))
+        rejected, self._rejected = self._rejected, []
+        return Batch(positions, rejected)
 
     def sync(self, version: int) -> None:
         """The engines have these weights; the slots of what has been taken are free."""
@@ -271,9 +267,3 @@ class Admission:
             if self.limits.bound == "hard" and total > batches * self.limits.batch_size:
                 return False
         return True
-
-    def _record(self, positions: list[int]) -> None:
-        self._trained_early.update(positions)
-        while self._position in self._trained_early:
-            self._trained_early.remove(self._position)
-            self._position += 1

@@ -129,7 +129,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             "rollout/finished": float(self.admission.finished),
         }
         groups = [group for rolled_out, _ in finished for group in rolled_out]
-        return self.assemble(groups, metrics, batch.position, batch.trained_early, rejected)
+        return self.assemble(groups, metrics, [*batch.positions, *batch.rejected], rejected)
 
     def _release(self) -> None:
         self._follow_control()

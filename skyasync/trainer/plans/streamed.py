@@ -114,7 +114,8 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     async def _step(self, prompts: PromptBatch) -> None:
         several = self.cfg.trainer.policy_mini_batch_size > 0  # updates, with generation in between
         self._arrivals = Arrivals(several, len(prompts.prompts), self.cfg.trainer.stream_groups)
-        self._arrived, self._last = asyncio.Event(), prompts
+        self._arrived = asyncio.Event()
+        self._positions = list(prompts.positions)
 
         async def roll_out_all() -> None:
             async with together() as rollouts:
@@ -134,7 +135,7 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
         if not accepted and len(arrivals.rejected) + 1 < refill.most_rejected:
             more = refill.next_prompts(1)
             if more.prompts:
-                self._last = more
+                self._positions += more.positions
                 rollouts.start(self._roll_out(rollouts, more.prompts[0], arrivals.start()))
         arrivals.end(slot, groups, metrics, accepted=accepted)
         self._arrived.set()
@@ -178,7 +179,5 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
 
     def _rollout(self) -> Rollout:
         """The groups of the batch that have been taken so far."""
-        done, last = self._arrivals, self._last
-        return self.assemble(
-            done.accepted, merged(done.metrics), last.position, last.trained_early, done.rejected, postprocessed=True
-        )
+        done = self._arrivals
+        return self.assemble(done.accepted, merged(done.metrics), self._positions, done.rejected, postprocessed=True)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skyasync.trainer.context import Progress
 from skyasync.trainer.plans.admission import Admission, AdmissionLimits
 
 pytestmark = pytest.mark.slow
@@ -52,6 +53,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.machine = Admission(self.limits, self.version, self.position, self.trained_early)
+        self.progress = Progress(0, 0, self.position, self.trained_early)
         self.admitted_at: dict[int, int] = {}
         self.running: list[int] = []
         self.taken: list[int] = []
@@ -75,7 +77,7 @@ class Run:
         self.taken = batch.positions
         self.trained += batch.positions
         self.ages += [self.version - self.admitted_at[p] for p in batch.positions]
-        self.position, self.trained_early = batch.position, batch.trained_early
+        self.progress.trained([*batch.positions, *batch.rejected])
         return True
 
     def sync(self) -> None:
@@ -84,7 +86,7 @@ class Run:
 
     @property
     def over(self) -> bool:
-        return self.position == self.limits.total and not self.taken
+        return self.progress.position == self.limits.total and not self.taken
 
     def step(self, choose) -> None:  # type: ignore[no-untyped-def]
         """One possible event; fails if there is none (a deadlock)."""
@@ -185,12 +187,18 @@ def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
     assert sorted(trained) == list(range(limits.total))
 
 
-@given(limits(), st.data())
-@settings(max_examples=500, deadline=None)
-def test_the_position_of_a_batch_says_what_has_been_trained(limits: AdmissionLimits, data: st.DataObject) -> None:
-    run = Run(limits)
-    drive(run, data, data.draw(st.integers(0, 100)))
-    assert sorted(run.trained) == [*range(run.position), *sorted(run.trained_early)]
+def test_a_batch_names_the_prompts_that_were_rejected_since_the_one_before() -> None:
+    machine = Admission(AdmissionLimits(batch_size=2, total=8, max_staleness=1))
+    admitted = machine.admit()
+    machine.reject(admitted[1])
+    machine.finish(admitted[0])
+    machine.finish(admitted[2])
+    assert machine.take() == ([0, 2], [1])
+    machine.finish(admitted[3])
+    machine.sync(1)
+    for position in machine.admit()[:1]:
+        machine.finish(position)
+    assert machine.take() == ([3, 4], [])
 
 
 @given(limits(), st.data())

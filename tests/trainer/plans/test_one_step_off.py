@@ -44,11 +44,11 @@ def test_the_queue_never_holds_more_than_its_size(depth, generating, updating):
     class Counting(AsyncRayPPOTrainer):
         async def generate(self, prompts):
             rollout = await super().generate(prompts)
-            waiting.append(rollout.position)
+            waiting.append(rollout.positions)
             return rollout
 
         async def train_on(self, rollout):
-            waiting.remove(rollout.position)
+            waiting.remove(rollout.positions)
             most.append(len(waiting))
             return await super().train_on(rollout)
 

@@ -56,14 +56,14 @@ class Unlucky(FullyAsyncRayPPOTrainer):
             await self.happens()
         return [Group(prompt, []) for prompt in prompts], {}
 
-    def assemble(self, groups: Any, metrics: Any, position: int, ahead: frozenset[int], rejected: Any = ()) -> Any:
-        return Rollout(groups, position, {}, ahead)
+    def assemble(self, groups: Any, metrics: Any, positions: Any, rejected: Any = ()) -> Any:
+        return Rollout(groups, positions)
 
     async def train_on(self, rollout: Any) -> dict[str, float]:
         await self.happens()
         self.history.ages.update(self.global_step - self.admitted_at[group.prompt.id] for group in rollout.groups)
         self.history.unsaved += [group.prompt.id for group in rollout.groups]
-        self.context.progress.trained(rollout.position, rollout.trained_early)
+        self.context.progress.trained(rollout.positions)
         return {}
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
