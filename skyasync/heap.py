@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
+
+log = logging.getLogger(__name__)
 
 RETAINED = (1 << 31) - 1  # bytes at the heap's end, besides holes in it; also the largest number that ``mallopt`` takes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
@@ -25,14 +28,39 @@ def keep_freed() -> None:
         mallopt(_TRIM_THRESHOLD, RETAINED)
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_SEGMENTS_OPTION = "expandable_segments"
+
+
 def use_expandable_segments() -> None:
     """Set torch's allocator for this process, before it uses a GPU, unless the environment configures it.
 
     Micro-batches differ in size, and a freed block of a fixed segment fits none of the next ones.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if not any(name in os.environ for name in names):
-        os.environ[names[1]] = "expandable_segments:True"
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"{_SEGMENTS_OPTION}:True"
+
+
+def use_fixed_segments() -> None:
+    """Remove expandable segments from torch's settings in the environment, before this process uses a GPU.
+
+    Engines map the memory of a policy on the same GPU. A handle to an expandable segment is a file descriptor, which
+    containers usually do not let another process open. vLLM rejects such segments where its engines sleep.
+    """
+    for name in ALLOCATOR_VARIABLES:
+        options = os.environ.get(name, "").split(",")
+        remaining = [option for option in options if option.partition(":")[0].strip() != _SEGMENTS_OPTION]
+        if len(remaining) == len(options):
+            continue
+        log.warning(
+            "%s: %s is ignored, because engines map the memory of this process (trainer.placement.colocate_all)",
+            name,
+            _SEGMENTS_OPTION,
+        )
+        if remaining:
+            os.environ[name] = ",".join(remaining)
+        else:
+            del os.environ[name]
 
 
 def give_back() -> None:

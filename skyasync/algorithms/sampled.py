@@ -17,27 +17,24 @@ _NEVER = -1e9  # a logit whose probability is exactly 0, with a gradient that is
 
 
 def likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Bool ``[rows, vocabulary]``: the tokens that the filters keep of ``logits``.
+    """Select the tokens that the filters leave of ``logits`` ``[rows, vocabulary]``; bool of the same shape.
 
-    As in vLLM: min-p, then top-k, then top-p of what is left. Each filter is a floor under the logits, so tokens
-    that tie with the last one kept are kept too. Off is ``top_k <= 0``, ``top_p = 1``, ``min_p = 0`` (all ``[rows]``).
+    As in vLLM: min-p, then top-k, then top-p of the rest. Of tokens with equal logits the lower ids come first, as in
+    vLLM's kernel for GPUs (``topk_topp_triton``): exactly k tokens remain, and the fewest whose probability reaches p.
+    In bfloat16 such ties are common. Off is ``top_k <= 0``, ``top_p = 1``, ``min_p = 0`` (all ``[rows]``).
     """
     floor = logits.amax(dim=1) + min_p.log()
-    if bool((top_k > 0).any()) or bool((top_p < 1).any()):
-        ordered = logits.sort(dim=1, descending=True).values
-        floor = _floor(ordered, floor, top_k, top_p)
-    return logits >= floor[:, None]
-
-
-def _floor(ordered: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest logit that top-k and top-p keep, ``[rows]``, of logits in falling order down to ``floor``."""
-    last = ordered.gather(1, (top_k - 1).clamp(0, ordered.shape[1] - 1)[:, None])[:, 0]
-    floor = torch.where(top_k > 0, torch.maximum(floor, last), floor)
-    probs = ordered.masked_fill(ordered < floor[:, None], -torch.inf).softmax(dim=1)
-    likelier = probs.cumsum(dim=1) - probs
-    count = (likelier < top_p[:, None]).sum(dim=1).clamp(min=1)
-    last = ordered.gather(1, (count - 1)[:, None])[:, 0]
-    return torch.where(top_p < 1, torch.maximum(floor, last), floor)
+    candidates = logits >= floor[:, None]
+    if not bool((top_k > 0).any()) and not bool((top_p < 1).any()):
+        return candidates
+    ordered, tokens = logits.sort(dim=1, descending=True, stable=True)  # [rows, vocabulary], both
+    rank = torch.arange(ordered.shape[1], device=logits.device)[None, :]
+    candidates = ordered >= floor[:, None]
+    candidates &= (top_k[:, None] <= 0) | (rank < top_k[:, None])
+    probs = ordered.masked_fill(~candidates, -torch.inf).softmax(dim=1)
+    probability_before = probs.cumsum(dim=1) - probs
+    candidates &= (top_p[:, None] >= 1) | (probability_before < top_p[:, None]) | (rank == 0)
+    return torch.zeros_like(candidates).scatter(1, tokens, candidates)
 
 
 def addends(vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids: Sequence[int]) -> Tensor:

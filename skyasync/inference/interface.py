@@ -406,6 +406,7 @@ CAPABILITIES: dict[str, Any] = {
     "elsewhere": False,  # a server of generator.engines, which the run does not start
     "options": "",  # module:function that says what is wrong with generator.engine_kwargs; "" takes none
     "cpu_limits": "",  # module:function(configuration) that says what it cannot do without GPUs
+    "gpu_limits": "",  # the same of what it cannot do on GPUs
     "extra": "",  # the extra of this library that installs what it needs
 }
 
@@ -440,6 +441,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "sampling": ("structured_outputs", "repetition_detection"),
             "options": "skyasync.inference.backends.vllm.options:reserved_options",
             "cpu_limits": "skyasync.inference.backends.vllm.options:cpu_limits",
+            "gpu_limits": "skyasync.inference.backends.vllm.options:gpu_limits",
             "extra": "vllm",
         },
     ),

@@ -30,8 +30,9 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
     """Raises ``UserError`` for settings that this machine or the chosen engine cannot carry out."""
     generator, trainer, name = cfg.generator, cfg.trainer, backend(cfg)
     can = ENGINES.about(name).can
-    if can["cpu_limits"] and not gpus:
-        for problem in resolve_reference(can["cpu_limits"], kind="check of an engine on a CPU")(cfg):
+    limits = can["gpu_limits"] if gpus else can["cpu_limits"]
+    if limits:
+        for problem in resolve_reference(limits, kind="check of an engine")(cfg):
             raise UserError(problem)
 
     model = trainer.policy.model

@@ -50,6 +50,9 @@ class Components:
         """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
         cfg = self._experiment.cfg
         freeze(cfg)  # what comes to another process comes as a copy, which is free
+        from skyasync.run.model_downloads import download_models, hub_models
+
+        download_models(hub_models(cfg, self._experiment.roles()))
         self.placement = self._experiment.get_colocate_pg(cfg.trainer.placement.timeout_s)
         self.client = self._experiment.get_inference_client()
         self.dispatch = self._experiment.get_dispatch()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import re
@@ -29,10 +30,15 @@ from skyasync.run.placement import plan_slots, resources, too_small
 from skyasync.run.watchdog import Watchdog
 from skyasync.workers.roles import Role
 
+log = logging.getLogger(__name__)
+
 _AGENT = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in a raylet's log
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
 ENDING_S = 1.0  # from the end of a raylet's children to its own end, which took 0.1 s when it was measured
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
+#: Environment variables that ranks and engines of a joined cluster receive from the driver. Ray starts its workers with
+#: the environment of ``ray start``, so without these an interface for NCCL or a token of the hub would reach none.
+FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "HF_", "HUGGING_FACE_", "VLLM_", "TORCH_", "PYTORCH_", "TRITON_", "UCX_")
 
 
 @contextmanager
@@ -191,11 +197,34 @@ def _join(address: str) -> None:
         except OSError as error:
             raise UserError(f"ray.address={address!r}: nothing answers there ({error})") from error
     local = address.startswith(("127.", "localhost:"))  # one that `start_on_loopback` has started
+    variables = forwarded_variables(os.environ)
+    if variables:
+        log.info("the cluster's processes receive from this shell: %s", ", ".join(sorted(variables)))
     try:
         with _loopback_only() if local else nullcontext():
-            ray.init(address=address, logging_level=logging.ERROR)
+            ray.init(
+                address=address,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": variables} if variables else None,
+            )
     except ConnectionError as error:
         raise UserError(f"ray.address={address!r}: no Ray cluster answers there ({error})") from error
+
+
+def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Select the variables that the processes of a joined cluster are given (``FORWARDED_PREFIXES``).
+
+    Those that ``ray job submit`` has set are left out: the job's processes have them, and Ray rejects a variable that
+    is named twice.
+    """
+    job = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
+    job_environment = job.get("runtime_env") or {}
+    job_variables = job_environment.get("env_vars") or {}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(FORWARDED_PREFIXES) and name not in job_variables
+    }
 
 
 @contextmanager

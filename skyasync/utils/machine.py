@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
+import socket
+import struct
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +58,40 @@ def _host_memory() -> int:
         if file.is_file() and (text := file.read_text().strip()).isdigit():
             total = min(total, int(text), _NO_LIMIT)
     return total
+
+
+# ---------------------------------------------------------------- network
+
+_ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux's <bits/ioctls.h>
+_ANY_PORT = 9  # nothing is sent there
+
+
+def interface_towards(host: str) -> str:
+    """Name the network interface by which this machine reaches a host; "" if that cannot be told.
+
+    gloo otherwise takes the interface of this machine's own name, which Debian and Ubuntu resolve to 127.0.1.1: ranks
+    of two nodes would not meet.
+    """
+    interfaces = [name for _, name in socket.if_nameindex()]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
+        try:
+            connection.connect((host, _ANY_PORT))  # chooses a route
+        except OSError:
+            return ""
+        address = connection.getsockname()[0]
+        if address.startswith("127."):
+            return next((name for name in ("lo", "lo0") if name in interfaces), "")
+        if sys.platform != "linux":
+            return ""
+        for name in interfaces:
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(connection.fileno(), _ADDRESS_OF_INTERFACE, request)
+            except OSError:  # the interface has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
 
 
 # ---------------------------------------------------------------- processes

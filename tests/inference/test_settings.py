@@ -88,6 +88,24 @@ def test_a_run_says_by_what_its_weights_travel(overrides: list[str], said: str) 
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        ("allowed_token_ids", list(range(1025)), "1025 tokens: on a GPU vLLM takes at most 1024"),
+        ("logit_bias", {str(token): 1.0 for token in range(1025)}, "1025 tokens: on a GPU vLLM takes at most 1024"),
+        ("stop_token_ids", list(range(129)), "129 tokens: with min_tokens vLLM takes at most 128"),
+    ],
+)
+def test_lists_that_would_end_vllm_on_a_gpu_are_rejected_before_it_starts(name: str, value: object, limit: str) -> None:
+    cfg = Config()
+    cfg.generator.backend = "vllm"
+    cfg.generator.sampling_params.min_tokens = 1
+    setattr(cfg.generator.sampling_params, name, value)
+    with pytest.raises(UserError, match=rf"generator\.sampling_params\.{name} has {limit}"):
+        engine_config(cfg, gpus=True)
+    engine_config(cfg, gpus=False)
+
+
+@pytest.mark.parametrize(
     ("overrides", "line"),
     [
         (["generator.backend=transformers"], "transformers (generator.backend)"),

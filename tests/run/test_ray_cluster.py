@@ -64,6 +64,35 @@ def test_a_machine_with_too_few_gpus_says_so_before_anything_loads() -> None:
     assert "trainer.placement.colocate_all=true" in ended.stderr
 
 
+def test_variables_that_a_ray_job_has_set_are_not_sent_again() -> None:
+    job = '{"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}}'
+    environment = {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "HF_TOKEN": "hf_secret",
+        "WANDB_API_KEY": "another secret",
+        "RAY_JOB_CONFIG_JSON_ENV_VAR": job,
+    }
+    assert ray_cluster.forwarded_variables(environment) == {"NCCL_SOCKET_IFNAME": "eth1", "HF_TOKEN": "hf_secret"}
+
+
+@pytest.mark.slow
+def test_processes_of_a_joined_cluster_have_the_shells_variables_for_nccl(ray_session: None) -> None:
+    driver = (
+        "import os, ray; from skyasync.config import Config\n"
+        "from skyasync.run.ray_cluster import cluster\n"
+        "cfg = Config(); cfg.ray.address = os.environ['ADDRESS']\n"
+        "@ray.remote(num_cpus=0)\n"
+        "def variables(): return os.environ.get('NCCL_SOCKET_IFNAME'), os.environ.get('ANOTHER')\n"
+        "with cluster(cfg, roles=()):\n"
+        "    print(ray.get(variables.remote(), timeout=60), flush=True)\n"
+    )
+    address = ray.get_runtime_context().gcs_address
+    shell = os.environ | {"ADDRESS": address, "NCCL_SOCKET_IFNAME": "eth7", "ANOTHER": "stays"}
+    joined = subprocess.run([sys.executable, "-c", driver], env=shell, capture_output=True, text=True, timeout=120)
+    assert "('eth7', None)" in joined.stdout, joined.stderr
+
+
 def descendants(process_id: int) -> set[int]:
     children = {
         int(child) for task in Path(f"/proc/{process_id}/task").glob("*/children") for child in task.read_text().split()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,12 +29,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from skyasync.errors import NonFiniteError, UserError
-from skyasync.heap import keep_freed, use_expandable_segments
+from skyasync.heap import keep_freed, use_expandable_segments, use_fixed_segments
 from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
 from skyasync.models.attention import allow_recompilations
 from skyasync.models.backend import (
     COMPUTED_TOKENS,
-    LOOPBACK,
     MODEL,
     ROW_TOKENS,
     TOKEN_LOGPROBS,
@@ -53,6 +51,7 @@ from skyasync.models.freezing import freeze
 from skyasync.models.fsdp import checkpoint
 from skyasync.models.fsdp.loading import (
     WrapAndShard,
+    check_attention_compiler,
     checkpointing_options,
     compile_layers,
     decoder_layers,
@@ -79,6 +78,7 @@ from skyasync.models.heads import HEADS, Head, copy_own_part, new_head
 from skyasync.models.packing import MicroBatch, MicroBatches, empty_micro_batch, put_rows
 from skyasync.models.router_replay import Routers
 from skyasync.models.token_model import SCORE_LAYER, STATES, TokenModel, can_share_prefixes
+from skyasync.utils.machine import interface_towards
 from skyasync.weight_sync.adapters import Adapter
 from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 
@@ -106,7 +106,9 @@ class FSDPBackend(ModelBackend):
 
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:
         self.spec, self.ranks, self.device = spec, ranks, ranks.device
-        if self.device.type == "cuda" and not spec.trainer.placement.colocate_all:  # whose handles are of another kind
+        if self.device.type == "cuda" and spec.trainer.placement.colocate_all:
+            use_fixed_segments()
+        elif self.device.type == "cuda":
             use_expandable_segments()
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         if spec.dtype != "auto":
@@ -120,15 +122,17 @@ class FSDPBackend(ModelBackend):
         self._extra: checkpoint.ExtraPart | None = None  # what is saved with the model
         self._checkpoint_group: dist.ProcessGroup | None = None
         if ranks.world_size > 1 and not dist.is_initialized():
-            if ranks.host == LOOPBACK:
-                names = {name for _, name in socket.if_nameindex()}
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in names else "lo0")
+            interface = interface_towards(ranks.host)
+            if interface:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             self._form_group(ranks.store or dist.TCPStore(ranks.host, ranks.port, ranks.world_size, is_master=False))
         torch.manual_seed(spec.trainer.seed)
         disable_progress_bar()
         if self.device.type == "cuda":
             allow_recompilations()
         self.model = self._build()
+        if self.model.packs:
+            check_attention_compiler(self.device)
         self.hidden_size = int(self.model.model.config.get_text_config().hidden_size)
         if self.device.type == "cpu":
             keep_freed()  # after loading, whose own memory goes back

@@ -19,10 +19,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -360,6 +362,29 @@ def check_compiler(device: torch.device) -> None:
         import triton  # noqa: F401
     except ImportError as error:
         raise UserError(f"{COMPILE_KEY}=true needs Triton on a GPU, which is not installed here: {error}") from error
+
+
+def check_attention_compiler(device: torch.device) -> None:
+    """Raise ``UserError`` if Triton, which compiles the attention of packed sequences on a GPU, cannot build a kernel.
+
+    Triton builds the launcher of each kernel with a C compiler and Python's headers (``triton.runtime.build``), at the
+    first update, when a batch has already been generated.
+    """
+    if device.type != "cuda":
+        return
+    named = os.environ.get("CC", "")
+    compilers = [named] if named else ["gcc", "clang"]
+    if not any(shutil.which(name) for name in compilers):
+        raise UserError(
+            f"the attention of packed sequences is compiled on a GPU, which needs a C compiler, and there is no "
+            f"{' or '.join(compilers)} here: install gcc, or name a compiler in the environment's CC"
+        )
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.is_file():
+        raise UserError(
+            f"the attention of packed sequences is compiled on a GPU, which needs Python's headers, and there is no "
+            f"{header}: install them (Debian, Ubuntu: python3-dev)"
+        )
 
 
 _ATEN = torch.ops.aten

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.models.fsdp.loading import check_compiler
+from skyasync.models.fsdp.loading import check_attention_compiler, check_compiler
 from skyasync.workers.policy import PolicyWorker
 from tests.models.test_shapes import distance, gradient, ragged
 from tests.workers.conftest import config_for, make_batch
@@ -69,6 +70,22 @@ def test_without_a_compiler_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match=r"torch_compile=true.*no-such-compiler.*CXX"):
         check_compiler(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("missing", ["compiler", "named compiler", "headers"])
+def test_a_gpu_without_what_triton_needs_says_so_before_the_first_batch(
+    missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    compilers = {"compiler": None, "named compiler": None, "headers": "/usr/bin/gcc"}
+    monkeypatch.setattr("shutil.which", lambda name: compilers[missing])
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    if missing == "named compiler":
+        monkeypatch.setenv("CC", "icx")
+    expected = {"compiler": "no gcc or clang here", "named compiler": "no icx here", "headers": "Python.h"}
+    with pytest.raises(UserError, match=expected[missing]):
+        check_attention_compiler(torch.device("cuda"))
+    check_attention_compiler(torch.device("cpu"))
 
 
 def adapters(cfg: Config) -> None:

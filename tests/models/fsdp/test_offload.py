@@ -179,6 +179,7 @@ def test_from_a_gpu_and_back_quantized_weights_are_moved_as_codes() -> None:
     [
         ("cuda", False, {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
         ("cuda", True, {}, {}),
+        ("cuda", True, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}),
         ("cpu", False, {}, {}),
         ("cuda", False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
     ],

@@ -14,6 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from skyasync.config.model_files import config_file, read_shape
 from skyasync.config.schema import Config
+from skyasync.config.schema.sampling import sampling_groups
 from skyasync.errors import UserError, nearest
 from skyasync.models.config import EXPERTS
 
@@ -89,6 +90,27 @@ def cpu_limits(cfg: Config) -> Iterator[str]:
             if isinstance(count := shape.get(name), int) and count > 0:
                 why = f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
                 yield no_adapters(model.path, why)
+
+
+#: The most entries of a request's lists on a GPU: constants of vLLM 0.32's ``v1/worker/gpu/sample/logit_bias.py``. A
+#: longer list raises inside of the worker, which ends the engine.
+GPU_LIST_LIMITS = {"allowed_token_ids": 1024, "logit_bias": 1024}
+GPU_STOP_TOKENS = 128  # with min_tokens
+
+
+def gpu_limits(cfg: Config) -> Iterator[str]:
+    """Yield a line for each list of the sampling settings that is longer than vLLM takes on a GPU."""
+    for group, sampling in sampling_groups(cfg.generator).items():
+        for name, limit in GPU_LIST_LIMITS.items():
+            size = len(getattr(sampling, name))
+            if size > limit:
+                yield f"generator.{group}.{name} has {size} tokens: on a GPU vLLM takes at most {limit}"
+        size = len(sampling.stop_token_ids)
+        if sampling.min_tokens and size > GPU_STOP_TOKENS:
+            yield (
+                f"generator.{group}.stop_token_ids has {size} tokens: with min_tokens vLLM takes at most "
+                f"{GPU_STOP_TOKENS} on a GPU"
+            )
 
 
 def no_adapters(model: str, why: str) -> str:

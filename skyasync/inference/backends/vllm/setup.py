@@ -18,6 +18,7 @@ import numpy as np
 
 from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
+from skyasync.heap import use_fixed_segments
 from skyasync.inference.backends.vllm.options import devices, no_adapters, without_adapters
 from skyasync.inference.interface import EngineConfig, GenerationRequest, RequestFailedError, SamplingParams
 from skyasync.models.config import linear_layers, overrides_of
@@ -45,6 +46,11 @@ def prepare_environment(config: EngineConfig) -> None:
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy this process's threads' locks
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.extra.get("cpu_bind", "nobind")
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GB only, and stronger than the engine's argument
+    if config.dtype == "float32":
+        # On a GPU Triton multiplies float32 in TF32 unless it is told otherwise: 1e-3 of a log-probability.
+        os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+    if config.extra.get("sleep_mode"):
+        use_fixed_segments()
     workers = devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size)
     if config.threads:
         os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // workers))  # per worker
@@ -79,7 +85,8 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
     seed = int(np.random.SeedSequence([config.seed, index]).generate_state(1)[0]) if index else config.seed
     arguments: dict[str, Any] = {
         "model": config.model_path,
-        "dtype": config.dtype,
+        # vLLM resolves "auto" by the model's files, which may say float16; the policy computes in bfloat16.
+        "dtype": "bfloat16" if config.dtype == "auto" else config.dtype,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "tensor_parallel_size": config.tensor_parallel_size,

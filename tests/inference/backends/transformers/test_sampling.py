@@ -48,6 +48,17 @@ def candidates(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[i
     return filtered[0].isfinite().nonzero()[:, 0].tolist()
 
 
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"),
+    [(2, 1.0, [0, 1]), (3, 1.0, [0, 1, 3]), (0, 0.49, [0, 1]), (0, 0.6, [0, 1, 3]), (3, 0.6, [0, 1]), (1, 0.1, [0])],
+)
+def test_of_equal_logits_exactly_as_many_are_kept_as_asked_for(top_k: int, top_p: float, kept: list[int]) -> None:
+    """Four equal logits of probability 0.249 each; those with lower ids come first."""
+    logits = torch.tensor([[2.0, 2.0, -4.0, 2.0, 2.0]])
+    filtered = keep_likely(logits, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([0.0]))
+    assert filtered[0].isfinite().nonzero()[:, 0].tolist() == kept
+
+
 def test_a_stream_is_splitmix64():
     """Reference outputs of SplitMix64 from state 1234567 (Rosetta Code), of which the upper 24 bits are used."""
     reference = [6457827717110365317, 3203168211198807973, 9817491932198370423]

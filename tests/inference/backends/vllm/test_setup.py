@@ -43,6 +43,22 @@ def test_the_workers_of_an_engine_divide_its_threads(
     assert os.environ["OMP_NUM_THREADS"] == each
 
 
+def test_on_a_gpu_the_dtype_follows_the_policy_and_not_the_files() -> None:
+    assert engine_arguments(EngineConfig("m"), cpu=False)["dtype"] == "bfloat16"
+    assert engine_arguments(EngineConfig("m", dtype="float32"), cpu=False)["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("bfloat16", None)])
+def test_float32_attention_is_not_computed_in_tf32(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, precision: str | None
+) -> None:
+    for name in ("TRITON_F32_DEFAULT", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_WORKER_MULTIPROC_METHOD"):
+        monkeypatch.setenv(name, "before")
+    monkeypatch.delenv("TRITON_F32_DEFAULT")
+    prepare_environment(EngineConfig("m", dtype=dtype))
+    assert os.environ.get("TRITON_F32_DEFAULT") == precision
+
+
 @pytest.mark.matrix
 @pytest.mark.vllm
 @pytest.mark.slow

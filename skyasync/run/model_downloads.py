@@ -1,0 +1,95 @@
+"""Download of the hub's models to every node, before engines and ranks load them.
+
+Invariant: the start limit of an engine (``generator.engine_start_timeout_s``) counts loading alone. Engines and ranks
+of a node load the same files, so each node downloads them once, however long that takes. The hub's client ends a
+connection that does not answer for ten seconds and tries it again; its last error ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+
+from skyasync.config.schema import Config
+from skyasync.errors import UserError
+from skyasync.workers.roles import Role
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 30.0  # between two lines about a download that goes on
+#: Formats that no part of the library loads, if a model has safetensors too.
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "original/*")
+
+
+def hub_models(cfg: Config, roles: Sequence[Role]) -> list[str]:
+    """Name the models of a run that are on the hub, each once; folders of this machine are left out."""
+    paths = [cfg.trainer.policy.model.path]
+    for role in roles:
+        model = role.own_model(cfg)
+        if model is not None:
+            paths.append(model.path)
+    for entry in cfg.trainer.reward.models.values():
+        paths.append(entry["path"])
+    return [path for path in dict.fromkeys(paths) if path and not Path(path).is_dir()]
+
+
+def download(name: str) -> str:
+    """Bring a model's files into this node's cache of the hub. Returns an error's text, or "" if they are there."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        files = HfApi().list_repo_files(name)
+        has_safetensors = any(file.endswith(".safetensors") for file in files)
+        snapshot_download(name, ignore_patterns=list(OTHER_FORMATS) if has_safetensors else None)
+    except Exception as error:  # its kind depends on the client library of the installed version
+        from skyasync.config.model_files import config_file
+
+        if config_file(name) is not None:  # in the cache: without a connection the model loads from there
+            return ""
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def download_models(names: Sequence[str]) -> None:
+    """Download these models on every node of the Ray cluster, at the same time. Blocks until all nodes have them.
+
+    Raises:
+        UserError: for the first node that cannot download a model.
+    """
+    if not names:
+        return
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    task = ray.remote(num_cpus=0, max_retries=0)(download)
+    # Futures, because Ray warns of a blocking ``ray.get`` in the controller, which is an asynchronous actor.
+    downloads: dict[Future[str], tuple[str, str]] = {}
+    for node in ray.nodes():
+        if not node["Alive"]:
+            continue
+        on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        for name in names:
+            reference = task.options(scheduling_strategy=on_node).remote(name)
+            downloads[reference.future()] = (name, node["NodeManagerAddress"])
+    started = time.monotonic()
+    running = set(downloads)
+    while running:
+        finished, running = wait(running, timeout=PROGRESS_S, return_when=FIRST_COMPLETED)
+        for future in finished:
+            name, address = downloads[future]
+            problem = future.result()
+            if problem:
+                raise UserError(f"the model {name} cannot be downloaded on {address}: {problem}")
+        if running:
+            missing = ", ".join(sorted({downloads[future][0] for future in running}))
+            seconds = time.monotonic() - started
+            log.info(
+                "downloading %s: %d of %d downloads are under way after %.0f s",
+                missing,
+                len(running),
+                len(downloads),
+                seconds,
+            )
