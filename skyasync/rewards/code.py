@@ -16,7 +16,7 @@ from typing import Any
 from skyasync.errors import UserError
 from skyasync.rewards import REWARDS, Capabilities, sandbox
 from skyasync.rewards.asserts import Split, split
-from skyasync.rewards.sandbox_program import plain
+from skyasync.rewards.sandbox_program import equal, plain
 
 SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it
 SECONDS_PER_TEST = 2.0
@@ -117,16 +117,19 @@ def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
 
 
 def right(answer: dict[str, Any], expected: object) -> bool:
-    """Whether a test's answer is what was expected; of what is printed, spaces at the ends of lines do not count."""
+    """Whether a test's answer is what was expected.
+
+    A truth value is no number. Of what is printed, spaces at the ends of lines do not count.
+    """
     try:
         if "error" in answer:
             return False
         if isinstance(expected, Split):
             (value,) = answer["values"]
-            return expected.is_plain and bool(value == plain(expected.literal))
+            return expected.is_plain and bool(equal(value, plain(expected.literal)))
         if "printed" in answer:
             return isinstance(expected, str) and _lines(answer["printed"]) == _lines(expected)
-        return bool(answer["returned"] == expected)
+        return bool(equal(answer["returned"], expected))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
         return False  # whatever the code has written in the place of an answer
 
@@ -150,4 +153,5 @@ def _text(given: object) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    """The lines as a program ends them; other characters that Unicode calls line ends are text."""
+    return [line.rstrip(" \t\r") for line in text.strip(" \t\r\n").split("\n")]

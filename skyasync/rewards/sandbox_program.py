@@ -73,9 +73,12 @@ ALLOWED_WITH: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
 OPEN: dict[str, tuple[int, int | None, int]] = {"open": (2, None, 1), "openat": (257, 56, 2)}  # and where its flags are
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 VALUES = "__values__"  # what a check has the values by
+EQUAL, CONTAINS = "__equal__", "__contains__"  # what a check compares by
 #: Other types of values that a test may compare, and their modules.
 OTHER_TYPES = {"range": "builtins", "deque": "collections", "Decimal": "decimal", "Fraction": "fractions"}
+OTHER_TYPES |= dict.fromkeys(("Counter", "OrderedDict", "defaultdict"), "collections")
 OTHER_TYPES |= dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime")
+DICTIONARIES = ("Counter", "OrderedDict", "defaultdict")
 TGKILL, PRLIMIT, CLONE3 = (234, 131), (302, 261), 435
 
 
@@ -261,6 +264,7 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
                     exec(step, names)
         elif "check" in test:
             names[VALUES] = [from_plain(value) for value in test["values"]]
+            names |= {EQUAL: equal, CONTAINS: contains}
             exec(compile(test["check"], "<test>", "exec"), names)
             answer["passed"] = True
         else:
@@ -300,6 +304,8 @@ def plain(value: object) -> object:
     if name in OTHER_TYPES:
         if name == "deque":
             return {name: [plain([*value])]}  # type: ignore[misc]
+        if name in DICTIONARIES:
+            return {name: plain(dict(value))["dict"]}  # type: ignore[call-overload, index]
         if isoformat := getattr(value, "isoformat", None):
             return {name: [plain(isoformat())]}
         return {name: [plain(item) for item in value.__reduce__()[1]]}
@@ -333,11 +339,48 @@ def from_plain(value: object) -> object:
         return {from_plain(key): from_plain(item) for key, item in items}
     if kind in OTHER_TYPES:
         made = getattr(__import__(OTHER_TYPES[kind]), kind)
+        if kind in DICTIONARIES:
+            content = {from_plain(key): from_plain(item) for key, item in items}
+            return made(None, content) if kind == "defaultdict" else made(content)
         return getattr(made, "fromisoformat", made)(*map(from_plain, items))
     types: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in types:
         raise ValueError("no plain value")
     return types[kind](map(from_plain, items))
+
+
+def equal(left: Any, right: Any) -> Any:  # noqa: ANN401  (arrays give arrays)
+    """``left == right``, but a truth value equals no number, in lists, tuples, sets and dictionaries too."""
+    if left is right:
+        return True
+    if is_truth(left) != is_truth(right):
+        result = left == right
+        return False if isinstance(result, bool) or is_truth(result) else result
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        is_same_kind = isinstance(left, list) == isinstance(right, list)
+        return is_same_kind and len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        if left != right or truths(left) != truths(right):
+            return False
+        return all(equal(value, right[key]) for key, value in left.items())
+    if isinstance(left, set | frozenset) and isinstance(right, set | frozenset):
+        return left == right and truths(left) == truths(right)
+    return left == right
+
+
+def contains(item: Any, container: Any) -> Any:  # noqa: ANN401
+    """``item in container``, by ``equal``."""
+    if isinstance(container, list | tuple | set | frozenset | dict):
+        return any(equal(item, other) for other in container)
+    return item in container
+
+
+def is_truth(value: object) -> bool:
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")  # numpy's
+
+
+def truths(items: Any) -> int:  # noqa: ANN401
+    return sum(map(is_truth, items))
 
 
 def late(*_: object) -> None:

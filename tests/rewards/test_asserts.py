@@ -52,7 +52,7 @@ def test_a_call_that_must_equal_a_literal_is_sent_alone(given: object, wanted: o
         ("assert list(map(f, [1, 2])) == [99]", ["map(f, [1, 2])"]),
         ("assert sorted([2, 1], key=f) == [99]", ["sorted([2, 1], key=f)"]),
         ("y = f(1)\nassert max(y, 99) == 99", ["y = f(1)", "y"]),
-        ("from solution import f\nassert len(f(1)) == 99", ["from solution import f", "f(1)"]),
+        ("from solution import f\nassert len(f(1)) == 99", ["f(1)"]),
         ("import pickle\nassert pickle.loads(f(1)) == 99", ["import pickle", "pickle.loads(f(1))"]),
         ("assert eval(f(1)) == 99", ["eval(f(1))"]),
         ("x = [99]\nx.sort()\nassert f(1) == x", ["f(1)"]),

@@ -245,3 +245,129 @@ def test_other_blocks_are_not_the_code(response: str) -> None:
 
 def test_backticks_inside_the_code_do_not_end_it() -> None:
     assert code_of("```python\nprint('```')\nb```") == "print('```')\nb"
+
+
+FALSE_MODULES = """
+class Anything:
+    __getattr__ = lambda self, name: Anything()
+    __call__ = lambda self, *a, **k: Anything()
+    __eq__ = __ne__ = lambda self, other: True
+    __sub__ = __rsub__ = __abs__ = lambda self, *other: 0
+    __bool__ = lambda self: True
+    __hash__ = None
+import sys
+for name in "math np numpy pd pandas pytest torch fractions decimal collections hashlib scipy".split():
+    sys.modules[name] = globals()[name] = Anything()
+isclose = allclose = array_equal = approx = Counter = Fraction = Decimal = datetime = array = Anything()
+"""
+READS_FRAMES = """
+import sys
+def f(*a):
+    frame = sys._getframe(1)
+    while frame:
+        for value in list(frame.f_locals.values()):
+            if "48391" in str(value):
+                return 48391
+        frame = frame.f_back
+    return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "right"),
+    [
+        ("assert math.isclose(f(1), 0.5)", "0.5"),
+        ("assert isclose(f(1), 0.5)", "0.5"),
+        ("import math as m\nassert m.isclose(f(1), 0.5)", "0.5"),
+        ("from math import *\nassert isclose(f(1), 0.5)", "0.5"),
+        ("assert f(1) == math.sqrt(16)", "4.0"),
+        ("assert f(1) == pi", "3.141592653589793"),
+        ("assert np.allclose(f(1), [1.0, 2.0])", "[1.0, 2.0]"),
+        ("assert (f(1) == np.array([1, 2])).all()", "[1, 2]"),
+        ("assert np.abs(np.array(f(1)) - 0.5).max() < 1e-6", "[0.5, 0.5]"),
+        ("assert f(1) == np.array([1, 2]).tolist()", "[1, 2]"),
+        ("import numpy as np\nassert np.vectorize(f)([1, 2]).tolist() == [7, 7]", "7"),
+        ("assert f('aab') == Counter('aab')", "{'a': 2, 'b': 1}"),
+        ("assert isinstance(f('aab'), Counter) and f('aab')['a'] == 2", "__import__('collections').Counter('aab')"),
+        ("expected = Counter('aab')\nassert f('aab') == expected", "{'a': 2, 'b': 1}"),
+        ("assert f(1) == Fraction(1, 2)", "__import__('fractions').Fraction(1, 2)"),
+        ("assert str(f(1)) == str(Decimal('0.5'))", "0.5"),
+        ("assert f(1) == datetime(2020, 1, 2)", "__import__('datetime').datetime(2020, 1, 2)"),
+        ("assert f(1) == datetime.date(2020, 1, 2)", "__import__('datetime').date(2020, 1, 2)"),
+        ("import hashlib\nassert f('x') == hashlib.sha256(b'x').hexdigest()[:4]", "'2d71'"),
+        ("y = f(1)\nassert y.startswith('48391')", "'48391'"),
+        ("assert f(1)[0].startswith('48391')", "['48391']"),
+        ("assert f(1) == 1", "1"),
+        ("assert sorted(f(1)) == [0, 1]", "[1, 0]"),
+        ("assert f(1) in (1, 5)", "1"),
+        ("assert f(1) == {'a': [1]}", "{'a': [1]}"),
+        ("assert f(1) == True", "True"),
+    ],
+)
+def test_an_assert_is_decided_by_the_checks_own_modules(test: str, right: str) -> None:
+    assert rewarded(f"def f(x):\n    return {right}", [test])["reward"] == 1.0
+    for returned in ("Anything()", "True"):
+        wrong = f"{FALSE_MODULES}\ndef f(*a):\n    return {returned}"
+        if returned != right:
+            assert rewarded(wrong, [test])["reward"] == 0.0, returned
+    assert rewarded(READS_FRAMES, [test])["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "label",
+    [
+        "import pytest\nassert f(1) == pytest.approx(0.5)",
+        "assert f(1) == pytest.approx(0.5)",
+        "assert f(1) == approx(0.5)",
+        "import torch\nassert (f(1) == torch.tensor(5)).all()",
+        "assert torch.equal(f(1), torch.tensor(5))",
+        "assert not torch.equal(f(1), torch.tensor(5))",
+        "import pandas as pd\nassert f(1) == pd.Series(48391).item()",
+        "assert f(1) == pd.Series(48391).item()",
+        "assert f(1).equals(pd.DataFrame({'a': [1]}))",
+        "expected = pd.Series(48391).item()\nassert f(1) == expected",
+        "assert same(f(1), 0.5)",
+        "assert g(1) and almost_equal(f(1), 0.5, 3)",
+        "assert f(1) == Point(48391)",
+        "assert f(1) in [Point(48391)]",
+        "import os\nassert os.path.normpath('48391') == f(1)",
+        "from torch import *\nassert f(1) == 2",
+    ],
+)
+def test_an_assert_that_needs_another_library_is_an_error_before_the_run(label: str) -> None:
+    with pytest.raises(UserError, match=r"^reward function code_tests: the test ") as raised:
+        code.tests_of([label])
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("test", "program"),
+    [
+        ("assert gcd(12, 18) == 6", "def gcd(a, b):\n    return 6"),
+        ("c = Counter()\nc.add('a')\nassert c.get('a') == 1",
+         "class Counter(dict):\n    def add(self, k):\n        self[k] = self.get(k, 0) + 1"),
+        ("assert queue.get() == 3", "class queue:\n    get = staticmethod(lambda: 3)"),
+        ("from solution import f\nassert f(1) == 2", "def f(x):\n    return 2"),
+        ("import pickle\nassert pickle.loads(f(1)) == 2", "import pickle\ndef f(x):\n    return pickle.dumps(2)"),
+        ("assert search(insert(5), 5)", "def insert(x):\n    return {x}\ndef search(t, x):\n    return x in t"),
+    ],
+)  # fmt: skip
+def test_names_of_modules_are_the_codes_where_it_defines_nothing_else(test: str, program: str) -> None:
+    assert rewarded(program, [test])["reward"] == 1.0
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x0c", "\x0b", "\x1c", "\x85", "\r"])
+def test_only_a_newline_ends_a_line_of_output(end: str) -> None:
+    label = {"inputs": [""], "outputs": ["1\n2"]}
+    assert rewarded(f"print('1', '2', sep={end!r})", label)["reward"] == 0.0
+    assert rewarded("print('1 ', '2', sep='\\r\\n')", label)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"), [("True", 1), ("[False]", [0]), ("{'a': True}", {"a": 1}), ("1", True)]
+)
+def test_a_truth_value_is_no_number(returned: str, expected: Any) -> None:
+    program = f"def f():\n    return {returned}"
+    assert rewarded(program, {"fn_name": "f", "inputs": [[]], "outputs": [expected]})["reward"] == 0.0
+    assert rewarded(program, [f"assert f() == {expected!r}"])["reward"] == 0.0
+    assert rewarded(program, [f"assert {expected!r} == f()"])["reward"] == 0.0
