@@ -199,6 +199,10 @@ class Timeline:
         """The timeline's clock."""
         return self._clock()
 
+    def elapsed_s(self) -> float:
+        """Seconds since the run began."""
+        return self._clock() - self._began
+
     def close(self) -> None:
         """Fill the gaps and terminate the array. Safe to call twice; later events stay in memory only."""
         with self._lock:

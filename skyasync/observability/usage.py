@@ -16,10 +16,17 @@ NAMED = 8  # with more engines than this each one's speed is no metric of its ow
 
 @dataclass
 class Usage:
-    """Counters since start: of each engine seconds of work and tokens generated, and the trainer's seconds."""
+    """Counters since start: of each engine seconds of work and tokens generated, and the trainer's seconds.
+
+    Attributes:
+        read_s: when the counters had been read.
+        between_steps_s: seconds of evaluation, checkpoints and exports until then.
+    """
 
     engines: list[EngineWork]
     trainer_busy_s: float
+    read_s: float
+    between_steps_s: float
 
 
 class EngineWork(Protocol):
@@ -41,47 +48,67 @@ class Workers(Protocol):
     async def stats(self) -> Mapping[str, float]: ...
 
 
+class StepClock(Protocol):
+    """The clock of a run, and how much of its time is no step's."""
+
+    between_steps_s: float
+
+    def now(self) -> float: ...
+
+
 class UsageMeter:
-    """Differences between readings, as metrics.
+    """Differences between readings, as metrics. A step lasts from one reading to the next.
 
     Args:
         client: its ``stats()`` gives one ``EngineStats`` per engine, also for those that are gone; more may have come.
         dispatch: its ``stats()`` gives ``busy_s``.
     """
 
-    def __init__(self, client: EngineStatsSource, dispatch: Workers) -> None:
-        self._client, self._dispatch = client, dispatch
+    def __init__(self, client: EngineStatsSource, dispatch: Workers, clock: StepClock) -> None:
+        self._client, self._dispatch, self._clock = client, dispatch, clock
         self._last: Usage | None = None
 
-    async def read(self) -> Usage:
-        engines, trainer = await asyncio.gather(self._client.stats(), self._dispatch.stats())
-        return Usage(list(engines), float(trainer["busy_s"]))
-
     async def start(self) -> None:
-        self._last = await self.read()
+        """The first step begins."""
+        self._last = await self._read()
 
-    async def lap(self, wall_s: float, samples: int) -> dict[str, float]:
-        """Metrics of the ``wall_s`` seconds since the last call, in which ``samples`` were trained."""
-        before, now = self._last, await self.read()
-        assert before is not None, "start() comes first"
-        self._last, wall_s = now, max(wall_s, 1e-9)
-        busy_s, tokens = 0.0, dict[int, float]()
-        for number, new in enumerate(now.engines):
-            if not new.gone:
-                old = before.engines[number] if number < len(before.engines) else None
-                busy_s += _since(old.busy_s if old else 0.0, new.busy_s)
-                tokens[number] = _since(old.generated_tokens if old else 0, new.generated_tokens)
-        each = tokens if 1 < len(tokens) <= NAMED else {}
-        metrics = {
-            **{f"throughput/engine_{n}_tokens_per_s": count / wall_s for n, count in each.items()},
-            "time/step_s": wall_s,
-            "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / wall_s),
-            "throughput/samples_per_s": samples / wall_s,
-        }
-        if now.engines:  # else the run has none
-            metrics["idle/engines"] = _idle(busy_s / max(len(tokens), 1) / wall_s)
-            metrics["throughput/tokens_per_s"] = sum(tokens.values()) / wall_s
-        return metrics
+    async def lap(self, samples: int) -> dict[str, float]:
+        """Metrics of the step that ends now, in which ``samples`` were trained."""
+        assert self._last is not None, "start() comes first"
+        before = self._last
+        now = self._last = await self._read()
+        interval_s = now.read_s - before.read_s
+        step_s = interval_s - (now.between_steps_s - before.between_steps_s)
+        metrics = {"time/step_s": step_s, "time/interval_s": interval_s}
+        return metrics | _rates(before, now, samples, max(interval_s, 1e-9))
+
+    async def _read(self) -> Usage:
+        engines, trainer = await asyncio.gather(self._client.stats(), self._dispatch.stats())
+        busy_s = float(trainer["busy_s"])
+        return Usage(list(engines), busy_s, self._clock.now(), self._clock.between_steps_s)
+
+
+def _rates(before: Usage, now: Usage, samples: int, interval_s: float) -> dict[str, float]:
+    """Rates and idle shares of the time between two readings, from the counters of the same time."""
+    busy_s = 0.0
+    tokens: dict[int, float] = {}
+    for number, new in enumerate(now.engines):
+        if new.gone:
+            continue
+        old = before.engines[number] if number < len(before.engines) else None
+        busy_s += _since(old.busy_s if old else 0.0, new.busy_s)
+        tokens[number] = _since(old.generated_tokens if old else 0, new.generated_tokens)
+    metrics = {
+        "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / interval_s),
+        "throughput/samples_per_s": samples / interval_s,
+    }
+    if now.engines:  # else the run has none
+        metrics["idle/engines"] = _idle(busy_s / max(len(tokens), 1) / interval_s)
+        metrics["throughput/tokens_per_s"] = sum(tokens.values()) / interval_s
+    if 1 < len(tokens) <= NAMED:
+        for number, count in tokens.items():
+            metrics[f"throughput/engine_{number}_tokens_per_s"] = count / interval_s
+    return metrics
 
 
 def _since(before: float, now: float) -> float:

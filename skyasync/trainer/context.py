@@ -167,6 +167,10 @@ class Schedule:
         return True
 
 
+#: Phases whose time is no part of a step's: ``time/step_s`` leaves them out.
+BETWEEN_STEPS = ("eval", "checkpoint", "export")
+
+
 class Phases:
     """The phases of a step, measured and limited: each is a span on the timeline and a metric, under the same name.
 
@@ -174,7 +178,7 @@ class Phases:
         name: what the run is doing, for the terminal.
         metrics: of the current step.
         step: the current step, from 1; 0 before the first.
-        began: when the current step began.
+        between_steps_s: seconds of evaluation, checkpoints and exports so far.
         plan_runs: inside of the trainer's ``running``.
 
     Args:
@@ -185,17 +189,26 @@ class Phases:
         self.name = "starting"
         self.metrics: Metrics = {}
         self.plan_runs = False
-        self.step, self.began = 0, 0.0
+        self.step = 0
+        self.between_steps_s = 0.0
         self.limit_s = limit_s
         self.timeline = Timeline(None)
         self._weights: dict[str, float] = {}  # of the metrics that ``mean`` adds to
         self._under_way: set[object] = set()
         self._last_s = 0.0  # when a step was under way
+        self._open: set[str] = set()  # of ``BETWEEN_STEPS``: those that run now
+        self._evaluated_s = 0.0  # by evaluations that have ended
+        self._evaluation_began = 0.0
 
     def begin_step(self, step: int) -> None:
         """From here on phases and metrics are those of this step."""
-        self.metrics, self.step, self.name, self.began = {}, step, "training", self.now()
+        self.metrics, self.step, self.name = {}, step, "training"
         self._weights = {}
+
+    def evaluation_s(self) -> float:
+        """Seconds of evaluation so far, those of one that runs included."""
+        current = self.now() - self._evaluation_began if "eval" in self._open else 0.0
+        return self._evaluated_s + current
 
     def mean(self, name: str, value: float, weight: float) -> None:
         """A metric of a part of the step's batch: the metric of the step is the mean of its parts."""
@@ -235,12 +248,26 @@ class Phases:
     def _span(
         self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
     ) -> Iterator[None]:
-        start, metrics = self.now(), self.metrics if into is None else into
+        metrics = self.metrics if into is None else into
+        start = self.now()
+        between_steps_s = self.between_steps_s
+        outermost = name in BETWEEN_STEPS and not self._open
+        if outermost:
+            self._open.add(name)
+            self._evaluation_began = start
         try:
             with self.timeline.span(name, track, step=self.step if step is None else step):
                 yield
         finally:
-            metrics[f"time/{name}_s"] = metrics.get(f"time/{name}_s", 0.0) + self.now() - start
+            seconds = self.now() - start
+            if outermost:
+                self._open.discard(name)
+                self.between_steps_s += seconds
+                if name == "eval":
+                    self._evaluated_s += seconds
+            elif track == "trainer":
+                seconds -= self.between_steps_s - between_steps_s  # an export while the policy has its devices
+            metrics[f"time/{name}_s"] = metrics.get(f"time/{name}_s", 0.0) + seconds
 
     def limited(self, what: str) -> AbstractAsyncContextManager[None]:
         """End what takes longer than ``trainer.step_timeout_s`` with a TimeoutError that names phase, step and key."""

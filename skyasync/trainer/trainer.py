@@ -263,6 +263,7 @@ class RayPPOTrainer(AlgorithmHooks):
         ledger, scorer = self.checkpointer.ledger, self.context.reward_model
         async with self.weight_updates.gate.entered():
             version = self.policy_version
+            evaluated_s = self.context.phases.evaluation_s()
             with self.timed("generate", metrics, "rollout", step):
                 finished = ledger.start(prompts, version)  # in the checkpoint
                 left = [prompt for prompt in prompts if prompt.id not in finished]
@@ -281,6 +282,7 @@ class RayPPOTrainer(AlgorithmHooks):
                     by_prompt = finished | {group.prompt.id: group for group in groups}
                     groups = [by_prompt[prompt.id] for prompt in prompts]
                 self.reporter.schedule_log.arrived(groups)
+            metrics["rollout/in_evaluation"] = float(self.context.phases.evaluation_s() > evaluated_s)
         if self.context.refill.active:  # filters decide by what will be trained
             groups = list(self.postprocess_generator_output(groups))
         return groups, metrics | reported
@@ -455,12 +457,20 @@ class RayPPOTrainer(AlgorithmHooks):
     # ---------------------------------------------------------------- end of a step
 
     async def end_step(self, status: Metrics) -> None:
-        """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done."""
+        """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done.
+
+        The step's time ends here. What follows is the next step's, except for evaluation and checkpoint.
+        """
         self._check_running("end_step")
         self.metrics.update(status)  # a plan's status may be a copy
+        with self.context.phases.timeline.span("end_step", "trainer", step=self.global_step):
+            await self._end_step()
+
+    async def _end_step(self) -> None:
         metrics, step, phases, schedule = self.metrics, self.global_step, self.context.phases, self.context.schedule
-        async with phases.limited("report of the engines"):
-            metrics |= await self.reporter.usage(phases.now() - phases.began)
+        with phases.timed("counters"):
+            async with phases.limited("report of the engines"):
+                metrics |= await self.reporter.end_interval()  # what follows is the next step's time
         evaluated = schedule.reached("evaluation", step) or step >= self.total_steps
         if evaluated:
             metrics |= await self.evaluate()
@@ -485,8 +495,9 @@ class RayPPOTrainer(AlgorithmHooks):
             return metrics
         self.context.phases.name = "evaluating"
         pause = self.cfg.trainer.eval_mode == "pause"
-        async with self.weight_updates.without_rollouts() if pause else nullcontext():
-            with self.timed("eval", metrics, "evaluation"):
+        with self.timed("eval", metrics, "evaluation"):
+            # Waiting for rollouts in flight is a part of the evaluation's time, not of the step's.
+            async with self.weight_updates.gate.closed() if pause else nullcontext():
                 groups: list[Group] = []
                 for requests in eval_requests(self.eval_dataset, self.cfg):
                     if not self.shares_devices:
@@ -558,6 +569,10 @@ class RayPPOTrainer(AlgorithmHooks):
             phases.name = "finished"
 
     async def _begin(self) -> None:
+        phases = self.context.phases
+        before_s = phases.timeline.elapsed_s()
+        began_s = phases.now()
+        evaluated_s = phases.evaluation_s()
         resumed = await self.checkpointer.resume()
         if self.learner.guard.rolls_back and not resumed:
             await self.save_checkpoint()  # of the initial weights: the first step may be one to undo
@@ -566,12 +581,16 @@ class RayPPOTrainer(AlgorithmHooks):
         if self.cfg.trainer.eval_before_train and not resumed:
             self.reporter.log(await self.evaluate(), 0)
         self.context.schedule.begin()
+        async with phases.limited("report of the engines"):
+            await self.reporter.start_clock()
+        start_s = before_s + phases.now() - began_s - (phases.evaluation_s() - evaluated_s)
         await self._begin_step(self.global_step + 1)
+        self.metrics["time/start_s"] = start_s
 
     async def _begin_step(self, step: int) -> None:
+        self.context.phases.begin_step(step)
         if step <= self.total_steps:  # after the last step there are metrics to take, and no step begins
             await notify(self, "on_step_begin", step)
-        self.context.phases.begin_step(step)
 
     async def _save_on_exit(self) -> None:
         """Leave a checkpoint of the last whole step, if the settings ask for it and there is none yet."""

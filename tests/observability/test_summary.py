@@ -45,8 +45,37 @@ def test_phases_are_means_over_all_steps_longest_first():
     rows = [step(1, time__sync_s=0.2, time__train_s=1.0), step(2, time__train_s=0.5, time__eval_s=None)]
     assert list(summarise(rows).phases.items()) == [("train", 0.75), ("sync", 0.1), ("eval", 0.0)]
     shown = text_of(summarise(rows))
-    assert "where a step's time goes" in shown
+    assert "where the time of training goes" in shown
     assert [line.split() for line in shown.splitlines() if line.startswith("train")] == [["train", "0.750", "38%"]]
+
+
+def test_the_rate_is_that_of_all_of_training_with_the_rate_without_evaluations_after_it():
+    """An evaluation of 6 s follows step 2; the batch of step 4 was generated meanwhile, and step 3 waited for none."""
+    rows = [
+        {"step": 0, "eval/score": 0.5, "time/eval_s": 9.0},
+        step(1, 2.0, time__interval_s=2.0, throughput__samples_per_s=50, time__start_s=30.0),
+        step(2, 2.0, time__interval_s=2.0, throughput__samples_per_s=50, time__eval_s=6.0),
+        step(3, 0.5, time__interval_s=6.5, throughput__samples_per_s=100 / 6.5),
+        step(4, 1.5, time__interval_s=1.5, throughput__samples_per_s=100 / 1.5, rollout__in_evaluation=0.5),
+        step(5, 2.0, time__interval_s=2.0, throughput__samples_per_s=50, rollout__in_evaluation=0.0),
+    ]
+    result = summarise(rows)
+    assert result.total_s == 8.0 + 6.0
+    assert result.step_s == 2.0
+    assert result.means["throughput/samples_per_s"] == pytest.approx(500 / 14)
+    assert result.samples_per_s == pytest.approx(50.0)
+    shown = text_of(result)
+    assert "5 in 0:14 (evaluation 0:06), 2.00 s each without evaluations" in shown
+    assert "36 (50 without evaluations)" in shown
+    assert "start           0:30" in shown
+
+
+def test_idle_shares_are_weighted_by_the_time_in_which_they_were_measured():
+    rows = [
+        step(1, 2.0, time__interval_s=2.0, idle__engines=0.1, time__eval_s=8.0),
+        step(2, 2.0, time__interval_s=10.0, idle__engines=0.7),
+    ]
+    assert summarise(rows).means["idle/engines"] == pytest.approx((0.1 * 2 + 0.7 * 10) / 12)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +102,26 @@ def test_phases_are_means_over_all_steps_longest_first():
         ),
         (
             {"idle__trainer": 0.6, "idle__engines": 0.4, "time__wait_data_s": 1.0},
-            "trainer and engines mostly wait for each other, though the plan lets them overlap: the trainer waited 60% "
-            "of the time, the engines 40%; generating further ahead (trainer.max_staleness, trainer.async_queue_size) "
-            "would help",
+            "trainer and engines wait for each other, though the plan lets them overlap: the trainer waited 60% of the "
+            "time, the engines 40%; generating further ahead (trainer.max_staleness, trainer.async_queue_size) would "
+            "help",
+        ),
+        (  # neither works for most of the time
+            {"idle__trainer": 0.3, "idle__engines": 0.52, "time__wait_data_s": 0.4},
+            "trainer and engines wait for each other, though the plan lets them overlap: the trainer waited 30% of the "
+            "time, the engines 52%; generating further ahead (trainer.max_staleness, trainer.async_queue_size) would "
+            "help",
+        ),
+        (
+            {"idle__trainer": 0.6, "idle__engines": 0.7, "time__wait_data_s": 0.2},
+            "neither trainer nor engines are the bottleneck: the trainer waited 60% of the time, the engines 70%; the "
+            "controller, environments and reward functions took much of the time: the trainer waited for samples in "
+            "10% of it",
+        ),
+        (
+            {"idle__trainer": 0.8, "idle__engines": 0.15, "time__wait_data_s": 1.5},
+            "generation is the bottleneck: the trainer waited 80% of the time, the engines 15%; "
+            "more devices for engines would help",
         ),
         (
             {"time__wait_generation_s": 1.0, "time__wait_data_s": 0.2, "idle__engines": 0.1},

@@ -33,12 +33,21 @@ class Dispatch:
         return {"busy_s": self.counters.trainer}
 
 
-async def lap(before, after, wall_s=10.0, samples=20):
-    counters = Counters(*before.engines, trainer=before.trainer)
-    meter = UsageMeter(Client(counters), Dispatch(counters))
+class Clock:
+    def __init__(self):
+        self.between_steps_s = self.seconds = 0.0
+
+    def now(self):
+        return self.seconds
+
+
+async def lap(before, after, interval_s=10.0, between_steps_s=0.0, samples=20):
+    counters, clock = Counters(*before.engines, trainer=before.trainer), Clock()
+    meter = UsageMeter(Client(counters), Dispatch(counters), clock)
     await meter.start()
     counters.engines, counters.trainer = after.engines, after.trainer
-    return await meter.lap(wall_s, samples)
+    clock.seconds, clock.between_steps_s = interval_s, between_steps_s
+    return await meter.lap(samples)
 
 
 @virtual_time
@@ -46,6 +55,7 @@ async def test_a_lap_counts_what_happened_since_the_last_reading():
     found = await lap(Counters((5.0, 100), trainer=3.0), Counters((9.0, 400), trainer=5.0))
     assert found == {
         "time/step_s": 10.0,
+        "time/interval_s": 10.0,
         "idle/engines": pytest.approx(0.6),
         "idle/trainer": pytest.approx(0.8),
         "throughput/tokens_per_s": 30.0,
@@ -71,19 +81,45 @@ async def test_shares_stay_between_0_and_1_whatever_clocks_say():
 
 @virtual_time
 async def test_a_step_of_no_time_divides_by_nothing():
-    found = await lap(Counters((0.0, 0)), Counters((0.0, 0)), wall_s=0.0)
+    found = await lap(Counters((0.0, 0)), Counters((0.0, 0)), interval_s=0.0)
     assert found["idle/engines"] == found["idle/trainer"] == 1.0
 
 
 @virtual_time
 async def test_laps_follow_each_other():
-    counters = Counters((0.0, 0))
-    meter = UsageMeter(Client(counters), Dispatch(counters))
+    counters, clock = Counters((0.0, 0)), Clock()
+    meter = UsageMeter(Client(counters), Dispatch(counters), clock)
     await meter.start()
-    counters.engines = ((4.0, 10),)
-    await meter.lap(10.0, 1)
-    counters.engines = ((5.0, 30),)
-    assert (await meter.lap(10.0, 1))["throughput/tokens_per_s"] == 2.0
+    counters.engines, clock.seconds = ((4.0, 10),), 10.0
+    await meter.lap(1)
+    counters.engines, clock.seconds = ((5.0, 30),), 20.0
+    assert (await meter.lap(1))["throughput/tokens_per_s"] == 2.0
+
+
+@virtual_time
+async def test_a_step_leaves_out_an_evaluation_while_rates_are_of_all_the_time_in_which_the_counters_counted():
+    after = Counters((4.0, 300), trainer=1.0)
+    found = await lap(Counters((0.0, 0)), after, interval_s=10.0, between_steps_s=6.0)
+    assert (found["time/step_s"], found["time/interval_s"]) == (4.0, 10.0)
+    assert found["throughput/tokens_per_s"] == 30.0
+    assert found["idle/engines"] == pytest.approx(0.6)
+    assert found["idle/trainer"] == pytest.approx(0.9)
+
+
+@virtual_time
+async def test_a_slow_answer_belongs_to_the_step_that_it_ends():
+    counters, clock = Counters((0.0, 0)), Clock()
+
+    class SlowClient(Client):
+        async def stats(self):
+            clock.seconds += 3.0
+            return await super().stats()
+
+    meter = UsageMeter(SlowClient(counters), Dispatch(counters), clock)
+    await meter.start()
+    for _ in range(3):
+        clock.seconds += 2.0
+        assert (await meter.lap(1))["time/step_s"] == 5.0
 
 
 @virtual_time

@@ -167,7 +167,7 @@ _THROUGHPUT = Chart("Throughput", (Line("throughput/tokens_per_s", "generated to
 _IDLE = Chart(
     "Idle shares",
     (Line("idle/trainer", "trainer", smooth=True), Line("idle/engines", "engines", smooth=True)),
-    says="Shares of each step's time.",
+    says="Shares of the time since the end of the step before, evaluations and checkpoints included.",
     percent=True,
 )
 _STEP = Chart("Seconds per step", (Line("time/step_s", "seconds", smooth=True),))
@@ -247,7 +247,8 @@ def step_parts(row: Row) -> dict[str, float]:
     waits = [name for name in row if re.fullmatch(r"time/wait_\w+_s", name)] or ["time/generate_s"]
     training = {name: row.get(name) or 0.0 for name in TRAINING}
     rest = (row.get("time/train_s") or 0.0) - sum(training.values())
-    seconds = {**training, "training, the rest": rest, "time/sync_s": row.get("time/sync_s") or 0.0}
+    seconds = {**training, "training, the rest": rest}
+    seconds |= {name: row.get(name) or 0.0 for name in ("time/sync_s", "time/counters_s")}
     seconds |= {name: row.get(name) or 0.0 for name in waits}  # last: what overlaps with training is no wait
     parts, left = {}, float(step)
     for name, value in seconds.items():

@@ -21,7 +21,7 @@ from skyasync.observability.plots import Row, labels, series
 from skyasync.observability.report import figures, settings
 from skyasync.observability.report.charts import sections
 from skyasync.observability.run_dir import FAILED, LOST, RUNNING, STOPPED, Status, read_status
-from skyasync.observability.summary import FIGURES, summarise
+from skyasync.observability.summary import FIGURES, course, summarise
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +105,15 @@ class Run:
         if rewards:
             tiles.append(("reward", f"{rewards[-1]:.3f}", f"from {rewards[0]:.2f}"))
         if summary.step_s is not None:
-            tiles.append(("steps", f"{summary.steps:,}", f"{duration(summary.total_s)}, {summary.step_s:.2f} s each"))
-        shown = [figure for figure in FIGURES if figure[0] != "sync/logprob_gap"]
-        return tiles + [(label, form.format(means[name]), "") for name, label, form in shown if name in means]
+            tiles.append(("steps", f"{summary.steps:,}", course(summary)))
+        for name, label, form in FIGURES:
+            if name not in means or name == "sync/logprob_gap":
+                continue
+            word = ""
+            if name == "throughput/samples_per_s" and summary.samples_per_s is not None:
+                word = f"{form.format(summary.samples_per_s)} without evaluations"
+            tiles.append((label, form.format(means[name]), word))
+        return tiles
 
 
 @dataclass(frozen=True)

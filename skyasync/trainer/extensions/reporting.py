@@ -56,15 +56,15 @@ class Reporter(RunExtension):
         self._failed: set[str] = set()  # logged once, until it is written again
         self._usage: UsageMeter | None = None
 
-    async def on_step_begin(self, trainer: Watched, step: int) -> None:
-        """Measure the work of the parts from here on: that of an evaluation belongs to no step."""
-        self._usage = UsageMeter(self._context.client, self._context.dispatch)
+    async def start_clock(self) -> None:
+        """The first step begins: its time counts from here, and the work of engines and trainer."""
+        self._usage = UsageMeter(self._context.client, self._context.dispatch, self._context.phases)
         await self._usage.start()
 
-    async def usage(self, wall_s: float) -> Metrics:
-        """How busy engines and trainer were since the step began."""
-        assert self._usage is not None, "on_step_begin() comes first"
-        return await self._usage.lap(wall_s, self._trained)
+    async def end_interval(self) -> Metrics:
+        """What a step took, and how busy engines and trainer were meanwhile. The next one begins here."""
+        assert self._usage is not None, "start_clock() comes first"
+        return await self._usage.lap(self._trained)
 
     def rolled_out(self, groups: Sequence[Group]) -> Metrics:
         """Metrics of what has been sampled; a warning if samples repeat as chance would not."""

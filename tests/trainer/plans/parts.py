@@ -245,6 +245,7 @@ class RecordingTimeline:
 
         self._timeline = Timeline(None)
         self.span, self.spans, self.closed = self._timeline.span, self._timeline.spans, 0
+        self.elapsed_s = self._timeline.elapsed_s
 
     def close(self) -> None:
         self.closed += 1
