@@ -6,7 +6,7 @@ Invariant: every key that was given is in ``left``, ``silent``, ``unknown`` or `
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from skyasync.config.keys import Keys
@@ -109,6 +109,11 @@ class Draft:
             if not any(name in other.theirs for other in self.ours.values()):
                 self.left[name] = why or "it has no effect here next to the other settings"
 
+    def drop_unasked(self, path: str) -> None:
+        """Leave our key at its default if it was not given."""
+        if path in self.ours and not self.ours[path].given:
+            self.ours.pop(path)
+
     def drop_group(self, prefix: str, why: str) -> None:
         """``drop`` for every key of ours that begins so."""
         for path in [path for path in self.ours if path.startswith(prefix)]:
@@ -156,8 +161,42 @@ class Draft:
             if enabled or self.named(*theirs):
                 self.put(path, enabled, *theirs)
         if not coefficient:
+            self.drop_unasked("trainer.ref.model.dtype")
             for name in ("kl_loss_coef", "kl_estimator_type", "kl_ctrl.horizon", "kl_ctrl.kl_target", "kl_ctrl.type"):
                 self.drop(f"{A}{name}", "there is no KL term")
+
+    def set_kl_clamp(self, *estimators: str) -> None:
+        """Clamp the KL estimate to plus or minus 10, as they do for these estimators."""
+        in_use = self.value(f"{A}use_kl_loss") or self.value(f"{A}use_kl_in_reward")
+        if in_use and self.value(f"{A}kl_estimator_type") in estimators:
+            self.put(f"{A}kl_clamp", 10.0)
+
+    def remark_warm_up(self, section: str = "policy") -> None:
+        """Say which step of the warm-up is the first that learns."""
+        prefix = f"trainer.{section}.optimizer_config."
+        for path in (f"{prefix}num_warmup_steps", f"{prefix}warmup_ratio"):
+            if path in self.ours and self.value(path):
+                setting = self.ours[path]
+                note = "of W steps, step k has k/W of the rate here, (k-1)/W there"
+                self.ours[path] = replace(setting, note=note)
+
+    def remark_kl_in_reward(self) -> None:
+        """Say how a KL penalty in the reward meets an estimator that compares the rewards of a group."""
+        compared = ("grpo", "dr_grpo", "rloo", "normalized", "reinforce++_baseline")
+        if self.value(f"{A}use_kl_in_reward") and self.value(f"{A}advantage_estimator") in compared:
+            self.remarks.append(
+                f"{A}use_kl_in_reward: the penalty is part of the reward that a group is compared by; "
+                f"there each token's advantage loses the penalties from it on, behind that comparison"
+            )
+
+    def remark_filters(self) -> None:
+        """Say that their log-probabilities are of all tokens, if sampling leaves some out."""
+        top_p, top_k, min_p = (self.number(f"{SAMPLING}.{name}") for name in ("top_p", "top_k", "min_p"))
+        if top_p < 1 or top_k > 0 or min_p > 0:
+            self.remarks.append(
+                f"trained log-probabilities are of the tokens that {SAMPLING} leaves, there of all: "
+                f"{A}filter_logprobs=false computes them so"
+            )
 
     def set_staleness(self, name: str) -> None:
         """The whole number above a ratio of batches bounds the staleness."""

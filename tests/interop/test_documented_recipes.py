@@ -171,7 +171,7 @@ def roll(folder: Path, **more: object) -> Translation:
 def test_an_unnamed_group_size_is_one_response(tmp_path: Path) -> None:
     found = roll(tmp_path)
     assert (found["trainer.train_batch_size"], found["generator.n_samples_per_prompt"]) == (1024, 1)
-    assert found["trainer.policy_mini_batch_size"] == 0
+    assert found["trainer.policy_mini_batch_size"] == 2 * 128 * 4 // 2, "two tensor ranks have the same rows"
     assert found[f"{A}advantage_estimator"] == "normalized"
     assert (found[f"{A}reward_norm_mean"], found[f"{A}reward_norm_std"]) == ("none", "none")
 
@@ -179,7 +179,27 @@ def test_an_unnamed_group_size_is_one_response(tmp_path: Path) -> None:
 def test_a_batch_of_agents_counts_trajectories(tmp_path: Path) -> None:
     found = roll(tmp_path, train_env_manager={"group_size": 8, "num_env_groups": 16})
     assert (found["trainer.train_batch_size"], found["generator.n_samples_per_prompt"]) == (128, 8)
-    assert found[f"{A}advantage_estimator"] == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("norms", "mean", "deviation"),
+    [
+        ({}, "none", "none"),
+        ({"grouping": "traj_group_id", "method": "mean_std"}, "group", "group"),
+        ({"grouping": "traj_group_id", "method": "mean"}, "group", "none"),
+        ({"grouping": "batch", "method": "mean_std"}, "batch", "batch"),
+        ({"norm_mean_type": "group", "norm_std_type": "batch"}, "group", "batch"),
+        ({"grouping": "traj_group_id", "method": "mean_std", "norm_std_type": "batch"}, "group", "batch"),
+    ],
+)
+def test_rewards_of_agents_are_compared_by_their_norms_whatever_the_estimator(
+    norms: dict[str, str], mean: str, deviation: str, tmp_path: Path
+) -> None:
+    found = roll(tmp_path, train_env_manager={"group_size": 8, "num_env_groups": 16}, reward_normalization=norms)
+    assert found[f"{A}advantage_estimator"] == "normalized"
+    assert (found[f"{A}reward_norm_mean"], found[f"{A}reward_norm_std"]) == (mean, deviation)
+    spread_of_the_rewards = (mean, deviation) == ("group", "batch")
+    assert found[f"{A}extra"] == ({"raw_std": True} if spread_of_the_rewards else {})
 
 
 def test_a_variable_of_the_file_is_no_reward_model_and_validation_pauses_generation(tmp_path: Path) -> None:

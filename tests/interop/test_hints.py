@@ -218,7 +218,7 @@ def test_two_hundred_flags_have_an_answer() -> None:
         ("per_device_train_batch_size=4", "trainer.micro_train_batch_size_per_gpu=4"),
         ("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=0", "FSDP2 wraps and shards by itself"),
         ("clip_ratio_low=0.1", "that is how verl spells it; here it is trainer.algorithm.eps_clip_low=0.1"),
-        ("no_advantage_std_norm=true", "trainer.algorithm.grpo_norm_by_std=false"),
+        ("no_advantage_std_norm=true", "trainer.algorithm.extra.scale=false"),
     ],
 )
 def test_a_hint_says_the_whole_setting(override: str, hint: str) -> None:

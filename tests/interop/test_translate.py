@@ -292,7 +292,7 @@ def test_a_recipe_with_a_critic_keeps_it(tmp_path: Path) -> None:
         "trainer.algorithm.advantage_estimator": "gae", "trainer.placement.critic_num_gpus_per_node": 2,
         "trainer.placement.colocate_policy_critic": False, "trainer.critic.optimizer_config.lr": 9e-6,
         "trainer.critic.optimizer_config.adam_betas": [0.9, 0.95], "trainer.critic.value_clip": 0.5,
-        "trainer.critic.warmup_steps": 10,
+        "trainer.critic.warmup_steps": 11,
     }  # fmt: skip
     assert {path: found.get(path) for path in expected} == expected
 
@@ -338,7 +338,7 @@ def test_a_penalty_counts_if_it_is_on_and_is_complete_at_the_longest_response() 
          {"trainer.policy.lora.rank": 32, "trainer.policy.lora.target_modules": None}),
         (["actor.use_lora=true", "actor.lora_rank=8"], "areal", {"trainer.policy.lora.rank": 8}),
         (["actor.overlong_tokens=64"], "areal", {f"{A}overlong_buffer.len": None}),
-        (["actor.overlong_tokens=64", "actor.overlong_reward_penalty=true", "gconfig.max_new_tokens=300"], "areal",
+        (["actor.overlong_tokens=64", "actor.overlong_reward_penalty=true", "actor.max_new_tokens=300"], "areal",
          {f"{A}overlong_buffer.len": 64, f"{A}overlong_buffer.max_len": 300}),
         (["eval_gconfig.greedy=true", "eval_gconfig.temperature=1.0"], "areal",
          {"generator.eval_sampling_params.temperature": 0}),

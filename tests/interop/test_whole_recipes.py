@@ -170,7 +170,7 @@ def test_rolls_file_for_verified_rewards(tmp_path: Path) -> None:
 def test_rolls_file_for_agents(tmp_path: Path) -> None:
     check(of_yaml(tmp_path, AGENTIC), {
         "trainer.plan": "fully_async", "trainer.train_batch_size": 128, "generator.n_samples_per_prompt": 8,
-        f"{A}advantage_estimator": "grpo", "generator.max_model_len": 8192, "trainer.eval_mode": "pause",
+        f"{A}advantage_estimator": "normalized", "generator.max_model_len": 8192, "trainer.eval_mode": "pause",
         "generator.num_inference_engines": 4,
     })  # fmt: skip
 
@@ -178,7 +178,7 @@ def test_rolls_file_for_agents(tmp_path: Path) -> None:
 def test_areals_file(tmp_path: Path) -> None:
     check(of_yaml(tmp_path, AREAL), {
         "trainer.plan": "fully_async", "trainer.max_staleness": 4, "trainer.staleness_bound": "mean",
-        f"{A}policy_loss_type": "decoupled_ppo", f"{A}ratio_anchor": "proximal", "trainer.train_batch_size": 256,
+        f"{A}policy_loss_type": "ppo", f"{A}ratio_anchor": "proximal", "trainer.train_batch_size": 256,
         "generator.n_samples_per_prompt": 4, "generator.max_concurrent_rollouts": 256, "trainer.epochs": 10,
         "generator.num_inference_engines": 4, f"{P}policy_num_gpus_per_node": 4,
     })  # fmt: skip
@@ -207,6 +207,7 @@ def trained(folder: Path, found: Translation, *more: str) -> Run:
 def test_openrlhfs_command_trains_with_its_agent(agent: str, tmp_path: Path) -> None:
     run = trained(tmp_path, openrlhf(tmp_path, agent), f"{A}dynamic_sampling.max_sample_batches=4",
                   "trainer.policy.optimizer_config.scheduler=constant",
+                  "trainer.policy.optimizer_config.warmup_ratio=0",
                   "trainer.policy.optimizer_config.scheduler_kwargs={}")  # fmt: skip
     assert run.learned
     assert 0.0 < run.metrics["reward/mean"] < 2.0
@@ -215,6 +216,7 @@ def test_openrlhfs_command_trains_with_its_agent(agent: str, tmp_path: Path) -> 
 def test_areals_file_trains(tmp_path: Path) -> None:
     reward = Path(__file__).parent / "areal" / "files" / "reward.py"
     run = trained(tmp_path, of_yaml(tmp_path, AREAL), "trainer.epochs=1", "generator.max_concurrent_rollouts=4",
+                  "trainer.policy.optimizer_config.warmup_ratio=0",
                   f"environment.reward_funcs=[{reward}:parity_reward_fn]")  # fmt: skip
     assert run.learned
     assert run.metrics["staleness/mean"] <= 4

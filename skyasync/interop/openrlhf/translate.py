@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from skyasync.config.values import Value
-from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, as_list
-from skyasync.interop.draft import HUB, PLACEMENT, PLAN, SAMPLING, A, Draft
+from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, NoCounterpartError, as_list
+from skyasync.interop.draft import BOUNDS, CORRECTION, HUB, PLACEMENT, PLAN, SAMPLING, A, Draft
 
 
 def _reward(value: Value, context: ConversionContext) -> list[Value]:
@@ -17,23 +18,30 @@ def _reward(value: Value, context: ConversionContext) -> list[Value]:
     return [[file if ":" in file else f"{file}:reward_func" for file in files]]
 
 
+def _frozen(value: Value, context: ConversionContext) -> list[Value]:
+    """Steps are counted from 0 there, and the policy learns from the step behind this number."""
+    if not isinstance(value, int):
+        raise NoCounterpartError("a whole number here")
+    return [max(0, value + 1)]
+
+
 CONVERSIONS: dict[str, Conversion] = {
     "reward": _reward,
+    "frozen": _frozen,
     "wandb": lambda value, context: [["jsonl", "wandb"] if value else ["jsonl"]],
     "tensorboard": lambda value, context: [["jsonl", "tensorboard"] if value else ["jsonl"]],
 }
 
 
 def finish(draft: Draft) -> None:
-    """Correction and its thresholds, the KL term, lengths, data sets, plan and placement."""
-    enabled = bool(draft.theirs("algo.advantage.is_correction_enable", "enable_vllm_is_correction"))
+    """Correction and its thresholds, the objective, the KL term, lengths, data sets, plan and placement."""
+    switch = ("algo.advantage.is_correction_enable", "enable_vllm_is_correction")
+    enabled = bool(draft.theirs(*switch))
     kind = ("algo.advantage.is_correction_type", "vllm_is_correction_type")
     bounds = ("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold")
     enabled = enabled or bool(draft.given.get("use_icepop"))
     draft.set_correction(enabled, draft.theirs(*bounds), *kind, *bounds)
-    if draft.value(f"{A}policy_loss_type") == "gspo":
-        draft.put(f"{A}loss_reduction", "sequence_mean", "actor.policy_loss_type", "policy_loss_type")
-    draft.set_kl(bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef"))
+    _objective(draft, draft.named(*switch) if enabled else [])
     total, names = draft.theirs("data.max_len", "max_len"), draft.named("data.max_len", "max_len")
     response, prompt = draft.theirs("rollout.max_new_tokens", "max_new_tokens"), "trainer.max_prompt_length"
     if not names and draft.named("prompt_max_len", "generate_max_len"):  # earlier releases, without a limit of both
@@ -45,7 +53,11 @@ def finish(draft: Draft) -> None:
         if isinstance(response, int) and "prompt_max_len" not in draft.given:
             draft.put(prompt, total - response, *names)
         elif response is None and total > draft.number(prompt):
-            draft.put(f"{SAMPLING}.max_generate_length", total - int(draft.number(prompt)), *names)
+            rest, note = total - int(draft.number(prompt)), "there all that the prompt leaves of it"
+            draft.put(f"{SAMPLING}.max_generate_length", rest, *names, note=note)
+    if draft.number(f"{A}overlong_buffer.len"):
+        longest = response if isinstance(response, int) else total
+        draft.put(f"{A}overlong_buffer.max_len", longest, *draft.origin(f"{A}overlong_buffer.len"))
     draft.set_split("data.train_data", "data.prompt_split", "prompt_split")
     draft.set_split("data.val_data", "eval.split", "eval_split")
     _first_rows(draft)
@@ -61,6 +73,29 @@ def finish(draft: Draft) -> None:
             draft.ours.pop(f"{PLACEMENT}colocate_all", None)
     if "generator.agent_func_path" in draft.ours and f"{A}dynamic_sampling.type" in draft.ours:
         draft.put(f"{A}dynamic_sampling.metric", "score")  # what is filtered there, and not the reward
+
+
+def _objective(draft: Draft, corrected: Sequence[str]) -> None:
+    """The loss with its correction, what whitens advantages, the KL term, the warm-up."""
+    loss = ("actor.policy_loss_type", "policy_loss_type")
+    if draft.value(f"{A}policy_loss_type") == "gspo":
+        draft.put(f"{A}loss_reduction", "sequence_mean", *loss)
+        if corrected:  # its ratio is to the engine's policy then, without a weight
+            for path in {path for pair in BOUNDS.values() for path in pair if path in draft.ours}:
+                draft.drop(path, "gspo takes its ratio to the engine's log-probabilities and bounds nothing else")
+            draft.put(f"{A}ratio_anchor", "behaviour", *corrected)
+            draft.put(CORRECTION, "none", *loss)
+    elif draft.value(CORRECTION) == "sequence_mask_tis":
+        draft.put(f"{A}token_tis_ratio_clip_high", 1e9, *draft.origin(CORRECTION), note="the weight is not truncated")
+    if draft.value(f"{A}advantage_estimator") not in ("reinforce++", "reinforce++_baseline"):
+        draft.drop(f"{A}extra.scale", "advantages are not whitened, or with gae divided by their deviation in any case")
+    draft.set_kl(bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef"))
+    draft.set_kl_clamp("k1", "k2", "k3")
+    draft.remark_kl_in_reward()
+    draft.remark_filters()
+    for section in ("policy", "critic"):
+        draft.remark_warm_up(section)
+    draft.put("trainer.eval_before_train", False)
 
 
 def _plan(draft: Draft) -> None:

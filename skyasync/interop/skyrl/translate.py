@@ -6,7 +6,7 @@ import re
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import Conversion
-from skyasync.interop.draft import PLAN, A, Draft
+from skyasync.interop.draft import MINI, PLAN, A, Draft
 
 CONVERSIONS: dict[str, Conversion] = {}
 _MASKS = f"{A}off_policy_masks"
@@ -23,8 +23,9 @@ def finish(draft: Draft) -> None:
         draft.put(_MASKS, chosen, *draft.origin(_MASKS))
     evaluation = "generator.eval_sampling_params."
     if not any(name.startswith(evaluation) for name in draft.given):  # greedy there, with training's length
-        draft.put(f"{evaluation}temperature", 0.0)
         draft.ours.pop(f"{evaluation}max_generate_length", None)
+    elif f"{evaluation}temperature" not in draft.given:  # a group that is given has the usual defaults
+        draft.put(f"{evaluation}temperature", 1.0, f"{evaluation}temperature")
     if PLAN not in draft.ours:
         if "fully_async" in draft.recipe.command:
             draft.put(PLAN, "fully_async")
@@ -36,3 +37,22 @@ def finish(draft: Draft) -> None:
     if not draft.value(f"{A}use_kl_loss") and not draft.value(f"{A}use_kl_in_reward"):
         draft.drop(f"{A}kl_loss_coef", "there is no KL term")
         draft.drop(f"{A}kl_estimator_type", "there is no KL term")
+    _terms(draft)
+
+
+def _terms(draft: Draft) -> None:
+    """How the KL and the entropy term are computed, the critic's updates, the warm-up."""
+    draft.set_kl_clamp("k3")
+    draft.remark_filters()
+    terms = [name for name in ("use_kl_loss", "use_entropy_loss") if draft.value(f"{A}{name}")]
+    reduction = draft.value(f"{A}loss_reduction")
+    if terms and reduction != "sequence_mean":
+        draft.remarks.append(
+            f"{A}{' and '.join(terms)}: reduced by {reduction}, as the policy's loss is; "
+            f"there the mean over responses of each response's mean"
+        )
+    critic = draft.theirs("trainer.critic_mini_batch_size") or 256
+    if draft.value(f"{A}advantage_estimator") == "gae" and critic != draft.theirs("trainer.policy_mini_batch_size"):
+        draft.remarks.append(f"the critic is updated with {MINI}, as the policy is; there with {critic} prompts")
+    for section in ("policy", "critic"):
+        draft.remark_warm_up(section)
