@@ -55,6 +55,7 @@ def finish(draft: Draft) -> None:
     if not draft.theirs("use_pg_clip_range"):
         for end in ("low", "high"):
             draft.set_one_of(f"{A}eps_clip_{end}", "pg_clip")
+    _variant(draft)
     clip = draft.theirs("pg_clip")
     if draft.value(f"{A}policy_loss_type") == "dual_clip" and isinstance(clip, int | float):
         draft.put(f"{A}clip_ratio_c", 1 + 2 * clip, "dual_clip_loss", "pg_clip", note="1 + 2 pg_clip")
@@ -71,6 +72,15 @@ def finish(draft: Draft) -> None:
     draft.remark_kl_in_reward()
     for section in ("policy", "critic"):
         draft.remark_warm_up(section)
+
+
+def _variant(draft: Draft) -> None:
+    """A loss by name, which may be clipped twice, and which only some workers read."""
+    path, named = f"{A}policy_loss_type", draft.named("actor_train.pg_variant", "pg_variant")
+    if draft.theirs("dual_clip_loss") and draft.value(path) == "ppo":
+        draft.put(path, "dual_clip", "dual_clip_loss", *named)
+    if named and "pg_worker" not in str(draft.given.get("actor_train.worker_cls")):
+        draft.remarks.append(f"{named[0]} counts; there with a worker_cls that reads it alone, such as ActorPGWorker")
 
 
 def _lengths(draft: Draft) -> None:
