@@ -4,8 +4,9 @@
 
 Every contender trains the tiny model on sorting with 64 prompts x 16 samples, learning rate 3e-4 (or SmolLM2-135M on
 one-digit addition by ``examples/smollm2``: 4 x 8, 5e-6), in a process tree of its own that may use the whole machine. A
-step's time is the distance between the ends of two steps, so nothing is left out, except for the first steps
-(compilation, cold caches). Rounds alternate the contenders, because the load of shared machines drifts; the figures are
+step's time is the distance between the ends of two steps, of TRL's and of ours, so nothing is left out, except for the
+first steps (compilation, cold caches) and our last one (which overlaps with nothing, and is followed by an evaluation).
+Rounds alternate the contenders, because the load of shared machines drifts; the figures are
 medians over all rounds. TRL generates with its own generation (``generate`` of transformers): its colocated vLLM fails
 at its own weight update on a CPU, where vLLM 0.32 packs weights after loading them. ``--without-trl`` leaves it out, if
 it cannot be installed. "Controller" is the rest of a step: tokenizing, environments, batches, messages.
@@ -29,6 +30,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.step_ends import step_times
 
 WARM_UP = 4
 PHASES = ("generate", "logprobs", "update", "sync", "wait_data", "wait_generation")
@@ -104,7 +107,10 @@ def trl_step_times(work: Work, model: str, steps: int) -> list[float]:
 
 
 def our_steps(work: Work, model: str, plan: str, steps: int, folder: str, options: list[str]) -> list[dict[str, float]]:
-    """Train with skyasync; returns the metrics of each step."""
+    """Train with skyasync; returns the metrics of each step but the first.
+
+    ``ends_s`` of a step is the time from the end of the step before to its own end.
+    """
     arguments = [
         "--config", f"examples/{work.example}/config.yaml", f"trainer.policy.model.path={model}",
         f"trainer.plan={plan}", f"trainer.policy.optimizer_config.lr={work.learning_rate}",
@@ -118,7 +124,8 @@ def our_steps(work: Work, model: str, plan: str, steps: int, folder: str, option
     subprocess.run([sys.executable, "-m", "skyasync", *arguments], check=True, stdout=subprocess.DEVNULL)
     newest = max(Path(folder).glob("run*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
     rows = [json.loads(line) for line in newest.read_text().splitlines()]
-    return [row for row in rows if row["step"] > 0]
+    times = step_times(rows)
+    return [{**row, "ends_s": times[row["step"]]} for row in rows if row["step"] in times]
 
 
 def trl_in_a_process(work: Work, model: str, steps: int) -> list[float]:
@@ -150,8 +157,9 @@ def main() -> None:
             seconds["TRL"] += trl_in_a_process(work, model, arguments.steps)[WARM_UP:]
         for plan in ("sync", "one_step_off"):
             with tempfile.TemporaryDirectory() as folder:
-                steps = our_steps(work, model, plan, arguments.steps, folder, options)[WARM_UP:-1]
-            seconds[plan] += [step["time/step_s"] for step in steps]
+                steps = our_steps(work, model, plan, arguments.steps, folder, options)
+            steps = [step for step in steps if WARM_UP < step["step"] < arguments.steps]
+            seconds[plan] += [step["ends_s"] for step in steps]
             phases[plan] += steps
     report(work, seconds, phases)
 
@@ -180,7 +188,7 @@ def report(work: Work, seconds: dict[str, list[float]], phases: dict[str, list[d
 def controller_s(step: dict[str, float]) -> float:
     """A step's duration without its phases; generation counts if the trainer waits for it."""
     phases = ("logprobs", "update", "sync", "wait_data" if "time/wait_data_s" in step else "generate")
-    return step["time/step_s"] - sum(step.get(f"time/{phase}_s", 0.0) for phase in phases)
+    return step["ends_s"] - sum(step.get(f"time/{phase}_s", 0.0) for phase in phases)
 
 
 if __name__ == "__main__":

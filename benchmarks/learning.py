@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from statistics import median
 
+from skyasync.observability.summary import summarise
+
 
 def run(plan: str, backend: str, seed: int, options: list[str]) -> str:
     """One run; returns its row of the table."""
@@ -35,7 +37,7 @@ def run(plan: str, backend: str, seed: int, options: list[str]) -> str:
     steps = [row for row in rows if row["step"] > 0]
     gap = max(row["sync/logprob_gap"] for row in steps if "sync/logprob_gap" in row)
     staleness = median(row["staleness/mean"] for row in steps)
-    rate = median(row["throughput/samples_per_s"] for row in steps)
+    rate = summarise(rows).means["throughput/samples_per_s"]  # evaluations included
     return (
         f"| `{plan}` | {backend} | {seed} | {scores[0]:.2f} | {scores[-1]:.2f} | {len(steps)} | {seconds:.0f} s "
         f"| {rate:,.0f} | {staleness:.0f} | {gap:.1e} |{more}"

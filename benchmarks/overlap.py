@@ -30,6 +30,7 @@ import argparse
 import asyncio
 import json
 import os
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -39,6 +40,7 @@ PLANS = ("sync", "streamed", "one_step_off")
 FIRST = 3  # rows left out at the start: before training, and two steps that fill the pipeline
 PROBES = 4
 ENGINE_CORE, POLICY_CORE = 0, 1
+STEP = "from end to end of a step"  # seconds
 MODEL_LENGTH = 512
 
 
@@ -50,7 +52,9 @@ class Rows:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        self.rows.append({"step": step, **metrics})
+        now = time.time()
+        ends_s = now - self.rows[-1]["time"] if self.rows else 0.0  # since the end of the step before
+        self.rows.append({"step": step, "time": now, STEP: ends_s, **metrics})
 
     def close(self) -> None:
         self.path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
@@ -165,7 +169,7 @@ async def measure(bench: Bench) -> tuple[dict[str, list[Rows]], int]:
             first = number % len(PLANS)
             for plan in PLANS[first:] + PLANS[:first]:
                 runs[plan].append(await bench.run(plan, length, options.steps, f"{plan}_{number}"))
-                step_s = runs[plan][-1].median("time/step_s")
+                step_s = runs[plan][-1].median(STEP)
                 print(f"round {number + 1}: {plan} {step_s:.3f} s per step, load {os.getloadavg()[0]:.1f}", flush=True)
     finally:
         await bench.client.shutdown()
@@ -177,17 +181,17 @@ def report(runs: dict[str, Rows], rounds: dict[str, list[Rows]], options: argpar
     samples, waves = options.prompts * options.samples, options.waves
     lines = [f"{samples} responses of {length} tokens per step, {samples // waves} at once; medians over "
              f"{len(runs['sync'].rows)} steps of {options.rounds} rounds"]  # fmt: skip
-    names = ("time/step_s", "time/generate_s", "time/train_s", "time/sync_s", "time/wait_data_s",
+    names = (STEP, "time/generate_s", "time/train_s", "time/sync_s", "time/wait_data_s",
              "time/wait_generation_s", "idle/trainer", "idle/engines")  # fmt: skip
     lines += ["", "| | " + " | ".join(runs) + " |", "|---" * (1 + len(runs)) + "|"]
     lines += [_row(name, [rows.median(name) for rows in runs.values()]) for name in names]
-    lines += [_row("samples/s", [samples / rows.median("time/step_s") for rows in runs.values()]), ""]
+    lines += [_row("samples/s", [samples / rows.median(STEP) for rows in runs.values()]), ""]
     sync = runs["sync"]
     g, t, s = (sync.median(f"time/{phase}_s") for phase in ("generate", "train", "sync"))
     best = {"one_step_off": max(g, t) + s, "streamed": (g + t) / waves + max(g, t) * (waves - 1) / waves + s}
     for plan, step_s in best.items():
-        times = sync.median("time/step_s") / runs[plan].median("time/step_s")
-        by_round = (a.median("time/step_s") / b.median("time/step_s")
+        times = sync.median(STEP) / runs[plan].median(STEP)
+        by_round = (a.median(STEP) / b.median(STEP)
                     for a, b in zip(rounds["sync"], rounds[plan], strict=True))  # fmt: skip
         lines += [
             f"{plan} is {times:.2f} times as fast as sync (round by round: {', '.join(f'{r:.2f}' for r in by_round)}); "
@@ -217,7 +221,7 @@ def predictions(options: argparse.Namespace, runs: dict[str, Rows]) -> list[str]
     cfg.simulate.token_s /= options.waves
     lines = []
     for plan, rows in runs.items():
-        predicted, measured = simulate(cfg, plan).step_s, rows.median("time/step_s")
+        predicted, measured = simulate(cfg, plan).step_s, rows.median(STEP)
         gap = predicted / measured - 1
         lines.append(f"{plan}: simulated {predicted:.3f} s per step, measured {measured:.3f} s ({gap:+.1%})")
     return lines

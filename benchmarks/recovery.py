@@ -38,6 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.step_ends import step_times
 from skyasync import BasePPOExp, TrainerCallback, load_config
 from skyasync.config.schema import Config
 from skyasync.observability.jsonl import append_rows, read_rows
@@ -133,7 +134,7 @@ def engines(plan: str, backend: str, options: list[str]) -> str:
     """One run in which engines are killed; its row of the table."""
     with _folder_of_a_run(plan, backend, ENGINE, options) as run:
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] > 0]
-    took = {row["step"]: row["time/step_s"] for row in rows}
+    took = step_times(rows)
     away = {row["step"] for row in rows if row.get("engines/deaths", 0) > row.get("engines/restarts", 0)}
     back = {row["step"] for row in rows if "engines/recovery_s" in row}
     hit = {kill + 1 for kill in KILLS}

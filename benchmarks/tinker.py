@@ -27,6 +27,7 @@ import psutil
 import tinker
 from tinker import types
 
+from benchmarks.step_ends import step_times
 from skyasync.examples.tiny.model import build
 from skyasync.examples.tiny.tasks import train_prompts
 
@@ -118,7 +119,8 @@ def train_sync(base_model: str, steps: int, folder: Path) -> list[dict[str, floa
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     [metrics] = folder.glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [{"s/step": row["time/step_s"], "sampling": row["time/generate_s"]} for row in rows if "time/step_s" in row]
+    times = step_times(rows)
+    return [{"s/step": times[row["step"]], "sampling": row["time/generate_s"]} for row in rows if row["step"] in times]
 
 
 def medians(name: str, steps: list[dict[str, float]]) -> float:
