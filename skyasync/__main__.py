@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from skyasync.cli.commands import LISTED, SUBCOMMANDS, usage
+from skyasync.cli.commands import SUBCOMMANDS, usage
 from skyasync.errors import UserError, unknown
 
 
@@ -24,7 +24,7 @@ def command(argv: Sequence[str]) -> None:
     elif first in SUBCOMMANDS:
         _carry_out(first, rest)
     elif re.fullmatch(r"[a-z][a-z_-]*", first):
-        _exit_with(UserError(unknown("subcommand", first, LISTED) + "; without one, key=value starts a run"))
+        _exit_with(UserError(unknown("subcommand", first, SUBCOMMANDS) + "; without one, key=value starts a run"))
     else:
         _carry_out("train", argv)
 
@@ -45,8 +45,8 @@ def _carry_out(subcommand: str, argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(130) from None
-    except PermissionError as error:  # of another user's run
-        if not SUBCOMMANDS[subcommand].runs:
+    except PermissionError as error:
+        if not SUBCOMMANDS[subcommand].runs:  # else it is of another user's run
             raise
         _exit_with(UserError(f"{error.filename}: {error.strerror}"))
     except BrokenPipeError:

@@ -24,10 +24,8 @@ class Subcommand:
     Args:
         home: ``module:function``, called with the arguments after the subcommand.
         does: one line of the help.
-        options: its options, for completion.
         settings: it takes ``key=value``.
         runs: it takes folders of runs, or files.
-        listed: the help lists it.
         needs: it needs arguments; without any, its help is an error.
         passes_on: it passes its arguments on to another program.
 
@@ -37,10 +35,8 @@ class Subcommand:
 
     home: str
     does: str
-    options: tuple[str, ...] = ()
     settings: bool = True
     runs: bool = False
-    listed: bool = True
     needs: bool = False
     passes_on: bool = False
 
@@ -60,79 +56,50 @@ class Subcommand:
         return 0
 
 
-_HELP = ("--help",)
 _LOADER_OPTIONS = ("--config", "--help", "-h")  # which the configuration's own loader reads
-_SETTINGS = ("--config", "--help")
-_PLAN = ("--gpus", "--card", "--gpu-memory", "--host-memory", "--json")
 
 SUBCOMMANDS: dict[str, Subcommand] = {
-    "train": Subcommand("skyasync.cli.commands:train", "train (the default)", (*_SETTINGS, "--dry-run")),
-    "sft": Subcommand("skyasync.cli.sft:sft", "train on given responses (supervised fine-tuning)", _SETTINGS),
-    "plan": Subcommand("skyasync.cli.commands:plan", "estimate memory and devices of a run", (*_SETTINGS, *_PLAN)),
-    "rehearse": Subcommand(
-        "skyasync.cli.commands:rehearse", "run three steps of a recipe with a small model", (*_SETTINGS, *_PLAN)
-    ),
-    "simulate": Subcommand("skyasync.simulate.__main__:main", "simulate the plans with your costs", _SETTINGS),
+    "train": Subcommand("skyasync.cli.commands:train", "train (the default)"),
+    "sft": Subcommand("skyasync.cli.sft:sft", "train on given responses (supervised fine-tuning)"),
+    "plan": Subcommand("skyasync.cli.commands:plan", "estimate memory and devices of a run"),
+    "rehearse": Subcommand("skyasync.cli.commands:rehearse", "run three steps of a recipe with a small model"),
+    "simulate": Subcommand("skyasync.simulate.__main__:main", "simulate the plans with your costs"),
     "translate": Subcommand(
-        "skyasync.cli.commands:translate",
-        "convert a recipe of another framework",
-        ("--from", "--help"),
-        settings=False,
-        runs=True,
+        "skyasync.cli.commands:translate", "convert a recipe of another framework", settings=False, runs=True
     ),
-    "rollout": Subcommand(
-        "skyasync.cli.rollout:rollout",
-        "generate some episodes without training, and print them",
-        (*_SETTINGS, "--prompts", "--samples", "--held-out", "--show-prompts", "--json"),
-    ),
+    "rollout": Subcommand("skyasync.cli.rollout:rollout", "generate some episodes without training, and print them"),
     "evaluate": Subcommand(
         "skyasync.cli.evaluate:evaluate",
         "evaluate a model or a checkpoint on held-out prompts",
-        (*_SETTINGS, "--of", "--best", "--k", "--passing", "--prompts", "--out", "--json"),
         needs=True,
     ),
     "export": Subcommand(
         "skyasync.cli.export:export",
         "convert a checkpoint to a Hugging Face folder",
-        ("--best", "--out", "--dtype", "--model", "--help"),
         settings=False,
-        runs=True,
         needs=True,
+        runs=True,
     ),
     "report": Subcommand(
         "skyasync.cli.report:report",
         "write the report of a run, or compare runs",
-        ("--out", "--every", "--live", "--host", "--port", "--help"),
         settings=False,
-        runs=True,
         needs=True,
+        runs=True,
     ),
     "replay": Subcommand(
         "skyasync.cli.replay:replay",
         "train a run again on its own samples, or print them token by token",
-        (*_SETTINGS, "--show", "--step", "--from", "--episode", "--tokens", "--nonfinite"),
-        runs=True,
         needs=True,
-    ),
-    "runs": Subcommand(
-        "skyasync.cli.runs:runs",
-        "list the runs of a folder",
-        ("--sort", "--best", "--json", "--help"),
-        settings=False,
         runs=True,
     ),
+    "runs": Subcommand("skyasync.cli.runs:runs", "list the runs of a folder", settings=False, runs=True),
     "engines": Subcommand(
-        "skyasync.cli.engines:engines",
-        "add or remove engines of a running run",
-        _HELP,
-        settings=False,
-        runs=True,
-        needs=True,
+        "skyasync.cli.engines:engines", "add or remove engines of a running run", settings=False, needs=True, runs=True
     ),
     "serve": Subcommand(
         "skyasync.cli.serve:serve",
         "start a vLLM server for generator.engines",
-        ("--port", "--host", "--help"),
         settings=False,
         needs=True,
         passes_on=True,
@@ -140,24 +107,15 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "tinker": Subcommand(
         "skyasync.cli.tinker:tinker",
         "serve the Tinker API: programs of its SDK train and sample here",
-        (*_SETTINGS, "--host", "--port", "--folder"),
-    ),
-    "completion": Subcommand(
-        "skyasync.cli.completion:completion", "print the completion for bash, zsh or fish", _HELP, settings=False
-    ),
-    "complete": Subcommand(
-        "skyasync.cli.completion:complete", "the words that complete a line", settings=False, listed=False
     ),
 }
 """By name, in the order of the help. A subcommand is one word; settings are key=value."""
 
-LISTED = [name for name, subcommand in SUBCOMMANDS.items() if subcommand.listed]
-
 
 def usage() -> str:
     """What ``--help`` prints."""
-    width = max(map(len, LISTED))
-    subcommands = "\n".join(f"  {name:<{width}}  {SUBCOMMANDS[name].does}" for name in LISTED)
+    width = max(map(len, SUBCOMMANDS))
+    subcommands = "\n".join(f"  {name:<{width}}  {subcommand.does}" for name, subcommand in SUBCOMMANDS.items())
     return f"""\
 usage: skyasync [COMMAND] [--config FILE.yaml ...] [key=value ...]
 
@@ -167,7 +125,7 @@ skyasync COMMAND --help     options of a command
 skyasync --help GROUP       a group of settings (trainer, generator, environment, data, ray), or one setting
 skyasync train --help       all settings
 
-python -m skyasync is the same command. Completion: source <(skyasync completion bash)
+python -m skyasync is the same command.
 """
 
 

@@ -33,14 +33,14 @@ metrics of a named set are eval/<set>/....
 
 --of       a Hugging Face folder or name, a checkpoint, or a run: its newest checkpoint, with the settings of the run
 --best     the best checkpoint of the run instead of the newest
---k        values of k for pass@k and maj@k; by default 1, 2, 4, ... up to generator.eval_n_samples_per_prompt
+--k        values of k for pass@k; by default 1, 2, 4, ... up to generator.eval_n_samples_per_prompt
 --passing  the minimum reward of a correct sample (trainer.eval_passing, 1)
 --prompts  evaluate only the first N prompts
 --out      write the episodes to this file, one per line as JSON: messages, texts, reward
 --json     print the metrics as JSON
 
-pass@k is the probability that at least one of k samples is correct (unbiased estimate of Chen et al. 2021), maj@k the
-probability that the most frequent answer of k samples is correct (trainer.eval_answer). key=value overrides settings.
+pass@k is the probability that at least one of k samples is correct (unbiased estimate of Chen et al. 2021), maj@n
+whether the most frequent answer of a prompt's n samples is correct (trainer.eval_answer). key=value overrides settings.
 """
 
 

@@ -1,4 +1,4 @@
-"""``skyasync replay``: a run again, on its recorded samples or on samples that are generated again; or a look at them.
+"""``skyasync replay``: train a run again on its recorded samples, or print them.
 
 Invariant: with the recorded settings and the same model, the updates are those of the run that is replayed, bitwise; a
 difference comes from the user's changes alone, and the first one is reported.
@@ -34,9 +34,9 @@ usage: skyasync replay RUN [--step N] [--from N] [key=value ...]
        skyasync replay RUN --nonfinite [key=value ...]
        skyasync replay RUN --show [--nonfinite] [--step N] [--episode ID] [--tokens]
 
-Trains the steps of a run again, with its samples, settings and plan, into the folder RUN-replay. Recorded trajectories
-(trainer.dump_trajectories=true) are trained without engines. Otherwise the embedded engine generates the same tokens
-again (schedule.jsonl), bitwise. key=value changes a setting, such as the loss or the learning rate.
+Trains the steps of a run again, with its recorded samples, settings and plan, into the folder RUN-replay, without
+engines. The run must have trainer.dump_trajectories=true. key=value changes a setting, such as the loss or the learning
+rate.
 
 --step N     end after step N, with a checkpoint
 --from N     begin with the run's checkpoint of step N
@@ -93,16 +93,13 @@ def _checkpoint(run: Path, step: int) -> Path:
 
 def _train(run: Path, settings: Sequence[str], *, last: int, nonfinite: bool) -> None:
     from skyasync.cli.train import main
-    from skyasync.rollout import schedule
     from skyasync.rollout.trajectory_files import files_of, need_pyarrow
 
     files = files_of(run / NONFINITE if nonfinite else run)
     if not files and nonfinite:
         raise UserError(f"{run} recorded no batch with a non-finite value ({run / NONFINITE} does not exist)")
-    if not files and not (run / schedule.FILE).is_file():
-        raise UserError(
-            f"{run} has neither a schedule ({schedule.FILE}) nor recorded trajectories (trainer.dump_trajectories=true)"
-        )
+    if not files:
+        raise UserError(f"{run} has recorded no trajectories (trainer.dump_trajectories=true)")
     given = {argument.partition("=")[0] for argument in settings if "=" in argument}
     own = {
         "trainer.run_name": f"{run.resolve().name}-replay",
@@ -114,18 +111,18 @@ def _train(run: Path, settings: Sequence[str], *, last: int, nonfinite: bool) ->
         "trainer.ckpt_path": '""',
         "trainer.ckpt_on_exit": str(bool(last)).lower(),
     }
-    from skyasync.cli.replay_experiment import ReenactmentExperiment, ReplayExperiment
+    from skyasync.cli.replay_experiment import ReplayExperiment
 
     more = [f"{key}={value}" for key, value in own.items() if key not in given]
     if changed := sorted(given - own.keys()):
         print(f"changed: {', '.join(changed)}; the replay may differ from its first update on", file=sys.stderr)
-    if files:
-        need_pyarrow()
-        ReplayExperiment.files, ReplayExperiment.independent = tuple(file.resolve() for file in files), nonfinite
-    experiment = ReplayExperiment if files else ReenactmentExperiment
-    experiment.recorded, experiment.last = run.resolve(), last
+    need_pyarrow()
+    ReplayExperiment.files = tuple(file.resolve() for file in files)
+    ReplayExperiment.independent = nonfinite
+    ReplayExperiment.recorded = run.resolve()
+    ReplayExperiment.final_step = last
     plan = str(read_settings(run / "config.yaml").get("trainer.plan", "sync"))  # its settings stay as they are
-    main(experiment, ["--config", str(run / "config.yaml"), *settings, *more], plan=plan)
+    main(ReplayExperiment, ["--config", str(run / "config.yaml"), *settings, *more], plan=plan)
 
 
 def show(run: Path, step: int | None, episode: str, *, tokens: bool, nonfinite: bool) -> None:

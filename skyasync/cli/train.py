@@ -109,13 +109,9 @@ def run_or_exit(experiment: BasePPOExp, run: Callable[[], T]) -> T:
 
 
 def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:
-    """The plan that the experiment fixes: the program's, or else the one that its ``get_trainer`` names."""
+    """The plan that the program fixes; "" if the experiment's own ``get_trainer`` makes one that is not known yet."""
     if plan or experiment_class is None:
         return plan
-    from skyasync.preflight.parts import plans_named_by
     from skyasync.run.experiment import BasePPOExp
 
-    if experiment_class.get_trainer is BasePPOExp.get_trainer:
-        return None
-    named = plans_named_by(experiment_class.get_trainer)
-    return named[0] if len(named) == 1 else ""
+    return None if experiment_class.get_trainer is BasePPOExp.get_trainer else ""

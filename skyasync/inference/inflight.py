@@ -141,5 +141,4 @@ def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
         np.concatenate([answer.versions, more.versions]),
         more.finish_reason,
         joined_experts([answer.experts, None if more.experts is None else more.experts[known:]]),
-        cuts=tuple(dict.fromkeys([*answer.cuts, len(answer.token_ids)])),
     )

@@ -126,9 +126,6 @@ class GenerationRequest:
     The prompt is int32 ``[tokens]``; lists become arrays. It has the placeholders of its ``images`` as the model reads
     them (``ImageProcessor.expand``).
 
-    ``version_at`` re-enacts a request that was running while weights changed: (n, version) says that the response's
-    token n and those after it are computed by weights of that version or newer. Only the embedded engine waits for it.
-
     ``drawn``: so many tokens at the prompt's end are of the response. The stream of random numbers of a seed goes on
     after them. An engine that begins a stream with each request takes ``fresh_sampling``.
     """
@@ -140,7 +137,6 @@ class GenerationRequest:
     images: Images = ()
     continues: bool = False  # the rest of a response: an engine that can takes it before other requests that wait
     drawn: int = 0
-    version_at: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))
@@ -163,8 +159,6 @@ class GenerationOutput:
     ``experts``, if they are requested: of each token that the engine has computed, from the prompt's first to the last
     but one of the response; in ``progress`` of those that are new.
 
-    ``cuts``: the tokens at which it continued as a new request, with a random stream of its own and a new cache.
-
     With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says why; the engine and
     all other requests continue. The client makes a ``RequestFailedError`` of it.
     """
@@ -176,7 +170,6 @@ class GenerationOutput:
     finish_reason: FinishReason | None = None
     experts: Experts | None = None
     error: str = ""
-    cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
@@ -185,14 +178,13 @@ class GenerationOutput:
         """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
         parts = (self.token_ids, self.logprobs, self.versions)
         packed = b"".join(part.tobytes() for part in parts)
-        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error, self.cuts)
+        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error)
 
     def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
         """The same, ended after its first ``count`` tokens."""
         known = None if self.experts is None else self.experts[: len(self.experts) + count - len(self.token_ids)]
         tokens, logprobs, versions = self.token_ids[:count], self.logprobs[:count], self.versions[:count]
-        cuts = tuple(cut for cut in self.cuts if cut < count)
-        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known, cuts=cuts)
+        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known)
 
 
 def _unpacked(request_id: str, packed: bytes, *others: Any) -> GenerationOutput:  # noqa: ANN401

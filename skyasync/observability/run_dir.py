@@ -93,9 +93,10 @@ class RunDirectory:
                 path = first.with_name(f"{first.name}-{next(numbers)}")
         path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         self.path, self.name = path, path.name
-        self.metrics, self.samples, self.eval_samples, self.ledger, self.schedule = (
-            path / f"{name}.jsonl" for name in ("metrics", "samples", "eval_samples", "ledger", "schedule")
-        )
+        self.metrics = path / "metrics.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.eval_samples = path / "eval_samples.jsonl"
+        self.ledger = path / "ledger.jsonl"
         self.config, self.origins, self.timeline = path / "config.yaml", path / "origins.json", path / "timeline.json"
         self.reward_plot, self.error = path / "reward.png", path / "error.txt"
         self.logs, self.checkpoints = path / "logs", path / "checkpoints"
@@ -122,10 +123,6 @@ class RunDirectory:
         hide = self.secrets.hide
         hidden = ({k: hide(v) if isinstance(v, str) else v for k, v in record.items()} for record in records)
         self._append(self.eval_samples if evaluation else self.samples, step, hidden)
-
-    def write_schedule(self, step: int, row: Mapping[str, Any]) -> None:
-        """Append the line of a step."""
-        self._append(self.schedule, step, [row])
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
         """Append how the prompts of a step ended. Rows that a full disk rejects are written with a later step."""

@@ -1,20 +1,14 @@
 """The user's own parts: they are there, what they need is installed, their methods take what they are called with.
 
-Agent programs and environments run in processes of their own, some of which hide the secrets of this one: their files
-are read, and not imported here. A module that is loaded already is asked itself.
+Agent programs run in processes that hide the secrets of this one: of these only the module is looked for, and it is not
+imported here.
 """
 
 from __future__ import annotations
 
-import ast
-import dis
 import inspect
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from urllib.parse import urlsplit
 
 from skyasync.agents.parsers import VLLM, check_parsers
 from skyasync.callbacks import RunExtension, TrainerCallback
@@ -24,13 +18,12 @@ from skyasync.config.schema.generator import ONLINE
 from skyasync.config.schema.sampling import backend
 from skyasync.data.samplers import SAMPLERS, PromptSampler
 from skyasync.envs import ENVS, SERVED
-from skyasync.envs.base import STEP_FORM, BaseTextEnv
+from skyasync.envs.base import BaseTextEnv
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.inference.interface import ENGINES, REQUIRED, InferenceEngine
 from skyasync.observability import TRACKERS
-from skyasync.registry import Registry, python_file
+from skyasync.registry import Registry, python_file, resolve_reference
 from skyasync.rewards import REWARDS
-from skyasync.rewards.signature import wrong_return
 from skyasync.rollout.evaluation import answer_reader
 from skyasync.rollout.trajectory_files import need_pyarrow
 from skyasync.trainer import RayPPOTrainer
@@ -54,14 +47,12 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     else:
         check_installed(ENGINES, engine)
     if ":" in cfg.trainer.strategy:
-        check_reference(cfg.trainer.strategy, "trainer.strategy")
+        resolve_reference(cfg.trainer.strategy, kind="trainer.strategy")
     check_sampler(cfg.data.sampler)
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
         if not _takes(TRACKERS[name], [None]):
             raise UserError(f"tracker {name!r} must be made from a context: def __init__(self, context)")
-        if name == "wandb":
-            _check_wandb()
     for name in judges(cfg.environment):
         if ":" not in name:
             check_installed(REWARDS, name)
@@ -78,11 +69,11 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     generator = cfg.generator
     if generator.agent_program:
         if generator.agent_program != ONLINE:
-            check_reference(generator.agent_program, "generator.agent_program")
+            check_module(generator.agent_program, "generator.agent_program")
         parsers = {"tool_parser": generator.tool_parser, "reasoning_parser": generator.reasoning_parser}
         for key, name in parsers.items():
             if ":" in name and not name.startswith(VLLM):
-                check_reference(name, f"generator.{key}")
+                resolve_reference(name, kind=f"generator.{key}")
         check_parsers(*(name if name.startswith(VLLM) else "" for name in parsers.values()))
 
 
@@ -95,25 +86,6 @@ def check_sampler(name: str) -> None:
         own = inspect.getattr_static(sampler, method)
         if not _takes(own, inspect.signature(original).parameters):
             raise UserError(f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}")
-    if wrong_return(sampler.chance) == "nothing":
-        raise UserError(f"sampler {name!r}: chance returns nothing; it must return a number from 0 to 1")
-
-
-def _check_wandb() -> None:
-    """There is a login where W&B looks for one, or it is set to do without; its other settings it checks itself."""
-    given = [os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE")]
-    folders = (os.environ.get("WANDB_CONFIG_DIR", "~/.config/wandb"), "wandb")
-    if any(given) or any(Path(folder, "settings").expanduser().is_file() for folder in folders):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    for name in [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]:
-        file = Path(name).expanduser()
-        if file.is_file() and host in file.read_text(errors="replace"):
-            return
-    raise UserError(
-        f"trainer.logger has wandb, and there is no login for {host}: run wandb login, set WANDB_API_KEY, or set "
-        f"WANDB_MODE=offline"
-    )
 
 
 def check_environment(name: str) -> None:
@@ -121,16 +93,16 @@ def check_environment(name: str) -> None:
     kind, _, url = name.partition(":")
     if kind in SERVED:
         ENVS[kind].at(url).check_server()
-    elif ":" in name:
-        check_reference(name, "environment")
-        _check_step(name)
+        return
+    if ":" in name:
+        env = ENVS.find(name)
     elif name not in ENVS.names():
         raise UserError(unknown("environment", name, ENVS.names()))
     else:
         check_installed(ENVS, name)
         env = ENVS.get(name)  # not imported for this
-        if isinstance(env, type) and issubclass(env, BaseTextEnv) and env.step is BaseTextEnv.step:
-            raise UserError(f"environment {name!r} does not define step(action)")
+    if isinstance(env, type) and issubclass(env, BaseTextEnv) and env.step is BaseTextEnv.step:
+        raise UserError(f"environment {name!r} does not define step(action)")
 
 
 def check_installed(registry: Registry, name: str) -> None:
@@ -143,26 +115,17 @@ def check_installed(registry: Registry, name: str) -> None:
         raise UserError(f"{package} is not installed; add it with: uv pip install {package}")
 
 
-def plans_named_by(get_trainer: Callable[..., object]) -> list[type]:
-    """The plans that the code of an experiment's own factory names; none where it gets them otherwise."""
-    if not inspect.isfunction(get_trainer):
-        return []
-    named = [get_trainer.__globals__.get(name) for name in get_trainer.__code__.co_names]
-    return [plan for plan in named if isinstance(plan, type) and issubclass(plan, RayPPOTrainer)]
-
-
 def check_plan_class(plan: object) -> None:
     """Raises ``UserError`` unless it can be made, and its public methods take what the originals take."""
     if not hasattr(plan, "get_trainer"):
         raise UserError(f"a plan must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):
         return
-    attributes = {step.argval for step in dis.get_instructions(RayPPOTrainer.__init__) if step.opname == "STORE_ATTR"}
     originals = dict(inspect.getmembers(RayPPOTrainer))
     for holder in plan.__mro__:
         for name, method in vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ():
             original, what = originals.get(name), f"{holder.__name__}.{name}"
-            if name in attributes or isinstance(original, property) > isinstance(method, property):
+            if isinstance(original, property) and not isinstance(method, property):
                 raise UserError(
                     f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
                 )
@@ -173,11 +136,7 @@ def check_plan_class(plan: object) -> None:
             if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
                 right = "async def" if inspect.iscoroutinefunction(original) else "def, not async def"
                 raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
-            signature = inspect.signature(original)
-            yields = inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
-            if not yields and "None" not in str(signature.return_annotation) and wrong_return(method) == "nothing":
-                raise UserError(f"{what} returns nothing, and must return: {signature.return_annotation}")
-            parameters = signature.parameters.values()
+            parameters = inspect.signature(original).parameters.values()
             if not _takes(method, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]):
                 raise UserError(
                     f"{what}{_parameters(method)} must take what RayPPOTrainer's does: {name}{_parameters(original)}"
@@ -237,71 +196,18 @@ def subclasses(base: type) -> Iterator[type]:
         yield from subclasses(derived)
 
 
-# ---------------------------------------------------------------- references, read and not run
-
-
-def check_reference(reference: str, kind: str) -> None:
-    """Raises ``UserError`` if the file, the module or the attribute is missing, or the file is no Python."""
+def check_module(reference: str, kind: str) -> None:
+    """Raises ``UserError`` if there is no such file or module. It is not imported."""
     what = f"{kind} {reference!r}"
-    module, _, attribute = reference.rpartition(":")
-    if module in sys.modules:
-        names = set(dir(sys.modules[module]))
-    elif source := _source(module, what):
-        try:
-            names = set(_defined(ast.parse(source.read_bytes(), str(source)).body))
-        except SyntaxError as error:
-            raise UserError(f"{what}: {source}:{error.lineno}: {error.msg}") from error
-    else:
-        return
-    if not {attribute, "*", "__getattr__"} & names:  # with the last two only running the file would tell
-        raise UserError(f"{what}: {unknown('attribute', attribute, {n for n in names if not n.startswith('__')})}")
-
-
-def _check_step(reference: str) -> None:
-    """Raises ``UserError`` for an environment without ``step``, or whose ``step`` returns tuples alone; only of classes
-    that are nothing but a ``BaseTextEnv``."""
-    module, _, name = reference.rpartition(":")
-    loaded = vars(sys.modules[module]).get(name) if module in sys.modules else None
-    lacks = isinstance(loaded, type) and issubclass(loaded, BaseTextEnv) and loaded.step is BaseTextEnv.step
-    try:
-        source = _source(module, reference)
-    except (UserError, ValueError):  # a module without a file, such as a program's own
-        source = None
-    for owner in ast.parse(source.read_bytes()).body if source else ():
-        if not isinstance(owner, ast.ClassDef) or owner.name != name:
-            continue
-        if [ast.unparse(parent).rpartition(".")[2] for parent in owner.bases] != [BaseTextEnv.__name__]:
-            continue
-        lacks = lacks or "step" not in set(_defined(owner.body))
-        methods = (n for n in owner.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == "step")
-        returned = [n.value for step in methods for n in ast.walk(step) if isinstance(n, ast.Return)]
-        if returned and all(isinstance(value, ast.Tuple) for value in returned):
-            raise UserError(f"environment {reference!r}: step returns a tuple: {STEP_FORM}")
-    if lacks:
-        raise UserError(f"environment {reference!r} does not define step(action)")
-
-
-def _source(module: str, what: str) -> Path | None:
-    if module.endswith(".py"):
-        return python_file(module, what)
+    module = reference.rpartition(":")[0]
     if not module or module.startswith("."):
         raise UserError(f"{what} must be module:attribute, with the module's full name")
+    if module.endswith(".py"):
+        python_file(module, what)
+        return
     try:
         spec = find_spec(module)
     except ModuleNotFoundError as error:
         raise UserError(f"{what}: {error}") from error
     if spec is None:
         raise UserError(f"{what}: No module named {module!r}")
-    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-
-
-def _defined(body: list[ast.stmt]) -> Iterator[str]:
-    for node in body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in node.names)
-        else:  # assignments, also in branches
-            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-            named = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
-            yield from _defined([n for n in ast.walk(node) if isinstance(n, named)])

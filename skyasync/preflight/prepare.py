@@ -54,7 +54,7 @@ from skyasync.preflight.model import (
     check_routers,
     check_same_tokens,
 )
-from skyasync.preflight.parts import check_parts, plans_named_by
+from skyasync.preflight.parts import check_parts
 from skyasync.registry import absolute_reference
 from skyasync.rewards import settings as rewards
 from skyasync.rewards.llm_judge import ChatServer, key_of
@@ -98,8 +98,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         if name in os.environ:
             print(f"warning: {name}={os.environ[name]} is read only by {framework}: set {key}", file=sys.stderr)
     settle_references(cfg)
-    own_plan = is_ours("get_trainer")
-    check_parts(cfg, [PLANS.find(trainer.plan)] if own_plan else plans_named_by(type(experiment).get_trainer))
+    check_parts(cfg, [PLANS.find(trainer.plan)] if is_ours("get_trainer") else [])
 
     settle_run_name(trainer)
     name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])

@@ -20,7 +20,7 @@ from typing import Any
 
 from skyasync.errors import RAISED_BY, UserError, nearest
 from skyasync.rewards import capabilities_of, find
-from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of, wrong_return
+from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of
 from skyasync.utils.rpc import GRACE_S
 from skyasync.utils.rpc_server import separate_limit
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
@@ -65,10 +65,6 @@ class RewardFunction:
         unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unnamed:
             raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
-        if wrong := wrong_return(function):
-            raise UserError(
-                f"reward function {reference!r} returns {wrong}: return a number, or a mapping with 'reward'"
-            )
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
         quick = capabilities_of(function).quick

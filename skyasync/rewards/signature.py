@@ -9,7 +9,6 @@ name.
 
 from __future__ import annotations
 
-import dis
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -61,19 +60,6 @@ def signature_of(function: Callable[..., object]) -> Signature:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in by_name}
     return next((s for s in other_frameworks().reward_signatures() if s.matches(parameters)), Signature())
-
-
-def wrong_return(function: Callable[..., object]) -> str:
-    """What every way out of it returns, if that is nothing (as the way past its last line does) or a tuple; else ""."""
-    has_code = inspect.isfunction(function) or inspect.ismethod(function)
-    steps = list(dis.get_instructions(function)) if has_code else []
-    returns = [i for i, step in enumerate(steps) if step.opname in ("RETURN_VALUE", "RETURN_CONST")]
-    values = [steps[i] if steps[i].opname == "RETURN_CONST" else steps[i - 1] for i in returns]
-    constants = [step.argval if step.opname.endswith("_CONST") else ... for step in values]
-    if values and all(constant is None for constant in constants):
-        return "nothing"
-    tuples = [s.opname == "BUILD_TUPLE" or isinstance(c, tuple) for s, c in zip(values, constants, strict=True)]
-    return "a tuple" if tuples and all(tuples) else ""
 
 
 def single_value(value: object) -> object:

@@ -1,12 +1,12 @@
-"""Evaluation: the metrics of rollouts, pass@k and maj@k, over all prompts and for each held-out set.
+"""Evaluation: the metrics of rollouts, pass@k and maj@n, over all prompts and for each held-out set.
 
 Invariant: the metrics of a set (``eval/<set>/...``) are those of its prompts alone; without names all is under
-``eval/``. pass@k and maj@k are the expectation over all ways of drawing k of a prompt's n samples without replacement,
-computed exactly: they are unbiased. A prompt with fewer than k samples has neither.
+``eval/``.
 
-``pass@k`` is 1 - C(n - c, k) / C(n, k) for c correct samples (Chen et al. 2021, arXiv:2107.03374). ``maj@k`` is the
-chance that the most frequent answer is correct (self-consistency, Wang et al. 2022, arXiv:2203.11171). Answers that are
-equally frequent have equal chances, and samples without an answer have no vote.
+``pass@k`` is 1 - C(n - c, k) / C(n, k) for c correct of n samples (Chen et al. 2021, arXiv:2107.03374): the exact
+expectation over all ways of drawing k of the samples. A prompt with fewer than k samples has none. ``maj@n`` tells
+whether the most frequent answer of all n samples is correct (self-consistency, Wang et al. 2022, arXiv:2203.11171).
+Answers that are equally frequent have equal chances, and samples without an answer have no vote.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from itertools import groupby
 from math import comb
 from statistics import fmean
 from typing import NamedTuple
-
-import numpy as np
 
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import powers, samples_of
@@ -35,7 +33,6 @@ from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, RolloutRequest
 
 PASSING = 1.0
-MOST = 1000  # samples of which every subset can be counted in floats
 LAST_TOKENS = 2048  # of a response, where its answer stands
 SHORT = 64  # characters of a response that is an answer by itself
 _AUTO = (
@@ -48,7 +45,7 @@ AnswerReader = Callable[[str], str | None]
 
 
 class PromptScores(NamedTuple):
-    """One prompt's pass@k and maj@k, by k."""
+    """One prompt's pass@k by k, and its maj@n by the number of samples; without answers the latter is empty."""
 
     passes: Mapping[int, float]
     majorities: Mapping[int, float]
@@ -111,7 +108,7 @@ def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dic
     return metrics
 
 
-# ---------------------------------------------------------------- pass@k and maj@k
+# ---------------------------------------------------------------- pass@k and maj@n
 
 
 def prompt_scores(
@@ -122,18 +119,19 @@ def prompt_scores(
     Args:
         ks: those larger than the number of samples are left out.
         passing: the lowest reward of a correct sample.
-        answers: of the samples that ended by themselves; without them there is no maj@k.
+        answers: of the samples that ended by themselves; without them there is no maj@n.
     """
     rewards = group.rewards
-    within = sorted({k for k in ks if 1 <= k <= len(rewards)})
-    voted = [k for k in within if k > 1]
-    correct = [reward >= passing for reward in rewards]
-    majorities = majority_at(voted, answers, correct) if answers is not None and voted else {}
-    return PromptScores({k: pass_at(k, rewards, passing) for k in within}, majorities)
+    possible = sorted({k for k in ks if 1 <= k <= len(rewards)})
+    majorities: dict[int, float] = {}
+    if answers is not None and len(answers) > 1:
+        correct = [reward >= passing for reward in rewards]
+        majorities[len(answers)] = majority(answers, correct)
+    return PromptScores({k: pass_at(k, rewards, passing) for k in possible}, majorities)
 
 
 def mean_scores(scores: Sequence[PromptScores]) -> dict[str, float]:
-    """``pass@k`` and ``maj@k`` over prompts, for the k that all of them have."""
+    """``pass@k`` and ``maj@n`` over prompts, for the k and n that all of them have."""
     metrics: dict[str, float] = {}
     for name, tables in (("pass", [one.passes for one in scores]), ("maj", [one.majorities for one in scores])):
         for k in tables[0] if tables else ():
@@ -154,42 +152,19 @@ def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING) -> float
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
-def majority_at(ks: Sequence[int], answers: Sequence[str | None], correct: Sequence[bool]) -> dict[int, float]:
-    """The chance that the most frequent answer of k samples, drawn without replacement, is correct.
+def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """The chance that the most frequent answer is correct; 0 if there is no answer.
 
     An answer that is correct in some of its samples and wrong in others counts with its share of correct ones.
-
-    Args:
-        ks: each from 1 to the number of samples; of more than ``MOST`` samples only the vote of all is counted.
     """
     votes: dict[str, list[bool]] = {}
     for answer, passes in zip(answers, correct, strict=True):
         if answer is not None:
             votes.setdefault(answer, []).append(passes)
-    shares = [(len(passes), fmean(passes)) for passes in votes.values()]  # of each answer: votes, and correct ones
-    n, most_votes = len(answers), max((count for count, _ in shares), default=0)
-    if n > MOST:
-        winners = [share for count, share in shares if count == most_votes]
-        return {n: fmean(winners) if winners else 0.0} if n in ks else {}
-    # For each number m of votes that the winner may have, subsets are counted as products of polynomials in the number
-    # of samples drawn: an answer with fewer than m votes takes any number of its samples below m, one that ties takes
-    # m. ``ways`` [ties + 1, k + 1] counts the subsets by ties, ``worth`` adds up the shares of those that tie.
-    most = max(ks)
-    total = np.zeros(most + 1)  # over all subsets of k samples: the sum of their winners' shares
-    for m in range(1, min(most, most_votes) + 1):
-        strong = [(count, share) for count, share in shares if count >= m]
-        weak = n - sum(count for count, _ in strong)  # without an answer, or with one that cannot have m votes
-        ways, worth = (np.zeros((most // m + 1, most + 1)) for _ in range(2))
-        ways[0, : min(weak, most) + 1] = [comb(weak, drawn) for drawn in range(min(weak, most) + 1)]
-        for count, share in strong:
-            below = np.array([float(comb(count, drawn)) for drawn in range(m)])
-            tied_ways, tied_worth = (np.zeros_like(ways) for _ in range(2))
-            tied_ways[1:, m:] = comb(count, m) * ways[:-1, : most + 1 - m]
-            tied_worth[1:, m:] = comb(count, m) * (worth + share * ways)[:-1, : most + 1 - m]
-            ways = np.array([np.convolve(row, below)[: most + 1] for row in ways]) + tied_ways
-            worth = np.array([np.convolve(row, below)[: most + 1] for row in worth]) + tied_worth
-        total += sum(worth[ties] / ties for ties in range(1, len(worth)))
-    return {k: float(min(total[k] / comb(n, k), 1.0)) for k in ks}
+    if not votes:
+        return 0.0
+    most_votes = max(map(len, votes.values()))
+    return fmean(fmean(passes) for passes in votes.values() if len(passes) == most_votes)
 
 
 # ---------------------------------------------------------------- answers

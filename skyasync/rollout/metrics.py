@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite, nan
 from statistics import fmean, pstdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,8 +20,6 @@ from skyasync.rollout.types import Group, Segment, Trajectory, images_in
 LABEL_CHARS = 2000  # of the right answer to a sample: tests of a program may be a book
 MOST_TOKENS = 512  # of a sample, so that a run of long responses does not fill the disk
 _DIGITS = 4
-BETS = (1.0, 1e2, 1e4, 1e8, 1e12, 1e16)  # their products are averaged: for many likely repeats, or one unlikely
-FALSE_ALARM = 1e-9  # probability per step, of repeated samples
 
 Decode = Callable[[list[int]], str]
 
@@ -182,81 +179,22 @@ def _rounded(values: Floats) -> list[float | None]:
 # ---------------------------------------------------------------- repeated samples
 
 
-class Repeats(NamedTuple):
-    """Do the samples of a group repeat each other more often than their own probabilities allow?
+def repeated_samples(groups: Sequence[Group]) -> dict[str, float]:
+    """The fraction of samples that are equal to an earlier one of their group, token for token.
 
-    The test is exact. Sample j repeats an earlier one of its group with probability q_j: the sum of the probabilities
-    of the different samples before it, which the engine has reported. Take the product over all samples of
-    ``(1 + b * repeated) / (1 + b * q_j)``. If samples are independent, its expected value is 1 for every bet b > 0. So
-    it exceeds 1/p with a probability of at most p (Markov's inequality), for any model, length and number of samples.
-
-    Engines that share a random stream give repeats of probability 1e-20, and the product explodes. A policy that has
-    collapsed onto one answer repeats it with probability near 1, and the product stays where it is.
-
-    ``surprise`` is the logarithm (base 10) of how unlikely the repeats are: 9 is at most one case in 10**9.
+    A sample is all that was read and written, with the borders of its segments. Samples without a response do not
+    count.
     """
-
-    samples: int = 0
-    repeated: int = 0
-    expected: float = 0.0
-    surprise: float = 0.0
-
-    @property
-    def impossible(self) -> bool:
-        return self.surprise > -math.log10(FALSE_ALARM)
-
-
-def count_repeats(groups: Iterable[Sequence[tuple[bytes, float]]]) -> Repeats:
-    """From each group's samples: what was drawn, and the log-probability of drawing it. Those with NaN are left out."""
-    samples = repeated = 0
-    expected = 0.0
-    logs = np.zeros(len(BETS))
-    bets = np.array(BETS)
+    samples = 0
+    repeated = 0
     for group in groups:
-        seen: dict[bytes, float] = {}
-        for drawn, logprob in group:
-            if math.isnan(logprob):
+        seen: set[bytes] = set()
+        for trajectory in group.trajectories:
+            if not trajectory.actions:
                 continue
-            again = min(math.fsum(seen.values()), 1.0)
-            samples, repeated, expected = samples + 1, repeated + (drawn in seen), expected + again
-            logs += np.log1p(bets * (drawn in seen)) - np.log1p(bets * again)
-            seen[drawn] = math.exp(min(logprob, 0.0))
-    evidence = (np.logaddexp.reduce(logs) - math.log(len(BETS))) / math.log(10)
-    return Repeats(samples, repeated, expected, float(evidence) if samples else 0.0)
-
-
-def repeats_of(groups: Sequence[Group]) -> Repeats:
-    """Over the trajectories that have a response. Greedy sampling, which ignores the probabilities, is an alarm.
-
-    A sample is all that was read and written, with the borders of its segments.
-    """
-
-    def drawn(trajectory: Trajectory) -> tuple[bytes, float]:
-        segments = [segment for sequence in trajectory.sequences for segment in sequence]
-        tokens = b"|".join(np.asarray(segment.tokens, dtype=np.int64).tobytes() for segment in segments)
-        return tokens, math.fsum(float(np.sum(action.logprobs)) for action in trajectory.actions)
-
-    return count_repeats([[drawn(t) for t in group.trajectories if t.actions] for group in groups])
-
-
-def repeat_metrics(repeats: Repeats) -> dict[str, float]:
-    """The share of samples that repeat another of their group, and its expected value."""
-    if not repeats.samples:
-        return {}
-    return {
-        "response/repeated": repeats.repeated / repeats.samples,
-        "response/repeated_expected": repeats.expected / repeats.samples,
-        **({"warnings/repeated_samples": 1.0} if repeats.impossible else {}),
-    }
-
-
-def repeat_warning(repeats: Repeats) -> str:
-    """Empty if nothing is wrong."""
-    if not repeats.impossible:
-        return ""
-    return (
-        f"{repeats.repeated} of {repeats.samples} samples repeat another of their group token for token, where the "
-        f"engine's own probabilities expect {repeats.expected:.2g}: the samples are not independent, and a group "
-        f"carries less than its size says (do engines draw from the same random numbers, or do requests set a "
-        f"temperature of 0 or a seed?)"
-    )
+            segments = [segment for sequence in trajectory.sequences for segment in sequence]
+            tokens = b"|".join(segment.tokens.tobytes() for segment in segments)
+            samples += 1
+            repeated += tokens in seen
+            seen.add(tokens)
+    return {"response/repeated": repeated / samples} if samples else {}

@@ -107,7 +107,7 @@ def _turns(trajectory: Trajectory) -> Iterator[RecordedTurn]:
             if segment.kind != "action":
                 continue
             reason = "stop" if segment is not last else trajectory.stop_reason
-            wrote = GenerationOutput("", segment.tokens, segment.logprobs, segment.versions, cuts=segment.cuts)
+            wrote = GenerationOutput("", segment.tokens, segment.logprobs, segment.versions)
             wrote.experts = joined_experts(before.experts for before in sequence[: place + 1])
             if reason in ("stop", "length"):
                 wrote.finish_reason = "length" if reason == "length" else "stop"
@@ -175,7 +175,7 @@ def _entry(trajectory: Trajectory, numbers: Mapping[Image, int]) -> dict[str, An
     def about(segment: Segment) -> list[Any]:
         experts = None if segment.experts is None else len(segment.experts)
         shown = [numbers[image] for image in segment.images]
-        return [_KIND_NAMES.index(segment.kind), len(segment.tokens), segment.reward, experts, shown, segment.cuts]
+        return [_KIND_NAMES.index(segment.kind), len(segment.tokens), segment.reward, experts, shown]
 
     return {
         "repetition": trajectory.id.repetition,
@@ -209,14 +209,13 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
         reward: float,
         experts: int | None,
         shown: Sequence[int],
-        cuts: Sequence[int],
     ) -> Segment:
         tokens = values("tokens", length)
         if _KIND_NAMES[kind] != "action":
             return Segment(_KIND_NAMES[kind], tokens, reward=reward, images=tuple(images[n] for n in shown))
         logprobs, versions = values("logprobs", length), values("versions", length)
         known = values("experts", experts) if experts is not None and "experts" in arrays else None
-        return Segment("action", tokens, logprobs, versions, reward, known, cuts=tuple(cuts))
+        return Segment("action", tokens, logprobs, versions, reward, known)
 
     def trajectory(identity: PromptId, entry: Mapping[str, Any]) -> Trajectory:
         *branches, segments = [[segment(*about) for about in sequence] for sequence in entry["sequences"]]

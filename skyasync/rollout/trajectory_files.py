@@ -31,6 +31,7 @@ _META = b"skyasync"
 class RecordedStep:
     """The groups of a step, and the positions of the prompts that it consumes (see ``Rollout``).
 
+    ``batches``: names of the groups that were trained together, in order; empty if all of them were at once.
     ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had computed them.
     """
 
@@ -39,6 +40,7 @@ class RecordedStep:
     positions: tuple[int, ...] = ()
     total_steps: int = 0
     trainer_logprobs: list[Floats | None] = field(default_factory=list)
+    batches: list[list[str]] = field(default_factory=list)
 
 
 def need_pyarrow() -> None:
@@ -98,9 +100,13 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
     for name, of in types.items():
         columns[name] = pa.array([row[name] for row in rows], of)
-    about = {"step": recorded.step, "positions": recorded.positions}
-    meta = json.dumps(about | {"total_steps": recorded.total_steps})
-    table = pa.table(columns).replace_schema_metadata({_META: meta.encode()})
+    metadata = {
+        "step": recorded.step,
+        "positions": recorded.positions,
+        "total_steps": recorded.total_steps,
+        "batches": recorded.batches,
+    }
+    table = pa.table(columns).replace_schema_metadata({_META: json.dumps(metadata).encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".tmp")
     try:
@@ -144,13 +150,20 @@ def read(path: Path) -> RecordedStep:
 
     try:
         table = pq.read_table(path)
-        about = json.loads(table.schema.metadata[_META])
+        metadata = json.loads(table.schema.metadata[_META])
         rows = table.to_pylist()
         groups = [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: (row["epoch"], row["row"]))]
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path} has no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
     logprobs = [None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows]
-    return RecordedStep(about["step"], groups, tuple(about["positions"]), about["total_steps"], logprobs)
+    return RecordedStep(
+        metadata["step"],
+        groups,
+        tuple(metadata["positions"]),
+        metadata["total_steps"],
+        logprobs,
+        metadata["batches"],
+    )
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> Group:

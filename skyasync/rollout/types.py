@@ -82,7 +82,7 @@ class Segment:
 
     Only actions have ``logprobs`` (float32) and ``versions`` (int32), one per token, and ``experts``: those of the
     tokens from the last one of the previous action (else from the first of the sequence) to the last but one of its
-    own. ``images`` are those whose placeholders are in a prompt or an observation. ``cuts``: see ``GenerationOutput``.
+    own. ``images`` are those whose placeholders are in a prompt or an observation.
     """
 
     kind: Literal["prompt", "action", "observation"]
@@ -92,7 +92,6 @@ class Segment:
     reward: float = 0.0  # earned by this action; lands on its last token
     experts: Experts | None = None
     images: Images = ()
-    cuts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.tokens, self.logprobs, self.versions = ints(self.tokens), floats(self.logprobs), ints(self.versions)
@@ -120,7 +119,7 @@ def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
     """What a model wrote after these segments."""
     known = sum(len(s.experts) for s in before if s.experts is not None)
     new = None if output.experts is None else output.experts[known:]
-    return Segment("action", output.token_ids, output.logprobs, output.versions, experts=new, cuts=output.cuts)
+    return Segment("action", output.token_ids, output.logprobs, output.versions, experts=new)
 
 
 @dataclass

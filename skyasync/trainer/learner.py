@@ -189,7 +189,7 @@ class Learner:
         for roles in self._trained_roles:
             async with together() as calls:
                 for role in roles:
-                    calls.start(self._context.dispatch.forward_backward(batch, **_of(role)))
+                    calls.start(self._context.dispatch.forward_backward(batch, role))
         part.proximal_logprobs = batch.proximal_logprobs  # for another epoch on it
         self.parts.append(batch)
 
@@ -230,14 +230,16 @@ class Learner:
                 weights = [self.objective.correction_weights(part) for part in self.parts]
                 known = [each for each in weights if each is not None]
                 self._lr_scale = self.control.choose(self.parts, self._context.progress.step, known)
-            options = {role: _of(role) for turn in self._trained_roles for role in turn}
-            if self.control and self._lr_scale is not None and POLICY in options:
-                changed = {"lr_scale": self._lr_scale, "beta1": self.control.beta1}
-                if changed != {"lr_scale": 1.0, "beta1": None}:  # else a user's own dispatch need not know them
-                    options[POLICY] |= changed
+            changes: dict[str, Any] = {}  # of the policy's optimizer, in this step
+            if self.control and self._lr_scale is not None:
+                changes = {"lr_scale": self._lr_scale, "beta1": self.control.beta1}
             for roles in self._trained_roles:
+                steps = {}
                 async with together() as calls:
-                    steps = {r: calls.create_task(dispatch.optimizer_step(step, scale, **options[r])) for r in roles}
+                    for role in roles:
+                        options = changes if role == POLICY else {}
+                        call = dispatch.optimizer_step(step, scale, role, **options)
+                        steps[role] = calls.create_task(call)
                 for role, done in steps.items():
                     for name, value in done.result().items():
                         full = name if name.startswith(f"{CRITIC_ROLE}/") else f"{role}/{name}"
@@ -295,11 +297,6 @@ class Learner:
             log.warning("step %d: %s", step + 1, problem)
             metrics["warnings/stuck_ratio"] = 1.0
         return metrics
-
-
-def _of(role: str) -> dict[str, Any]:
-    """The role as an argument of the dispatch; a user's own may have the policy alone."""
-    return {} if role == POLICY else {"role": role}
 
 
 def check_experts(batch: RolloutBatch) -> None:

@@ -48,7 +48,7 @@ from skyasync.trainer.context import Client, Metrics, Parts, RunContext
 from skyasync.trainer.extensions import notify
 from skyasync.trainer.extensions.divergence_guard import UNDONE, DivergenceGuard
 from skyasync.trainer.extensions.prompt_ledger import LEFT_OUT, NO_SIGNAL, TRUNCATED, PromptLedger
-from skyasync.trainer.extensions.reporting import Profiler, Reporter, ScheduleLog
+from skyasync.trainer.extensions.reporting import Profiler, Reporter
 from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
@@ -150,9 +150,8 @@ class RayPPOTrainer(AlgorithmHooks):
         self.eval_dataset = eval_prompts(eval_dataset or [])
         self.context = RunContext(cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client)
         guard, ledger = DivergenceGuard(self.context), PromptLedger(self.context, generator)
-        schedule_log = ScheduleLog(self.context, ledger)
-        self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None, schedule_log)
-        own: list[RunExtension] = [ledger, schedule_log, Profiler(self.context), guard, self.reporter]
+        self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
+        own: list[RunExtension] = [ledger, Profiler(self.context), guard, self.reporter]
         self.extensions = [*own, *(callbacks or ())]
         # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
         plan = Plan.of(cfg, type(self))
@@ -281,7 +280,6 @@ class RayPPOTrainer(AlgorithmHooks):
                 if finished:
                     by_prompt = finished | {group.prompt.id: group for group in groups}
                     groups = [by_prompt[prompt.id] for prompt in prompts]
-                self.reporter.schedule_log.arrived(groups)
             metrics["rollout/in_evaluation"] = float(self.context.phases.evaluation_s() > evaluated_s)
         if self.context.refill.active:  # filters decide by what will be trained
             groups = list(self.postprocess_generator_output(groups))
@@ -366,7 +364,7 @@ class RayPPOTrainer(AlgorithmHooks):
         ledger, metrics, own = self.checkpointer.ledger, self.metrics, self.context.solved.own
         self.learner.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
-        self.reporter.schedule_log.prepared(groups)
+        self.reporter.prepared(groups)
         self.check_stale(groups)
         if not self.context.refill.active:  # else they were filtered as they came
             sampled, groups = groups, list(self.filter_groups(groups))
@@ -423,7 +421,6 @@ class RayPPOTrainer(AlgorithmHooks):
             self.metrics["sampler/replayed"] = float(len(self.context.solved.drawn))
         checkpointer.between_steps = True
         step = self.global_step
-        await self.reporter.scheduled(step, rollout)
         await self.reporter.ended(step, checkpointer.ledger.close(rollout))
         trained, learner.trained = learner.trained, []
         await self.reporter.trained(step, rollout, trained)

@@ -146,12 +146,12 @@ class Dispatch:
             scale: gradient and loss are multiplied by it first: one over the loss's denominator, if the loss weights
                 lack it.
             lr_scale: factor of the scheduled learning rate.
-            beta1: AdamW's first decay rate; None: the settings'. Workers of a user need not know the last two
-                arguments while they have their defaults.
+            beta1: AdamW's first decay rate; None: the settings'.
         """
-        changed = () if lr_scale == 1.0 and beta1 is None else (lr_scale, beta1)
+        host = self._host_of(role)
         async with self.transfer.changing():
-            metrics = (await self.call(self._host_of(role), "optimizer_step", schedule_step, scale, *changed))[0]
+            results = await self.call(host, "optimizer_step", schedule_step, scale, lr_scale, beta1)
+        metrics = results[0]
         return {name.removeprefix(f"{role}/"): value for name, value in metrics.items()}
 
     async def examine(self, scale: float = 1.0, role: str = POLICY) -> str:

@@ -156,11 +156,6 @@ def _audited(played: Play, folder: Path) -> list[str]:
     ledger = read_rows(folder / "ledger.jsonl")
     total = -(-rows * cfg.trainer.epochs // cfg.trainer.train_batch_size)
     wrong = wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
-    scheduled = {row["step"]: {group[0] for group in row["groups"]} for row in read_rows(folder / "schedule.jsonl")}
-    for row in ledger:
-        trained = {name for end in ("trained", "rejected", "given_up") for name in row.get(end, ())}
-        if scheduled.get(row["step"]) != trained:
-            wrong.append(f"step {row['step']}: the schedule has {scheduled.get(row['step'])}, the ledger {trained}")
     if max(steps, default=0) != total:
         wrong.append(f"the last of {total} steps in the metrics is {max(steps, default=0)}")
     epochs = range(cfg.trainer.epochs)

@@ -22,7 +22,8 @@ def test_nothing_of_the_recorded_run_is_written_over(tmp_path: Path, monkeypatch
     )
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(cfg, secrets=False))
-    (run / "schedule.jsonl").touch()
+    (run / "trajectories").mkdir()
+    (run / "trajectories" / "step_000001.parquet").touch()
 
     def main(experiment: type[object], argv: list[str], **_: Any) -> None:
         taken.extend(argv)

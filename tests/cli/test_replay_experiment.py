@@ -1,28 +1,30 @@
-"""Runs that are replayed by their schedule: real policy, real engine; see ``tests.trainer.plans.replayed``."""
+"""Runs with real policy and engine that train again on their recorded trajectories."""
 
 from __future__ import annotations
 
 import asyncio
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from skyasync.cli.replay import replay
-from skyasync.cli.replay_experiment import ReenactmentExperiment, ReplayExperiment
+from skyasync.cli.replay_experiment import ReplayExperiment, ReplayTrainer
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.observability.jsonl import read_rows
-from skyasync.rollout.schedule import ScheduledStep
+from skyasync.rollout.trajectory_files import files_of, read
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans import PLANS
 from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.trainer.plans.local_run import LocalRun
-from tests.trainer.plans.replayed import EngineFails, both, recorded, replayed, same, settings, weights
+from tests.trainer.plans.local_run import LocalRun, config
+from tests.trainer.plans.replayed import recorded, replayed, same, weights
 
 pytestmark = pytest.mark.slow
+
+FULLY_ASYNC = PLANS.find("fully_async")
 
 
 @pytest.fixture(scope="module")
@@ -30,41 +32,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), tied=False)
 
 
-def steps_of(folder: Path) -> list[ScheduledStep]:
-    return [ScheduledStep.parse(row) for row in read_rows(folder / "schedule.jsonl")]
+def settings(model: str, steps: int = 5, **trainer: Any) -> Config:
+    """Settings of a run whose requests are in flight while weights change."""
+    trainer = {"max_staleness": 3} | trainer
+    cfg = config(model, steps=steps, eval_interval=0, allow_uncorrected=True, **trainer)
+    cfg.generator.sampling_params.max_generate_length = 80  # the context ends them first
+    return cfg
 
 
 def difference(run: LocalRun) -> str:
-    return run.trainer.difference  # type: ignore[attr-defined, no-any-return]
+    return cast(ReplayTrainer, run.trainer).difference
 
 
-@pytest.mark.parametrize(
-    "partial, client",
-    [
-        pytest.param("keep", None, marks=pytest.mark.matrix),
-        ("keep", EngineFails),
-        pytest.param("recompute", None, marks=pytest.mark.matrix),
-    ],
-    ids=["keep", "failure", "recompute"],
-)
-async def test_weights_that_change_in_the_middle_of_responses_are_replayed(
-    partial: str, client: Any, model: str, tmp_path: Path
-) -> None:
-    parts = {} if client is None else {"client": client}
-    for attempt in range(5):  # until a response was in flight during a weight sync, which depends on the machine
-        folder = tmp_path / str(attempt)
-        run, again = await both("fully_async", settings(model, partial_rollout=partial), folder / "run", **parts)
-        turns = [
-            t for step in steps_of(folder / "run") for g in step.groups for turns in g.samples or () for t in turns
-        ]
-        if any(len(turn) > 1 for turn in turns):
-            break
-    else:
-        pytest.fail("no response was in flight during a weight sync")
-    assert any(change.cut for turn in turns for change in turn) == (partial == "recompute" or client is not None)
-    assert same(weights(run), weights(again))
-    assert difference(again) == ""
-    rows = read_rows(folder / "run-replay" / "metrics.jsonl")
+async def test_an_asynchronous_run_is_trained_again_to_the_same_weights(model: str, tmp_path: Path) -> None:
+    run = await recorded(FULLY_ASYNC, settings(model), tmp_path / "run")
+    again = await replayed(FULLY_ASYNC, settings(model), tmp_path / "run")
+    assert same(weights(run), weights(again)) and difference(again) == ""
+    rows = read_rows(tmp_path / "run-replay" / "metrics.jsonl")
     assert [(row["step"], row["replay/same"]) for row in rows] == [(step, 1.0) for step in range(1, 6)]
 
 
@@ -82,7 +66,7 @@ class InTwoParts(StreamedRayPPOTrainer):
 
 async def test_a_plan_that_trains_in_parts_has_the_same_parts(model: str, tmp_path: Path) -> None:
     run = await recorded(InTwoParts, settings(model, steps=3), tmp_path / "run")
-    assert all(len(step.parts) > 1 for step in steps_of(tmp_path / "run"))
+    assert all(len(read(file).batches) > 1 for file in files_of(tmp_path / "run"))
     again = await replayed(StreamedRayPPOTrainer, settings(model, steps=3), tmp_path / "run")
     assert same(weights(run), weights(again)) and difference(again) == ""
 
@@ -90,52 +74,28 @@ async def test_a_plan_that_trains_in_parts_has_the_same_parts(model: str, tmp_pa
 async def test_a_replay_begins_with_a_checkpoint_and_ends_after_a_step(model: str, tmp_path: Path) -> None:
     checkpoints = {"ckpt_interval": 2, "ckpt_path": str(tmp_path / "checkpoints"), "ckpt_keep": 0}
     cfg = settings(model, **checkpoints)
-    run = await recorded(PLANS.find("fully_async"), deepcopy(cfg), tmp_path / "run")
-    assert any(step.whole for step in steps_of(tmp_path / "run")), "some tokens are older than a checkpoint"
+    run = await recorded(FULLY_ASYNC, deepcopy(cfg), tmp_path / "run")
     cfg.trainer.ckpt_interval, cfg.trainer.ckpt_path = 0, str(tmp_path / "again")
     cfg.trainer.resume_mode = str(tmp_path / "checkpoints" / "step_000002")
-    end = await replayed(PLANS.find("fully_async"), deepcopy(cfg), tmp_path / "run")
+    end = await replayed(FULLY_ASYNC, deepcopy(cfg), tmp_path / "run")
     assert [row["step"] for row in read_rows(tmp_path / "run-replay" / "metrics.jsonl")] == [3, 4, 5]
     assert same(weights(run), weights(end)) and difference(end) == ""
     cfg.trainer.resume_mode = "none"
-    before = await replayed(PLANS.find("fully_async"), deepcopy(cfg), tmp_path / "run", last=4)
-    after = LocalRun(PLANS.find("fully_async"), cfg)
+    before = await replayed(FULLY_ASYNC, deepcopy(cfg), tmp_path / "run", final_step=4)
+    after = LocalRun(FULLY_ASYNC, cfg)
     await after.dispatch.load(tmp_path / "checkpoints" / "step_000004")
     assert before.trainer.global_step == 4 and same(weights(before), weights(after))
 
 
-@pytest.mark.matrix
-async def test_another_loss_is_the_same_twice_and_the_first_difference_is_reported(model: str, tmp_path: Path) -> None:
-    await recorded(PLANS.find("fully_async"), settings(model), tmp_path / "run")
-    ends = []
-    for _ in range(2):
-        cfg = settings(model)
-        cfg.trainer.policy.optimizer_config.lr = 3e-2
-        run = await replayed(PLANS.find("fully_async"), cfg, tmp_path / "run")
-        ends.append(weights(run))
-        assert difference(run).startswith("differently from step 2 on: ")
-    assert same(*ends)
+async def test_another_learning_rate_is_reported_as_the_first_difference(model: str, tmp_path: Path) -> None:
+    await recorded(FULLY_ASYNC, settings(model), tmp_path / "run")
+    cfg = settings(model)
+    cfg.trainer.policy.optimizer_config.lr = 3e-2
+    run = await replayed(FULLY_ASYNC, cfg, tmp_path / "run")
+    assert difference(run).startswith("differently from step 2 on: ")
 
 
-async def test_a_run_that_went_on_from_a_checkpoint_is_replayed_from_its_beginning(model: str, tmp_path: Path) -> None:
-    folder = {"ckpt_interval": 1, "ckpt_path": str(tmp_path / "checkpoints")}
-    plan = PLANS.find("fully_async")
-
-    class Breaks(plan):  # type: ignore[valid-type, misc]
-        async def train_on(self, rollout: Any) -> Any:
-            if self.global_step == 3:
-                raise RuntimeError("broken")
-            return await super().train_on(rollout)
-
-    with pytest.raises(RuntimeError, match="broken"):
-        await recorded(Breaks, settings(model, **folder), tmp_path / "run")
-    run = await recorded(plan, settings(model, resume_mode="latest", **folder), tmp_path / "run", resume=True)
-    assert [step.step for step in steps_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    again = await replayed(plan, settings(model), tmp_path / "run")
-    assert same(weights(run), weights(again)) and difference(again) == ""
-
-
-async def test_a_step_of_a_plans_own_way_is_refused(model: str, tmp_path: Path) -> None:
+async def test_a_step_of_a_plans_own_way_is_rejected(model: str, tmp_path: Path) -> None:
     class Twice(RayPPOTrainer):
         async def learn_from(self, groups: Any) -> None:
             for part in (groups[:2], groups[2:]):
@@ -144,28 +104,6 @@ async def test_a_step_of_a_plans_own_way_is_refused(model: str, tmp_path: Path) 
     await recorded(Twice, settings(model, steps=1), tmp_path / "run")
     with pytest.raises(UserError, match=r"step 1 of .* was trained in a way of the plan's own"):
         await replayed(RayPPOTrainer, settings(model, steps=1), tmp_path / "run")
-
-
-@pytest.mark.parametrize(
-    "key, value, message",
-    [
-        ("backend", "vllm", "generator.backend=vllm, whose samples are not bitwise the same twice"),
-        ("oversample_per_prompt", 2, "generator.oversample_per_prompt, so its samples depend on more"),
-        ("agent_program", "agent.py:play", "generator.agent_program, so its samples depend on more"),
-    ],
-)
-def test_what_cannot_be_generated_again_is_refused(key: str, value: Any, message: str, model: str) -> None:
-    cfg = settings(model)
-    setattr(cfg.generator, key, value)
-    with pytest.raises(UserError, match=message):
-        ReenactmentExperiment(cfg)
-
-
-def test_a_replay_on_a_loaded_machine_gives_no_engine_up_that_answers_within_a_minute(model: str) -> None:
-    cfg = settings(model)
-    cfg.generator.heartbeat_timeout_s = 4.0
-    ReenactmentExperiment(cfg)
-    assert cfg.generator.heartbeat_timeout_s == 60.0
 
 
 @pytest.mark.parametrize("mode, own", [("none", False), ("/runs/one/checkpoints/step_000003", True)])

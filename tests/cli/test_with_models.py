@@ -182,7 +182,7 @@ def test_without_recorded_trajectories_the_samples_are_shown(run: Trained, tmp_p
     assert not {"\x1b", "\x07", "\x9b"} & set(out), "a terminal would carry them out"
     with pytest.raises(SystemExit):
         command(["replay", str(tmp_path)])
-    assert "has neither a schedule (schedule.jsonl) nor recorded trajectories" in capsys.readouterr().err
+    assert "has recorded no trajectories (trainer.dump_trajectories=true)" in capsys.readouterr().err
 
 
 def test_every_metric_of_a_run_stands_in_the_reference(run: Trained) -> None:
@@ -193,24 +193,3 @@ def test_every_metric_of_a_run_stands_in_the_reference(run: Trained) -> None:
 
 def test_what_a_run_wrote_has_its_tokens(run: Trained) -> None:
     assert all("trainer_logprobs" in row["tokens"] for row in read_lines(run.folder / "samples.jsonl"))
-
-
-@pytest.mark.matrix
-def test_a_run_without_recorded_trajectories_is_replayed_by_its_schedule(
-    ray_session: None, model: str, tmp_path: Path
-) -> None:
-    run = train_in(tmp_path, model)(
-        "trainer.plan=fully_async", "trainer.max_training_steps=4", "trainer.max_staleness=2",
-        "generator.num_inference_engines=2", "generator.sampling_params.max_generate_length=24",
-        f"trainer.export_path={tmp_path / 'final'}",
-    )  # fmt: skip
-    again = tmp_path / "again"
-    command(["replay", str(run.folder), f"trainer.export_path={again}"])
-    assert Trained(run.folder.with_name("run-replay")).series("replay/same") == [1.0] * 4
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (tmp_path / "final", again)
-    )
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    command(["replay", str(run.folder), "--step", "2", "trainer.run_name=two"])
-    assert Trained(run.folder.with_name("two")).series("step") == [1, 2]
-    assert (run.folder.with_name("two") / "checkpoints" / "step_000002").is_dir()

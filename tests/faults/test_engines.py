@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from skyasync.__main__ import command
 from skyasync.trainer.extensions.prompt_ledger import audit
 from tests.end_to_end import leftovers
 from tests.end_to_end.runs import Train, Trained, read_lines
@@ -49,16 +48,6 @@ def test_a_run_survives_engines_that_are_killed_or_hang_in_a_rollout_a_sync_and_
         experiment=lambda cfg: FailingEngines(cfg, planned),
     )  # fmt: skip
     check(run, steps, planned, engines=2)
-
-
-def test_a_run_whose_engine_was_killed_is_replayed_to_the_same_weights(train: Train) -> None:
-    run = train(
-        "trainer.plan=fully_async", "trainer.max_training_steps=8", "generator.num_inference_engines=2", *SETTINGS,
-        experiment=lambda cfg: FailingEngines(cfg, [("rollout", "kill")]),
-    )  # fmt: skip
-    assert "!" in (run.folder / "schedule.jsonl").read_text(), "a response has continued at another engine"
-    command(["replay", str(run.folder), "trainer.report=false"])
-    assert Trained(run.folder.with_name("run-replay")).series("replay/same") == [1.0] * 8
 
 
 @pytest.mark.vllm

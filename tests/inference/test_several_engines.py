@@ -17,7 +17,6 @@ from skyasync.inference.interface import (
     InferenceEngine,
     SamplingParams,
 )
-from skyasync.rollout.metrics import count_repeats
 from tests.inference.backends.vllm.models import save_model
 
 GROUPS, SAMPLES, LENGTH = 4, 8, 12
@@ -60,7 +59,6 @@ async def groups(engines: list[InferenceEngine], batch: int) -> list[list[Genera
 
 def check_distinct(found: list[list[GenerationOutput]]) -> None:
     assert [len({tuple(o.token_ids) for o in group}) for group in found] == [SAMPLES] * GROUPS
-    assert not count_repeats([[(bytes(o.token_ids), sum(o.logprobs)) for o in group] for group in found]).impossible
 
 
 @pytest.mark.slow

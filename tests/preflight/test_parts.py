@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partialmethod
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 
 from skyasync.config.check import check_names
 from skyasync.config.schema import Config
-from skyasync.data.prompts import PromptBatch
 from skyasync.errors import UserError
 from skyasync.preflight.parts import check_parts, check_plan_class, check_sampler
-from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer import RayPPOTrainer
 
 
@@ -34,32 +31,6 @@ def test_whatever_can_be_called_as_a_method_may_override_one() -> None:
         check_plan_class(ByValue)
 
 
-class Forgets(RayPPOTrainer):
-    def filter_groups(self, groups: list[Group]) -> list[Group]:  # type: ignore[return]
-        [group for group in groups if any(group.rewards)]
-
-
-class ForgetsLater(RayPPOTrainer):
-    async def generate(self, prompts: PromptBatch) -> Rollout:  # type: ignore[return]
-        await super().generate(prompts)
-
-
-class Yields(RayPPOTrainer):
-    def remaining_prompts(self) -> Iterator[PromptBatch]:
-        yield from super().remaining_prompts()
-
-    async def save_checkpoint(self, *, patient: bool = True) -> None:
-        """Nothing is needed of it."""
-
-
-def test_a_method_without_its_return_is_an_error_that_names_it() -> None:
-    check_plan_class(Yields)
-    with pytest.raises(UserError, match=r"^Forgets\.filter_groups returns nothing, and must return: list\[Group\]$"):
-        check_plan_class(Forgets)
-    with pytest.raises(UserError, match=r"^ForgetsLater\.generate returns nothing, and must return: Rollout$"):
-        check_plan_class(ForgetsLater)
-
-
 SAMPLERS_OF_A_USER = """
 from skyasync.data.samplers import PromptSampler
 
@@ -78,10 +49,6 @@ class Without(PromptSampler):
 class Rewards(PromptSampler):
     def observe(self, prompt):
         pass
-
-class Forgets(PromptSampler):
-    def chance(self, prompt):
-        1.0
 """
 
 
@@ -92,7 +59,6 @@ class Forgets(PromptSampler):
         ("NoBase", r"must be a subclass of skyasync\.data\.samplers\.PromptSampler"),
         ("Without", r"__init__\(self\) must take \(self, cfg\)"),
         ("Rewards", r"observe\(self, prompt\) must take \(self, prompt, rewards\)"),
-        ("Forgets", r"chance returns nothing; it must return a number from 0 to 1"),
     ],
 )
 def test_a_sampler_that_cannot_work_is_found_before_the_run(name: str, problem: str, tmp_path: Path) -> None:

@@ -77,11 +77,6 @@ class Hides(RayPPOTrainer):
         return 1
 
 
-class Hidden(RayPPOTrainer):
-    def checkpointer(self) -> int:  # type: ignore[override]
-        return 1
-
-
 class NoMethod(RayPPOTrainer):
     generate = 3  # type: ignore[assignment]
 
@@ -106,20 +101,6 @@ def needs_the_trainer(completions: Any, trainer_state: Any) -> Any:
 
 def of_trl(completions: Any, **kwargs: Any) -> Any:
     return [0.0]
-
-
-class Gymnastic(BaseTextEnv):
-    def step(self, action: str) -> Any:
-        if action:
-            return action, 1.0, True, False, {}
-        return "", 0.0, True, False, {}
-
-
-def with_info(response: str) -> Any:
-    return 1.0, {"length": len(response)}
-
-
-def no_number(response: str) -> None: ...
 
 
 def loss(current: Any, behaviour: Any, advantages: Any) -> Any: ...

@@ -14,7 +14,6 @@ import pytest
 
 import skyasync.run.ray_cluster
 from skyasync import BasePPOExp, TrainerCallback, main
-from skyasync.preflight import parts
 from skyasync.rollout.tokenizer import quick_tokenizer
 from tests.user_errors.invalid_inputs import INPUTS, NO_EFFECT, PARTS
 
@@ -94,20 +93,6 @@ def test_a_command_line_without_a_fault_is_not_refused(overrides: list[str], inp
     with pytest.raises(AssertionError, match="was not refused"):
         main(BasePPOExp, arguments(overrides, inputs, tmp_path / "runs"))
     assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_wandb_without_a_login_is_refused_and_with_one_is_not(
-    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts, "check_installed", lambda registry, name: None)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_BASE_URL", "NETRC"):
-        monkeypatch.delenv(name, raising=False)
-    argv = [*arguments([], inputs, tmp_path / "runs"), "trainer.logger=[wandb]"]
-    assert "no login for api.wandb.ai: run wandb login" in refused(argv, capsys)
-    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
-    with pytest.raises(AssertionError, match="was not refused"):
-        main(BasePPOExp, argv)
 
 
 @pytest.mark.parametrize(

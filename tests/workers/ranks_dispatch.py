@@ -57,7 +57,7 @@ class RanksDispatch(WeightTransfer):
 
     async def start(self, total_steps: int = 0) -> None: ...
 
-    async def forward_backward(self, batch: UpdateBatch) -> None:
+    async def forward_backward(self, batch: UpdateBatch, role: str = "policy") -> None:
         shards = split_for_ranks(batch, self._ranks.count)
         self.rows.append([len(rows) for rows in shards])
         letters = [pickle.dumps(batch.select(rows).trim()) for rows in shards]
@@ -65,7 +65,9 @@ class RanksDispatch(WeightTransfer):
         if batch.proximal_logprobs is None:
             batch.proximal_logprobs = joined(batch, shards, pieces)
 
-    async def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
+    async def optimizer_step(
+        self, schedule_step: int | None = None, scale: float = 1.0, role: str = "policy", **changes: Any
+    ) -> dict[str, float]:
         return (await self._call(_method, "optimizer_step", schedule_step, scale))[0]
 
     proves_content = True

@@ -37,7 +37,9 @@ class LengthWorker(Worker):
         )
         return batch.loss_mask.sum(1) * self.unit
 
-    def optimizer_step(self, schedule_step: int | None = None, scale: float = 1.0) -> dict[str, float]:
+    def optimizer_step(
+        self, schedule_step: int | None = None, scale: float = 1.0, lr_scale: float = 1.0, beta1: float | None = None
+    ) -> dict[str, float]:
         self.unit *= 2
         return {"unit": self.unit}
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import key
 from skyasync.config.schema.algorithm import AlgorithmConfig
 from skyasync.config.schema.data import DataConfig
@@ -50,13 +51,13 @@ __all__ = [
 
 
 @dataclass
-class RayConfig:
+class RayConfig(SettingsGroup):
     address: str = key("", open_ended=True)
     """Cluster to join ('auto' or host:port); empty starts one on this machine's loopback."""
 
 
 @dataclass
-class Config:
+class Config(SettingsGroup):
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, LOSS_REDUCTIONS
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import When, key
 from skyasync.config.parts import Plan, depends_on_pool, functions, weighs_by_behaviour
 from skyasync.errors import unknown
@@ -38,7 +39,7 @@ CRITIC = When(
 
 
 @dataclass
-class KLControlConfig:
+class KLControlConfig(SettingsGroup):
     type: str = key("fixed", choices=("fixed", "adaptive"), when="trainer.algorithm.use_kl_in_reward")
     """How the KL coefficient in the reward changes: fixed, or adaptive."""
     kl_target: float = key(0.1, above=0.0, when="trainer.algorithm.kl_ctrl.type=adaptive")
@@ -48,7 +49,7 @@ class KLControlConfig:
 
 
 @dataclass
-class SapoConfig:
+class SapoConfig(SettingsGroup):
     tau_pos: float = key(1.0, above=0.0)
     """Steepness of sapo's gate for positive advantages."""
     tau_neg: float = key(1.05, above=0.0)
@@ -56,7 +57,7 @@ class SapoConfig:
 
 
 @dataclass
-class CispoConfig:
+class CispoConfig(SettingsGroup):
     cispo_eps_clip_low: float = key(1.0, low=0.0)
     """cispo clips the weight below 1 - this; 1 is no lower clip."""
     cispo_eps_clip_high: float = limit(4.0, low=0.0)
@@ -64,7 +65,7 @@ class CispoConfig:
 
 
 @dataclass
-class ClipCovConfig:
+class ClipCovConfig(SettingsGroup):
     clip_ratio: float = key(2e-4, low=0.0, high=1.0)
     """Share of the tokens that clip_cov drops."""
     clip_cov_lb: float = limit(1.0)
@@ -74,7 +75,7 @@ class ClipCovConfig:
 
 
 @dataclass
-class KLCovConfig:
+class KLCovConfig(SettingsGroup):
     kl_cov_frac: float = key(0.2, low=0.0, high=1.0)
     """Share of the tokens that kl_cov penalises: those of largest covariance."""
     ppo_kl_coef: float = key(1.0, low=0.0)
@@ -82,7 +83,7 @@ class KLCovConfig:
 
 
 @dataclass
-class DppoConfig:
+class DppoConfig(SettingsGroup):
     divergence: str = key("tv", choices=("tv", "kl"))
     """How dppo measures the change of a token's probability: total variation or Bernoulli KL."""
     delta_low: float = limit(0.15, low=0.0)
@@ -92,7 +93,7 @@ class DppoConfig:
 
 
 @dataclass
-class ToprConfig:
+class ToprConfig(SettingsGroup):
     positive_weight: float = key(1.0, low=0.0)
     """Weight of topr's positive samples."""
     negative_weight: float = key(1.0, low=0.0)
@@ -100,7 +101,7 @@ class ToprConfig:
 
 
 @dataclass
-class OverlongBufferConfig:
+class OverlongBufferConfig(SettingsGroup):
     len: int = key(0, low=0)
     """Number of response tokens before max_len over which the overlong penalty grows; 0 is no penalty."""
     max_len: int = key(0, low=0, when="trainer.algorithm.overlong_buffer.len")
@@ -110,7 +111,7 @@ class OverlongBufferConfig:
 
 
 @dataclass
-class DynamicSamplingConfig:
+class DynamicSamplingConfig(SettingsGroup):
     type: str = key("none", choices=("none", "mean", "variance"))
     """Train only informative groups. mean: their mean reward is between low and high, both excluded; variance: their
     rewards differ."""
@@ -135,7 +136,7 @@ class DynamicSamplingConfig:
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(SettingsGroup):
     preset: str = key("", registry="skyasync.algorithms.presets:PRESETS")
     """Defaults for several settings, by the name of an algorithm; settings that are given override them."""
     # The objective

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import When, key
 from skyasync.config.schema.environment import check_domains, proportions_of
 from skyasync.config.schema.judges import is_reference, pattern_problems
@@ -30,7 +31,7 @@ _ENTRIES = ("data", "n_samples")
 
 
 @dataclass
-class DataConfig:
+class DataConfig(SettingsGroup):
     train_data: list[str] = key([], open_ended=True)
     """Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names (owner/name#config:split),
     reasoning_gym:task, or module:function."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import key
 from skyasync.errors import unknown
 
@@ -18,7 +19,7 @@ _WHERE = "environment.domains"
 
 
 @dataclass
-class EnvironmentConfig:
+class EnvironmentConfig(SettingsGroup):
     env_class: str = key("", open_ended=True)
     """Environment of rows that name none: a registered id, module:Class, or openenv:URL or nemo_gym:URL."""
     num_workers: int = key(1, low=1)

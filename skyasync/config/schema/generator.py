@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import key
 from skyasync.config.parts import engines_with
 from skyasync.config.schema.sampling import EvalSamplingConfig, SamplingConfig, backend
@@ -25,7 +26,7 @@ ONLINE = "online"
 
 
 @dataclass
-class AgentsConfig:
+class AgentsConfig(SettingsGroup):
     """The part of ``GeneratorConfig`` that is about agent programs."""
 
     agent_func_path: str = key("", open_ended=True)
@@ -99,7 +100,7 @@ _TRANSFERS = "skyasync.weight_sync.transfers:TRANSFERS"
 
 
 @dataclass
-class WeightSyncConfig:
+class WeightSyncConfig(SettingsGroup):
     """The part of ``GeneratorConfig`` that is about new weights."""
 
     weight_sync_backend: str = key("auto", choices=("auto",), registry=_TRANSFERS)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import Keys, When, entry_problem, key
 from skyasync.config.schema.algorithm import CRITIC, KL
 from skyasync.config.values import written
@@ -29,7 +30,7 @@ TEACHER = When("trainer.teacher.model.path")
 
 
 @dataclass
-class ModelConfig:
+class ModelConfig(SettingsGroup):
     path: str = key("", open_ended=True)
     """Hugging Face name, local folder, or module:function that makes one and returns its path."""
     dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
@@ -60,7 +61,7 @@ BY_A_METRIC = tuple(
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(SettingsGroup):
     name: str = key("adamw", choices=("adamw", "adamw_8bit", "muon"))
     """Optimizer. adamw; adamw_8bit: the state of matrices is stored in 8 bits, with a scale per block; muon: Muon for
     the matrices of decoder layers, at AdamW's learning rate, and AdamW for the rest."""
@@ -93,7 +94,7 @@ class OptimizerConfig:
 
 
 @dataclass
-class LoraConfig:
+class LoraConfig(SettingsGroup):
     rank: int = key(0, low=0)
     """Train low-rank adapters of this rank next to frozen weights (LoRA); 0 trains the weights themselves."""
     alpha: float = key(16.0, above=0.0, when="trainer.policy.lora.rank")
@@ -116,7 +117,7 @@ class LoraConfig:
 
 
 @dataclass
-class TrainedModelConfig:
+class TrainedModelConfig(SettingsGroup):
     """What policy and critic have in common."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -152,7 +153,7 @@ class PolicyConfig(TrainedModelConfig):
 
 
 @dataclass
-class RefConfig:
+class RefConfig(SettingsGroup):
     model: ModelConfig = field(default_factory=ModelConfig)
     fsdp_size: int = key(0, low=0, when=KL)
     """Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP).
@@ -188,7 +189,7 @@ class CriticConfig(TrainedModelConfig):
 
 
 @dataclass
-class TeacherConfig:
+class TeacherConfig(SettingsGroup):
     model: ModelConfig = field(default_factory=ModelConfig)
     weight: float = key(1.0, above=0.0)
     """Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy. It is added to the advantage
@@ -359,7 +360,7 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(SettingsGroup):
     model: ModelConfig = field(default_factory=ModelConfig)
     models: dict[str, Any] = key({})
     """Several reward models by name, each with path, dtype, weight, mean, std and clip. Their rewards are added."""

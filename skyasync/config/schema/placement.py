@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import When, key
 from skyasync.config.schema.algorithm import CRITIC, KL
 from skyasync.config.schema.models import REWARD, TEACHER
@@ -28,7 +29,7 @@ OWN_DEVICES = (_OWN_REF, _OWN_CRITIC, _OWN_TEACHER)
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(SettingsGroup):
     pipeline: int = key(1, low=1)
     """Number of pipeline stages: consecutive layers on separate ranks, which compute micro-batches in turn (1F1B)."""
     context: int = key(1, low=1)
@@ -46,7 +47,7 @@ class ParallelConfig:
 
 
 @dataclass
-class PlacementConfig:
+class PlacementConfig(SettingsGroup):
     colocate_all: bool = key(False, when="not generator.engines")
     """Engines and workers use the same devices in turn (plans sync and colocated_async)."""
     colocate_policy_ref: bool = key(True, when=KL)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import inheriting, key
 from skyasync.config.parts import reads_behaviour, supported
 from skyasync.config.values import written
@@ -29,7 +30,7 @@ HISTORY = ("min_tokens",)
 
 
 @dataclass
-class SamplingConfig:
+class SamplingConfig(SettingsGroup):
     """The bounds hold for all requests: ``skyasync.inference.interface.SamplingParams`` and the requests of agent
     programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
+from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import When, key
 from skyasync.config.parts import Plan, check_correction
 from skyasync.config.resume import keeps_checkpoints
@@ -31,7 +32,7 @@ CHECKPOINTS = When("trainer.ckpt_interval", "trainer.ckpt_minutes", "trainer.ckp
 
 
 @dataclass
-class FaultToleranceConfig:
+class FaultToleranceConfig(SettingsGroup):
     """The part of ``TrainerConfig`` that is about failures."""
 
     ckpt_patience: int = key(3, low=1, when=CHECKPOINTS)
@@ -142,11 +143,11 @@ class TrainerConfig(FaultToleranceConfig):
     eval_before_train: bool = key(True)
     """Evaluate the starting policy."""
     eval_k: list[int] = key([], low=1)
-    """Values of k in eval/pass@k and eval/maj@k; empty is 1, 2, 4, ... up to the samples per prompt."""
+    """Values of k in eval/pass@k; empty is 1, 2, 4, ... up to the samples per prompt."""
     eval_passing: float = key(1.0)
-    """Minimum reward of a correct sample in eval/pass@k and eval/maj@k."""
+    """Minimum reward of a correct sample in eval/pass@k and eval/maj@n."""
     eval_answer: str = key("auto", open_ended=True)
-    """How the answer of a response is found for the votes of eval/maj@k: auto (the last \\boxed{}, the text after ####
+    """How the answer of a response is found for the votes of eval/maj@n: auto (the last \\boxed{}, the text after ####
     or 'answer is', or a short response itself), a regular expression (its last match), or file.py:function of the text.
     Empty: no votes."""
     ckpt_interval: int = key(0, low=0)

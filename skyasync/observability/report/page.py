@@ -33,7 +33,6 @@ NEGLIGIBLE = 1e-3  # nats: rounding
 _WARNINGS = {
     "warnings/stuck_ratio": "the ratio of proximal to behaviour policy was exactly 1 on stale tokens: the behaviour "
     "log-probabilities are probably not the engine's",
-    "warnings/repeated_samples": "samples are equal more often than chance explains: check their seeds",
     "warnings/non_finite": "a metric was NaN or infinite",
 }
 

@@ -16,19 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from skyasync.arrays import TURN_TOKENS, Floats, Ints, ints
+from skyasync.arrays import Floats, Ints, ints
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.errors import UserError
 from skyasync.observability.progress import LatestSample
 from skyasync.observability.trackers import JsonlTracker, MultiTracker
 from skyasync.observability.usage import UsageMeter
-from skyasync.rollout import partial_rollouts, schedule
 from skyasync.rollout import trajectory_files as recorded
-from skyasync.rollout.metrics import repeat_metrics, repeat_warning, repeats_of, rollout_metrics, sample_records
-from skyasync.rollout.schedule import ScheduledGroup, ScheduledStep
+from skyasync.rollout.metrics import repeated_samples, rollout_metrics, sample_records
 from skyasync.rollout.types import Group, Rollout
 from skyasync.trainer.context import Metrics, RunContext
-from skyasync.trainer.extensions.prompt_ledger import PromptLedger, copy_group
 
 if TYPE_CHECKING:
     from skyasync.models.batch import UpdateBatch
@@ -42,17 +39,16 @@ class Reporter(RunExtension):
     Attributes:
         last_metrics: the newest value of every metric that was logged.
         last_sample: the newest sample that was written, in short.
-        schedule_log: of the groups as they arrive and are trained.
     """
 
-    def __init__(self, context: RunContext, decode: Callable[..., str] | None, schedule_log: ScheduleLog) -> None:
-        self.schedule_log = schedule_log
+    def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
         self.last_metrics: Metrics = {}
         self.last_sample: LatestSample | None = None
         self._context, self._decode = context, decode
         self._samples = context.cfg.trainer.save_samples  # per step
         self._trajectories = context.cfg.trainer.dump_trajectories
         self._trained = 0  # trajectories, in the last step
+        self._batches: list[list[str]] = []  # names of groups that the current step has trained together
         self._failed: set[str] = set()  # logged once, until it is written again
         self._usage: UsageMeter | None = None
 
@@ -67,11 +63,13 @@ class Reporter(RunExtension):
         return await self._usage.lap(self._trained)
 
     def rolled_out(self, groups: Sequence[Group]) -> Metrics:
-        """Metrics of what has been sampled; a warning if samples repeat as chance would not."""
-        repeats = repeats_of(groups)
-        if problem := repeat_warning(repeats):
-            log.warning("%s", problem)
-        return rollout_metrics(groups) | repeat_metrics(repeats)
+        """Metrics of what has been sampled."""
+        return rollout_metrics(groups) | repeated_samples(groups)
+
+    def prepared(self, groups: Sequence[Group]) -> None:
+        """These groups are trained together. Those of the replay buffer are left out: a replay chooses them again."""
+        sampled = self._context.solved.own(groups)
+        self._batches.append([str(group.prompt.id) for group in sampled])
 
     async def trained(self, step: int, rollout: Rollout, parts: Sequence[UpdateBatch] = ()) -> None:
         """Write a few samples of what a step has trained, or all trajectories.
@@ -80,6 +78,8 @@ class Reporter(RunExtension):
             parts: the batches that it became, for the trainer's log-probabilities of the tokens.
         """
         self._trained = sum(len(group.trajectories) for group in rollout.groups)
+        batches = self._batches
+        self._batches = []
         run_dir, rows = self._context.run_dir, TrainedRows(parts)
         if run_dir is None:
             return
@@ -88,7 +88,7 @@ class Reporter(RunExtension):
             self.last_sample = LatestSample.of(step, records[0]) if records else None
             await self._write("samples", step, run_dir.write_samples, step, records)
         if self._trajectories:
-            await self._write_trajectories("trajectories", step, rollout, rows)
+            await self._write_trajectories("trajectories", step, rollout, rows, batches=batches)
 
     async def evaluated(self, step: int, groups: Sequence[Group]) -> None:
         """Write a few samples of each set of an evaluation."""
@@ -115,32 +115,34 @@ class Reporter(RunExtension):
         except UserError:
             log.warning("the batch of step %d is not written: that takes pyarrow (uv pip install pyarrow)", step)
             return
-        await self._write_trajectories("batch", step, rollout, rows, recorded.NONFINITE)
+        await self._write_trajectories("batch", step, rollout, rows, folder=recorded.NONFINITE)
 
     async def ended(self, step: int, prompts: Mapping[str, object]) -> None:
         """Write how the prompts of this step ended."""
         if self._context.run_dir is not None:
             await self._write("ledger's line", step, self._context.run_dir.write_ledger, step, prompts)
 
-    async def scheduled(self, step: int, rollout: Rollout) -> None:
-        """Write the schedule of a step, and the groups of it that are written whole."""
-        line, whole = self.schedule_log.trained(step, rollout)
-        run_dir = self._context.run_dir
-        if run_dir is None:
-            return
-        if whole:
-            file = run_dir.path / schedule.FOLDER / f"step_{step:06d}.safetensors"
-            state = partial_rollouts.RolloutState({}, whole)
-            in_thread = [asyncio.to_thread] if state.tokens >= TURN_TOKENS else []
-            await self._write("groups", step, *in_thread, _write_groups, file, state)
-        await self._write("schedule", step, run_dir.write_schedule, step, line.row())
-
-    async def _write_trajectories(self, what: str, step: int, rollout: Rollout, rows: TrainedRows, *kind: str) -> None:
+    async def _write_trajectories(
+        self,
+        what: str,
+        step: int,
+        rollout: Rollout,
+        rows: TrainedRows,
+        *,
+        folder: str = recorded.FOLDER,
+        batches: Sequence[list[str]] = (),
+    ) -> None:
         assert self._context.run_dir is not None
-        total = self._context.length.steps
-        whole = recorded.RecordedStep(step, rollout.groups, tuple(rollout.positions), total)
-        path = recorded.path_of(self._context.run_dir.path, step, *kind)
-        await self._write(what, step, asyncio.to_thread, recorded.write, path, whole, rows.logprobs)
+        at_once = [[str(group.prompt.id) for group in rollout.groups]]
+        content = recorded.RecordedStep(
+            step,
+            rollout.groups,
+            tuple(rollout.positions),
+            self._context.length.steps,
+            batches=[] if list(batches) == at_once else list(batches),
+        )
+        path = recorded.path_of(self._context.run_dir.path, step, folder)
+        await self._write(what, step, asyncio.to_thread, recorded.write, path, content, rows.logprobs)
 
     async def _write(self, what: str, step: int, write: Callable[..., Any], *args: object) -> None:
         try:
@@ -160,11 +162,6 @@ class Reporter(RunExtension):
     def log(self, metrics: Metrics, step: int) -> None:
         self._context.tracker.log(metrics, step=step)
         self.last_metrics = {**self.last_metrics, **metrics}
-
-
-def _write_groups(file: Path, state: partial_rollouts.RolloutState) -> None:
-    file.parent.mkdir(exist_ok=True)
-    partial_rollouts.write(file, state)
 
 
 class Profiler(RunExtension):
@@ -219,56 +216,3 @@ class TrainedRows:
         assert values is not None
         logprobs: Floats = values[row, :length].float().cpu().numpy()
         return logprobs
-
-
-class ScheduleLog(RunExtension):
-    """The log of a run's schedule, from which ``skyasync replay`` re-enacts the run.
-
-    Every step of a run with a folder has its line, whatever the plan. Groups that a re-enactment from the newest
-    checkpoint could not generate are written whole: those with tokens of older weights than the checkpoint's, and those
-    with a failed episode.
-    """
-
-    def __init__(self, context: RunContext, ledger: PromptLedger) -> None:
-        self._context, self._ledger = context, ledger
-        self._arrived: dict[str, tuple[ScheduledGroup, Group]] = {}  # and not yet trained, as generated
-        self._parts: list[tuple[str, ...]] = []  # of the current step
-        self._arrivals = 0
-        self._saved = 0  # step of the newest checkpoint
-
-    def arrived(self, groups: Sequence[Group]) -> None:
-        """These are complete, and no hook has changed them."""
-        for group in groups if self._context.run_dir is not None else ():
-            name = str(group.prompt.id)
-            started = self._ledger.ledger.versions.get(name, self._context.progress.version)
-            self._arrived[name] = ScheduledGroup.of(group, started, self._arrivals), copy_group(group)
-            self._arrivals += 1
-
-    def prepared(self, groups: Sequence[Group]) -> None:
-        """These are trained together; replayed groups are chosen again in a replay."""
-        self._parts.append(tuple(str(group.prompt.id) for group in self._context.solved.own(groups)))
-
-    def on_start(self, trainer: Watched) -> None:
-        self._saved = trainer.global_step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing; but a checkpoint of the current step is being written."""
-        self._saved = self._context.progress.step
-        return {}
-
-    def trained(self, step: int, rollout: Rollout) -> tuple[ScheduledStep, list[Group]]:
-        """The line of a step, and the groups that are written whole."""
-        parts, self._parts = tuple(self._parts), []
-        names = [str(group.prompt.id) for group in rollout.groups]
-        scheduled = [self._arrived.pop(name) for name in names if name in self._arrived]
-        for identity in rollout.rejected:
-            self._arrived.pop(str(identity), None)
-        whole = [group for about, group in scheduled if about.oldest < self._saved]
-        line = ScheduledStep(
-            step,
-            tuple(rollout.positions),
-            tuple(group for group, _ in scheduled),
-            parts or (tuple(names),),
-            frozenset(str(group.prompt.id) for group in whole),
-        )
-        return line, whole

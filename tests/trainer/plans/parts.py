@@ -143,7 +143,7 @@ class Dispatch:
     writing_s: float = 0.0  # that a checkpoint takes while training continues
     pending_save: tuple[Path, int, float] = (Path(), 0, 0.0)  # folder, weights, end
 
-    async def forward_backward(self, batch: Any) -> None:
+    async def forward_backward(self, batch: Any, role: str = "policy") -> None:
         try:
             await asyncio.sleep(self.seconds())
         except asyncio.CancelledError:
@@ -152,7 +152,9 @@ class Dispatch:
         self.faults.pass_or_raise("update")
         self.parts.append(batch)
 
-    async def optimizer_step(self, schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+    async def optimizer_step(
+        self, schedule_step: int, scale: float = 1.0, role: str = "policy", **changes: Any
+    ) -> dict[str, float]:
         rows = [row for batch in self.parts for row in batch.tokens]
         ids = [PromptId(int(row[0]) - EPOCH, int(row[1]) - ROW) for row in rows]
         self.trained.append(list(dict.fromkeys(ids)))

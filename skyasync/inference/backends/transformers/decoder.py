@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
@@ -60,10 +60,6 @@ class DecodingRow:
     def cached(self) -> int:
         """Tokens in the cache while running: the newest token is not in it yet."""
         return len(self.prompt) + len(self.token_ids) - 1
-
-    def waits(self, version: int) -> bool:
-        """Its next token is to be computed by newer weights than of this version."""
-        return any(version < needed and len(self.token_ids) >= start for start, needed in self.request.version_at)
 
     def record(self, token: int, logprob: float, version: int) -> None:
         self.token_ids.append(token)
@@ -118,7 +114,6 @@ class Decoder:
         self._lengths: np.ndarray
         self._shifts: Tensor | None
         self._positions: np.ndarray
-        self._some_wait: bool  # for newer weights, sooner or later
 
     @property
     def running(self) -> int:
@@ -126,7 +121,7 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        return bool(self._admitted or self.waiting or not all(row.waits(self.version) for row in self._running))
+        return bool(self._admitted or self.waiting or self._running)
 
     @torch.inference_mode()
     def abort(self, ids: Collection[str] | None) -> list[DecodingRow]:
@@ -243,7 +238,6 @@ class Decoder:
             self._positions = np.array([len(row.token_ids) for row in rows])
             shifts = [row.shift for row in rows]
             self._shifts = torch.tensor(shifts, device=device) if any(shifts) else None
-            self._some_wait = any(row.request.version_at for row in rows)
             self._changed = False
         assert self.cache is not None
         lengths = torch.from_numpy(self._lengths).to(device)
@@ -251,16 +245,11 @@ class Decoder:
         self._tokens, logprobs = self._sampler(logits, self._positions)
         self._lengths = self._lengths + 1
         self._positions = self._positions + 1
-        ready: Sequence[int] = range(len(rows))
-        if self._some_wait:
-            ready = [i for i, row in enumerate(rows) if not row.waits(self.version)]
-        if (chosen := self.model.chosen()) is not None:
-            for i in ready:
-                rows[i].experts.append(chosen[i : i + 1])
-        if len(ready) == len(rows):
-            return list(rows), self._tokens, logprobs
-        self._changed = True  # the tokens of the others are left out, and computed again when they no longer wait
-        return [rows[i] for i in ready], self._tokens[ready], logprobs[ready]
+        chosen = self.model.chosen()
+        if chosen is not None:
+            for i, row in enumerate(rows):
+                row.experts.append(chosen[i : i + 1])
+        return list(rows), self._tokens, logprobs
 
     def _drop_finished(self) -> None:
         """Keep the running rows in slots 0 to n-1: those beyond the new n move into the holes."""
