@@ -9,6 +9,7 @@ from skyasync.cli.evaluate import _settings_of, evaluate
 from skyasync.cli.export import find_checkpoint
 from skyasync.cli.replay import _checkpoint
 from skyasync.errors import UserError
+from skyasync.utils import manifest
 
 
 def test_a_run_that_is_not_there_is_named_and_the_nearest(tmp_path, monkeypatch):
@@ -29,6 +30,7 @@ def test_checkpoints_of_a_run_are_where_its_settings_have_put_them(tmp_path, mon
         folder.mkdir(parents=True)
     (run / "config.yaml").write_text(f"trainer:\n  ckpt_path: {checkpoint.parent}\n")
     (checkpoint / "state.json").write_text('{"step": 3}')
+    manifest.write(checkpoint, {"state.json": manifest.sum_of(checkpoint / "state.json")})
     monkeypatch.setattr("skyasync.cli.export.write", lambda *_: None)
     assert find_checkpoint(str(run)) == _checkpoint(run, 3) == checkpoint
     with ExitStack() as stack:

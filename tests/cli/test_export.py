@@ -9,6 +9,7 @@ import pytest
 
 from skyasync.cli.export import export
 from skyasync.errors import UserError
+from skyasync.utils import manifest
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,11 @@ def test_wrong_arguments_are_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    (tmp_path / "step_000003").mkdir()
-    (tmp_path / "step_000003" / "state.json").write_text('{"step": 3}')
+    checkpoint = tmp_path / "step_000003"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text('{"step": 3}')
     recorded = {"config": {"trainer": {"policy": {"model": {"path": "owner/name"}}}}}
-    (tmp_path / "step_000003" / "config.json").write_text(json.dumps(recorded))
+    (checkpoint / "config.json").write_text(json.dumps(recorded))
+    manifest.write(checkpoint, {name: manifest.sum_of(checkpoint / name) for name in ("state.json", "config.json")})
     with pytest.raises(UserError, match=line):
         export(["step_000003", *options])

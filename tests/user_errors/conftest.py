@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyasync.utils import manifest
 from tests.user_errors import parts
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
@@ -52,10 +53,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet")
     write_table(pa.Table.from_pylist(ROWS).slice(0, 0), folder / "empty.parquet")
     state = {"step": 3, "position": 6, "seed": 7, "dataset_size": 5}
-    (folder / "checkpoints" / "step_000003").mkdir(parents=True)
-    (folder / "checkpoints" / "step_000003" / "state.json").write_text(json.dumps(state))
+    checkpoint = folder / "checkpoints" / "step_000003"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest.write(checkpoint, {"state.json": manifest.sum_of(checkpoint / "state.json")})
     (folder / "damaged" / "step_000004").mkdir(parents=True)
-    (folder / "damaged" / "step_000004" / "state.json").write_text('{"step": 4, "manifest": "manifest.json"}')
+    (folder / "damaged" / "step_000004" / "state.json").write_text('{"step": 4}')
     for name in (
         "no_tokenizer",
         "bad_tokenizer",
