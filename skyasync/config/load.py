@@ -29,7 +29,7 @@ from skyasync.config.check import check_config
 from skyasync.config.command_line import Assignment, CommandLine, print_help, read_command_line, read_file, unknown_key
 from skyasync.config.keys import Key, Keys
 from skyasync.config.schema import Config
-from skyasync.config.secrets import hidden
+from skyasync.config.secrets import Secrets, hidden
 from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, parse, written
 from skyasync.errors import UserError
 from skyasync.other_frameworks import other_frameworks
@@ -150,8 +150,9 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
     """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object.
 
     Args:
-        secrets: False writes ``***`` for every secret.
+        secrets: False writes ``***`` for every secret, and ``${oc.env:NAME}`` for a secret variable of the environment.
     """
+    variables = Secrets() if secrets else Secrets.of()
 
     def plain(value: object) -> object:
         """Only what YAML can hold; text that OmegaConf would take for a reference is escaped."""
@@ -161,10 +162,12 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
             return [plain(entry) for entry in value]
         if isinstance(value, enum.Enum):
             return value.name
-        return escape(value) if isinstance(value, str) else value
+        return variables.refer(escape(value)) if isinstance(value, str) else value
 
     groups = dataclasses.asdict(config)
-    shown = {name: plain(group if secrets else hidden(group)) for name, group in groups.items()}
+    if not secrets:
+        groups = hidden(groups, variables=Secrets())  # secret variables become references instead
+    shown = {name: plain(group) for name, group in groups.items()}
     return OmegaConf.to_yaml(OmegaConf.create(shown))
 
 

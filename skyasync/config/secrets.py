@@ -1,8 +1,8 @@
 """What is written down of keys and passwords: ``***``.
 
 Invariant: a value is hidden if its name, in the configuration or among the environment's variables, is a secret's, or
-if it is the password of an address. What is hidden in the configuration is hidden in text too, if it is long enough to
-differ from a word.
+if it is the password of an address. A value from such a variable (``${oc.env:NAME}``) is hidden under any key. What is
+hidden in the configuration is hidden in text too, if it is long enough to differ from a word.
 """
 
 from __future__ import annotations
@@ -33,14 +33,21 @@ def is_secret(name: str) -> bool:
     return _NAME.search(name) is not None
 
 
-def hidden(value: Any, name: str = "") -> Any:  # noqa: ANN401  (what a configuration holds)
-    """A copy of a part of the configuration without its secrets; ``name`` is the key's own."""
+def hidden(value: Any, name: str = "", variables: Secrets | None = None) -> Any:  # noqa: ANN401  (of a configuration)
+    """A copy of a part of the configuration without its secrets.
+
+    Args:
+        name: the key's own.
+        variables: the secrets of the environment, by default of this process.
+    """
+    if variables is None:
+        variables = Secrets.of()
     if isinstance(value, Mapping):
-        return {key: hidden(each, str(key)) for key, each in value.items()}
+        return {key: hidden(entry, str(key), variables) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [hidden(each, name) for each in value]
+        return [hidden(entry, name, variables) for entry in value]
     if isinstance(value, str) and value:
-        return HIDDEN if is_secret(name) else without_passwords(value)
+        return HIDDEN if is_secret(name) else variables.hide_all(value)
     return value
 
 
@@ -56,31 +63,42 @@ class Secrets:
 
     Args:
         values: those too short to be told from a word are left out.
+        variables: of values that are variables of the environment, the variable's name.
     """
 
-    def __init__(self, values: Collection[str] = ()) -> None:
+    def __init__(self, values: Collection[str] = (), variables: Mapping[str, str] | None = None) -> None:
         self._values = sorted({value for value in values if len(value) >= SHORTEST}, key=len, reverse=True)
+        self._variables = variables or {}
 
     @classmethod
     def of(cls, cfg: Config | None = None, environment: Mapping[str, str] = os.environ) -> Secrets:
         """The secrets of the configuration and of the environment."""
         values = []
+        variables = {}
         for name, text in environment.items():
             # Not a path (of an agent's socket), a number or a word.
             if not _VARIABLE.search(name) or text.startswith("/") or text.isdigit() or any(map(str.isspace, text)):
                 continue
             if is_secret(name) or len(text) >= LONG or any(map(str.isdigit, text)):
                 values.append(text)
+                variables[text] = name
         if cfg is not None:
             values += [text for path, text in _texts(asdict(cfg)) if is_secret(path.rpartition(".")[2])]
             judges = cfg.environment.judges.values()
             values += [environment.get(str(judge.get("api_key_env") or ""), "") for judge in judges]
-        return cls(values)
+        return cls(values, variables)
 
     def hide(self, text: str) -> str:
         for value in self._values:
             if value in text:
                 text = text.replace(value, HIDDEN)
+        return text
+
+    def refer(self, text: str) -> str:
+        """The text with ``${oc.env:NAME}`` for the secret variables in it: as a configuration it can be read again."""
+        for value in self._values:
+            if value in text and value in self._variables:
+                text = text.replace(value, f"${{oc.env:{self._variables[value]}}}")
         return text
 
     def hide_all(self, text: str) -> str:

@@ -23,6 +23,7 @@ _INT = re.compile(r"[-+]?\d+(_\d+)*")
 _FLOAT = re.compile(r"[-+]?((\d+(_\d+)*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _NULL = {"null", "Null", "NULL", "~", ""}
+MOST_NODES = 100_000  # values of a YAML text, whose aliases may stand for exponentially many
 _LONGEST_NUMBER = 4000  # characters: Python reads integers of up to 4,300 digits
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 
@@ -43,14 +44,26 @@ def compose(text: str) -> yaml.Node | None:
     except RecursionError:
         raise yaml.MarkedYAMLError(problem="it is nested too deeply") from None
     if root is not None:
-        _check_nodes(root, set(), set())
+        check_nodes(root)
     return root
 
 
-def _check_nodes(node: yaml.Node, above: set[yaml.Node], checked: set[yaml.Node]) -> None:
-    """Raises ConstructorError for a key that is a list or a mapping, and for a node that contains itself."""
-    if isinstance(node, yaml.ScalarNode) or node in checked:
-        return
+def check_nodes(root: yaml.Node) -> None:
+    """Check that nodes can be read as a ``Value``.
+
+    Raises:
+        yaml.constructor.ConstructorError: for a key that is a list or a mapping, for a node that contains itself, and
+            for more than ``MOST_NODES`` nodes where each alias is replaced by what it stands for.
+    """
+    _count_nodes(root, set(), {})
+
+
+def _count_nodes(node: yaml.Node, above: set[yaml.Node], counts: dict[yaml.Node, int]) -> int:
+    """How many nodes there are at and below a node, once for each path that leads to it."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if node in counts:
+        return counts[node]
     if node in above:
         raise yaml.constructor.ConstructorError(problem="an anchor contains itself", problem_mark=node.start_mark)
     children = node.value
@@ -60,9 +73,16 @@ def _check_nodes(node: yaml.Node, above: set[yaml.Node], checked: set[yaml.Node]
                 problem = "a key is a list or a mapping, and must be a text"
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=name.start_mark)
         children = [value for _, value in node.value]
+    count = 1
+    above.add(node)
     for child in children:
-        _check_nodes(child, above | {node}, checked)
-    checked.add(node)
+        count += _count_nodes(child, above, counts)
+        if count > MOST_NODES:
+            problem = f"its aliases stand for too much: at most {MOST_NODES:,} values are read"
+            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+    above.discard(node)
+    counts[node] = count
+    return count
 
 
 def parse(text: str) -> yaml.Node:

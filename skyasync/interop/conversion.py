@@ -63,10 +63,19 @@ def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[s
         return None
     elif row.function:
         values = conversions()[row.function](value, context)
+    elif isinstance(value, list):
+        entries = [_entry(row, entry) for entry in value]
+        values = [entries] * len(row.free)
     else:
         values = [value] * len(row.free)
     settings = dict(zip(map(str, row.free), values, strict=False))
     return settings | {target.path: value_of(target.fixed) for target in row.targets if target.fixed is not None}
+
+
+def _entry(row: TableRow, entry: Value) -> Value:
+    """An entry of a list, where it is spelled differently; one without a counterpart stays."""
+    alias = row.aliases.get(written(entry), "-") if isinstance(entry, str) else "-"
+    return entry if alias in "~-" else value_of(alias)
 
 
 def is_number(value: Value) -> bool:

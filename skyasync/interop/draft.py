@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from skyasync.config.keys import Keys
+from skyasync.config.keys import Key, Keys
 from skyasync.config.schema import Config
 from skyasync.config.values import Value, value_of, written
 from skyasync.interop.conversion import BATCH, ConversionContext, N, NoCounterpartError, converted
@@ -21,6 +21,8 @@ CORRECTION = f"{A}off_policy_correction"
 PLAN, PLACEMENT = "trainer.plan", "trainer.placement."
 MINI = "trainer.policy_mini_batch_size"
 SAMPLING = "generator.sampling_params"
+#: Names and folders that a run makes: what a shell would fill in would become part of a file's name.
+OUTPUTS = {f"trainer.{name}" for name in ("run_name", "project_name", "runs_dir", "ckpt_path", "export_path")}
 HUB = re.compile(r"[\w.-]+/[\w.-]+(#[^:]+)?")  # a data set of the hub, named without a split
 
 #: The bounds of each correction, low and high.
@@ -253,6 +255,13 @@ def begin(system: System, recipe: SourceRecipe) -> Draft:
     return draft
 
 
+def _is_filled_in(entry: Value, key: Key) -> bool:
+    """Whether a shell fills in what cannot stand as it is written: a number, a switch, one of our names, an output."""
+    if "$" not in str(entry) and "`" not in str(entry):
+        return False
+    return bool(key.options()) or key.type in (int, float, bool) or key.path in OUTPUTS
+
+
 def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool) -> None:
     """Carry one of their keys into the draft."""
     if row.kind == "=":
@@ -270,8 +279,7 @@ def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool)
         return
     for path, entry in settings.items():
         key = draft.keys.holder(path)
-        # A variable of a shell, for what should be a number, a switch or one of our names.
-        if given and key and "$" in str(entry) and (key.options() or key.type in (int, float, bool)):
+        if given and key and _is_filled_in(entry, key):
             draft.left[name] = "a shell fills it in: write it by hand"
             continue
         target = Target.read(path)

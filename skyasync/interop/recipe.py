@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-from skyasync.config.values import Value, free, value_or_text
+from skyasync.config.values import Value, check_nodes, free, value_or_text
 from skyasync.errors import UserError
 from skyasync.interop import shell
+from skyasync.interop.limits import LARGEST_FILE, LARGEST_NOTEBOOK, MOST_KEYS, Budget, check_size, read_limited
 from skyasync.interop.system import systems
 
 
@@ -24,17 +26,21 @@ class SourceRecipe:
     """``keys``: theirs -> value. ``command`` is the program that a script starts, "" if there is none.
 
     ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a program names it.
+    ``remarks``: key -> what a program does to its value that is not carried out here.
     """
 
     keys: dict[str, Value] = field(default_factory=dict)
     command: str = ""
     branches: bool = False
     system: str = ""
+    remarks: dict[str, str] = field(default_factory=dict)
 
     def with_(self, other: SourceRecipe) -> SourceRecipe:
         """Both, the other's keys over these."""
-        keys, command = self.keys | other.keys, other.command or self.command
-        return SourceRecipe(keys, command, self.branches or other.branches, other.system or self.system)
+        keys = self.keys | other.keys
+        command = other.command or self.command
+        branches = self.branches or other.branches
+        return SourceRecipe(keys, command, branches, other.system or self.system, self.remarks | other.remarks)
 
 
 def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
@@ -50,16 +56,13 @@ def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
     recipe = recipe.with_(SourceRecipe(flags(rest), "" if recipe.command else " ".join(rest)))
     if not recipe.keys and not recipe.system:
         raise UserError("there are no keys to translate: give a script, a YAML file, or flags")
+    if len(recipe.keys) > MOST_KEYS:
+        raise UserError(f"these are {len(recipe.keys):,} keys: at most {MOST_KEYS:,} are translated")
     return recipe
 
 
 def _file(path: Path) -> SourceRecipe:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {path}: {error}") from None
+    text = read_limited(path, LARGEST_NOTEBOOK if path.suffix == ".ipynb" else LARGEST_FILE)
     if path.suffix in (".yaml", ".yml"):
         return _yaml(text, path)
     if path.suffix not in (".py", ".ipynb"):
@@ -70,11 +73,12 @@ def _file(path: Path) -> SourceRecipe:
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is no notebook") from None
         # without the commands of its shell
-        text = "\n".join(re.sub(r"^\s*[%!].*(\\\n.*)*$", "", cell, flags=re.MULTILINE) for cell in cells)
+        text = "\n".join(re.sub(r"^[ \t]*[%!].*(\\\n.*)*$", "", cell, flags=re.MULTILINE) for cell in cells)
     [system] = [system for system in systems().values() if "program" in system.adapters]
-    keys, trainer, shown = system.adapter("program")(text, path)
-    example = _script(shown, path.parent).keys if shown else {}
-    return SourceRecipe(example | keys, trainer, system=system.name if trainer else "")
+    program = system.adapter("program")(text, path)
+    example = _script(program.example, path.parent).keys if program.example else {}
+    name = system.name if program.trainer else ""
+    return SourceRecipe(example | program.settings, program.trainer, system=name, remarks=program.remarks)
 
 
 def _script(text: str, folder: Path) -> SourceRecipe:
@@ -150,14 +154,14 @@ _FLAG = re.compile(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=")
 def flags(words: Sequence[str]) -> dict[str, Value]:
     """``--flag value ...``, ``--flag=value``, ``key=value`` and Hydra's ``+key=value``; a bare flag is true."""
     keys: dict[str, Value] = {}
-    rest = list(words)
+    rest = deque(words)
     while rest:
-        word = rest.pop(0)
+        word = rest.popleft()
         name, equals, text = word.partition("=")
         if word.startswith("--"):
             values = [text] if equals else []
             while not equals and rest and not _FLAG.match(rest[0]) and not (values and re.match(r"\w+=", rest[0])):
-                values.append(rest.pop(0))
+                values.append(rest.popleft())
             if len(values) > 1:
                 keys[name.lstrip("-")] = [value_or_text(value.removesuffix(",")) for value in values]
             else:
@@ -176,6 +180,10 @@ def _yaml(text: str, path: Path) -> SourceRecipe:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no keys")
+    try:
+        check_nodes(root)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"{path}: {error.problem}") from None
     rows = [row for system in systems().values() for row in system.table.rows]
     mappings = {name for row in rows if row.function == "proportions" for name in row.names}
     keys: dict[str, Value] = {}
@@ -191,18 +199,46 @@ def _yaml(text: str, path: Path) -> SourceRecipe:
     add(root, "")
     if isinstance(job := keys.get("run"), str) and "\n" in job:  # a launcher's, with the script in it
         return _script(job, path.parent)
-    return SourceRecipe({key: _resolved(value, keys) for key, value in keys.items()})
+    references = _References(keys)
+    return SourceRecipe({key: references.resolved(value) for key, value in keys.items()})
 
 
-def _resolved(value: Value, keys: Mapping[str, Value], depth: int = 0) -> Value:
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+class _References:
     """``${other.key}`` replaced by its value; a key that is not in the file stays as it is written."""
-    if isinstance(value, list):
-        return [_resolved(entry, keys, depth) for entry in value]
-    if not isinstance(value, str) or "${" not in value or depth > 8:
+
+    def __init__(self, keys: Mapping[str, Value]) -> None:
+        self._keys = keys
+        self._open: list[str] = []  # keys whose values are being resolved: one that names itself stays
+        self._budget = Budget("the file")
+
+    def resolved(self, value: Value) -> Value:
+        """Raises UserError if values refer to others so often that they become too large."""
+        if isinstance(value, list):
+            return [self.resolved(entry) for entry in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        if match := _REFERENCE.fullmatch(value):
+            return self._value(match[1], value)
+        length = 0
+        texts = []
+        for at, text in enumerate(_REFERENCE.split(value)):
+            replaced = str(self._value(text, f"${{{text}}}")) if at % 2 else text
+            length += len(replaced)
+            self._budget.check_length(length)
+            texts.append(replaced)
+        return "".join(texts)
+
+    def _value(self, key: str, written: str) -> Value:
+        if key not in self._keys or key in self._open:
+            return written
+        self._open.append(key)
+        value = self.resolved(self._keys[key])
+        self._open.pop()
+        check_size(value, self._budget)
         return value
-    if match := re.fullmatch(r"\$\{([\w.]+)\}", value):
-        return _resolved(keys[match[1]], keys, depth + 1) if match[1] in keys else value
-    return re.sub(r"\$\{([\w.]+)\}", lambda match: str(_resolved(keys.get(match[1], match[0]), keys, depth + 1)), value)
 
 
 def detect(recipe: SourceRecipe) -> str:

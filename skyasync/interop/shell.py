@@ -1,8 +1,9 @@
 """A shell script as the words of its commands.
 
-Invariant: nothing is run. Variables and arrays that the script sets, and those of the environment, take effect;
-``$(command)`` and names without a value stay as they are written. A condition that compares known values is evaluated;
-the branches of any other condition set only variables that have no value yet.
+Invariant: nothing is run, and the work is bounded (``limits.py``). Variables and arrays that the script sets take
+effect, of the environment only ``ENVIRONMENT``; ``$(command)`` and names without a value stay as they are written. A
+condition that compares known values is evaluated; the branches of any other condition set only variables that have no
+value yet.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from pathlib import Path
 import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
+from skyasync.interop.limits import LARGEST_FILE, STATEMENT, Budget, read_limited
+
+#: The variables that a script may read from the environment. Others may be secrets, and would be printed.
+ENVIRONMENT = ("HOME", "PWD", "USER", "LOGNAME")
 _NAME = r"[A-Za-z_]\w*"
 #: What stands in braces: the length sign, a name, an index, an operator and its word.
 _PARAMETER = re.compile(rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL)
@@ -34,6 +39,7 @@ _OPERATORS = {
     "%": operator.mod,
     "**": operator.pow,
 }
+_LARGEST_NUMBER = 2**63  # as of a shell's
 _COMPARISONS = {
     "-eq": operator.eq,
     "-ne": operator.ne,
@@ -57,8 +63,17 @@ class Script:
 
 
 def read(text: str, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> Script:
-    """The whole script; scripts that it starts or sources are read with it if they are in ``folder``."""
-    reader = _Reader(Script(variables={**(os.environ if environment is None else environment)}), folder)
+    """The whole script; scripts that it starts or sources are read with it if they are in ``folder``.
+
+    Args:
+        environment: variables that the script may read; by default ``ENVIRONMENT`` of this process.
+
+    Raises:
+        UserError: if the script expands to too much.
+    """
+    if environment is None:
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    reader = _Reader(Script(variables={**environment}), folder)
     reader.run(_parse(text), True)
     while reader.functions:  # never called by name
         reader.run(reader.functions.pop(next(iter(reader.functions))), True)
@@ -94,6 +109,8 @@ class _Reader:
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     depth: int = 0
+    sources: list[Path] = field(default_factory=list)  # the scripts that are being read, the innermost last
+    budget: Budget = field(default_factory=lambda: Budget("the script"))
 
     # Statements: ``runs`` is whether the branch that they stand in is taken. Each returns whether it succeeds.
 
@@ -101,6 +118,7 @@ class _Reader:
         kind, children = node.type, _parts(node)
         if runs is False:
             return None
+        self.budget.spend(STATEMENT)
         if kind == "function_definition":
             self.functions[_text(children[0])] = children[-1]
         elif kind == "list":
@@ -169,10 +187,18 @@ class _Reader:
                 return
         before = variables.get(name, "") if plus else ""
         if value is not None and value.type == "array":
-            entries = [word for child in _parts(value) for word in self.expanded(child)]
-            variables[name] = [*(before if isinstance(before, list) else []), *entries]
+            entries = list(before) if isinstance(before, list) else []
+            for child in _parts(value):
+                entries += self.expanded(child)
+            self._set(name, entries)
         else:
-            variables[name] = (before if isinstance(before, str) else "") + (self.joined(value) if value else "")
+            text = self.joined(value) if value else ""
+            self._set(name, before + text if isinstance(before, str) else text)
+
+    def _set(self, name: str, value: str | list[str]) -> None:
+        self.budget.check_length(_characters(value))
+        self.budget.spend(_characters(value))
+        self.script.variables[name] = value
 
     def _command(self, node: Node, runs: Known) -> Known:
         """A call of a function, another script, or a command, and the assignments in front of it."""
@@ -183,7 +209,7 @@ class _Reader:
         raw = [child for child in children if child.type != "variable_assignment"]
         words = [word for child in raw for word in self.expanded(child)]
         if words[:1] == ["test"]:
-            return self.holds(_parse(f"[ {' '.join(map(_text, raw[1:]))} ]").named_children[0])
+            return self.holds(self._parse(f"[ {' '.join(map(_text, raw[1:]))} ]").named_children[0])
         while words and re.match(rf"env$|{_NAME}=", words[0]):
             words.pop(0)
         if words and words[0] != ":" and self.depth < 8:
@@ -196,28 +222,52 @@ class _Reader:
     def _runs_statements(self, words: list[str]) -> bool:
         """Whether it starts statements that are read in its place: a function, another script, ``eval``, ``-c``."""
         name, arguments = words[0], words[1:]
+        file: Path | None = None
         if name in self.functions:
             statements = self.functions.pop(name)
         elif name == "eval":
-            statements, arguments = _parse(" ".join(arguments)), self.arguments
+            statements = self._parse(" ".join(arguments))
+            arguments = self.arguments
         elif inline := [
             words[at + 2]
             for at, word in enumerate(words[:-2])
             if word in _SHELLS and re.fullmatch(r"-\w*c", words[at + 1])
         ]:
-            statements, arguments = _parse(inline[0]), self.arguments
+            statements = self._parse(inline[0])
+            arguments = self.arguments
         else:
             if name not in (*_SHELLS, "source", ".") or not arguments or not self.folder:
                 return False
             file = self.folder / arguments[0].rpartition("/")[2]
-            if not file.is_file() or "\0" in (text := file.read_text(encoding="utf-8", errors="replace")):
+            if file in self.sources:  # it starts itself again
                 return False
-            statements, arguments = _parse(text), arguments[1:]
+            text = self._script(file)
+            if text is None:
+                return False
+            statements = self._parse(text)
+            arguments = arguments[1:]
         before, count = self.arguments, len(self.script.commands)
         self.arguments = arguments
+        if file is not None:
+            self.sources.append(file)
         self.run(statements, True)
+        if file is not None:
+            self.sources.pop()
         self.arguments = before
         return len(self.script.commands) > count or not arguments
+
+    def _script(self, file: Path) -> str | None:
+        """The text of another script; None if there is none of this name, or it is a binary file."""
+        if not file.is_file():
+            return None
+        with file.open("rb") as opened:
+            if b"\0" in opened.read(LARGEST_FILE):
+                return None
+        return read_limited(file, errors="replace")
+
+    def _parse(self, text: str) -> Node:
+        self.budget.spend(len(text))
+        return _parse(text)
 
     # Conditions.
 
@@ -264,7 +314,12 @@ class _Reader:
     def expanded(self, node: Node) -> list[str]:
         """A word as words: quotes off, variables put in, split where they are not quoted."""
         fields, solid = [""], False  # an empty word that is quoted counts
+        length = 0
         for value, quoted in self._fragments(node):
+            characters = _characters(value)
+            self.budget.spend(characters)
+            length += characters
+            self.budget.check_length(length)
             if isinstance(value, list):
                 parts = value if quoted else [part for entry in value for part in _split(entry)]
             else:
@@ -317,7 +372,8 @@ class _Reader:
             left, sign, right = self._number(parts[0]), _text(node.children[1]), self._number(parts[1])
             if left is None or right is None or (sign in "/%" and not right) or (sign == "**" and not 0 <= right < 65):
                 return None
-            return int(_OPERATORS[sign](left, right))
+            result = int(_OPERATORS[sign](left, right))
+            return result if abs(result) < _LARGEST_NUMBER else None
         if node.type == "unary_expression" and _text(node).startswith("-"):
             negated = self._number(parts[-1])
             return None if negated is None else -negated
@@ -360,29 +416,41 @@ class _Reader:
             return value
         if isinstance(value, list):
             return value[int(word.partition(":")[0]) - (name == "@") :] if sign == ":" and word.isdigit() else value
-        return _changed(value, sign, self._word(word))
+        return self._changed(value, sign, self._word(word))
+
+    def _changed(self, value: str, sign: str, word: str) -> str | None:
+        """A value without the part that a pattern matches, with one text replaced, or in upper or lower case."""
+        if sign in ("#", "##", "%", "%%"):
+            self.budget.spend(len(value) ** 2 // 64)  # the pattern is tried at every character
+            return _cut(value, sign, word)
+        if sign in ("/", "//"):
+            old, _, new = word.partition("/")
+            count = value.count(old) if old else 0
+            self.budget.check_length(len(value) + count * len(new))
+            return value.replace(old, new, -1 if sign == "//" else 1) if old else value
+        return {",,": value.lower(), "^^": value.upper()}.get(sign)
 
     def _word(self, word: str) -> str:
-        command = _parse(f": {word}" if '"' in word else f': "{word}"').named_children
+        command = self._parse(f": {word}" if '"' in word else f': "{word}"').named_children
         return " ".join(self.joined(child) for child in command[0].named_children[1:]) if command else word
 
 
 def _split(value: str) -> list[str]:
-    """An unquoted value, split at its blanks; quotes in it hold together, and blanks at its ends part words as well."""
-    words = re.findall(r"""(?:"[^"]*"|'[^']*'|\S)+""", value)
+    """An unquoted value, split at its blanks, also those at its ends; quotes and commands hold together."""
+    words = re.findall(r"""(?:"[^"]*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\S)+""", value)
     return [*([""] if value[:1].isspace() else []), *words, *([""] if value[-1:].isspace() else [])]
 
 
-def _changed(value: str, sign: str, word: str) -> str | None:
-    """A value without the part that a pattern matches, with one text replaced, or in upper or lower case."""
-    if sign in ("#", "##", "%", "%%"):
-        cuts: Sequence[int] = range(len(value) + 1) if sign in ("#", "%%") else range(len(value), -1, -1)
-        for cut in cuts:
-            part, rest = (value[:cut], value[cut:]) if "#" in sign else (value[cut:], value[:cut])
-            if fnmatchcase(part, word):
-                return rest
-        return value
-    if sign in ("/", "//"):
-        old, _, new = word.partition("/")
-        return value.replace(old, new, -1 if sign == "//" else 1)
-    return {",,": value.lower(), "^^": value.upper()}.get(sign)
+def _characters(value: str | list[str]) -> int:
+    """How long a value is; an entry of a list counts for one more character."""
+    return len(value) if isinstance(value, str) else sum(map(len, value)) + len(value)
+
+
+def _cut(value: str, sign: str, word: str) -> str:
+    """A value without the shortest or longest beginning (``#``, ``##``) or end (``%``, ``%%``) that matches."""
+    cuts: Sequence[int] = range(len(value) + 1) if sign in ("#", "%%") else range(len(value), -1, -1)
+    for cut in cuts:
+        part, rest = (value[:cut], value[cut:]) if "#" in sign else (value[cut:], value[:cut])
+        if fnmatchcase(part, word):
+            return rest
+    return value

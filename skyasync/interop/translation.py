@@ -14,7 +14,7 @@ import yaml
 
 from skyasync.config.values import Value, escape, written
 from skyasync.errors import UserError, unknown
-from skyasync.interop.conversion import BATCH
+from skyasync.interop.conversion import BATCH, as_list
 from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, SAMPLING, A, Draft, DraftSetting, begin
 from skyasync.interop.recipe import SourceRecipe, detect, read_recipe
 from skyasync.interop.system import systems
@@ -29,6 +29,7 @@ it is run. SYSTEM is one of {", ".join(systems())}; without it the keys decide.
     skyasync translate run.sh > ours.yaml
     skyasync plan --config ours.yaml
 """
+_LOGGER = "trainer.logger"
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)  # keys whose values are not repeated
 
 
@@ -115,6 +116,7 @@ def _finish(draft: Draft) -> None:
         name, options = (f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs"))
         if options in draft.ours and draft.value(name) == "cosine":
             draft.put(name, "cosine_with_min_lr", *draft.origin(name), *draft.origin(options))
+    _keep_metrics_file(draft)
     if draft.number(MINI) >= draft.number(BATCH):  # one update of the whole batch
         draft.put(MINI, 0, *draft.ours[MINI].theirs)
     for path, setting in list(draft.ours.items()):
@@ -123,6 +125,20 @@ def _finish(draft: Draft) -> None:
             draft.ours.pop(path)
         elif key and key.type == list[str] and isinstance(setting.value, str):
             draft.ours[path] = DraftSetting([setting.value], setting.theirs, setting.given)
+
+
+def _keep_metrics_file(draft: Draft) -> None:
+    """Add ``jsonl``, which the report reads, to the recipe's loggers, and leave out those that there are not."""
+    loggers = draft.value(_LOGGER)
+    if _LOGGER not in draft.ours or loggers is None:
+        return
+    names = [str(name) for name in as_list(loggers)]
+    trackers = draft.keys[_LOGGER].options() or ()
+    missing = [name for name in names if name not in trackers and ":" not in name]
+    for key in draft.named(*draft.origin(_LOGGER)) if missing else ():
+        draft.left[key] = f"there is no tracker {', '.join(missing)}: see {_LOGGER}"
+    rest: list[Value] = [name for name in names if name not in ("jsonl", *missing)]
+    draft.put(_LOGGER, ["jsonl", *rest], *draft.origin(_LOGGER))
 
 
 def _problems(draft: Draft) -> list[str]:
@@ -172,6 +188,7 @@ def _lines(draft: Draft) -> Iterator[str]:
         (f"Keys of {title} that need no setting here:", no_loss),
         ("Values that a shell fills in, to be written by hand:", dict.fromkeys(unfilled, "")),
         (f"Not known as keys of {title}:", dict.fromkeys(draft.unknown, "")),
+        ("What the program does to rows, to be done by hand:", draft.recipe.remarks),
     ):
         if entries:
             yield from ("", f"# {heading}")

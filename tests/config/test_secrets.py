@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ def test_what_is_written_down_of_a_configuration_has_no_secret(tmp_path: Path) -
         load_config([f"--config={file}"])
     for key in ("environment.env_config.api_key", "environment.env_config.nested.password", "environment.reward_funcs"):
         assert f"{key} is a secret that a run's config.yaml does not hold" in str(refused.value)
+
+
+def test_a_secret_variable_is_hidden_under_any_key_and_config_yaml_refers_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", OF_ENVIRONMENT)
+    monkeypatch.setenv("SERPER_KEY", KEY)
+    file = tmp_path / "user.yaml"
+    file.write_text(
+        "trainer: {policy: {model: {path: /nowhere}}, project_name: 'a-${oc.env:HF_TOKEN}'}\n"
+        "environment: {env_config: {key: '${oc.env:SERPER_KEY}', n: 1}}\n"
+    )
+    cfg = load_config([f"--config={file}"])
+    assert (cfg.trainer.project_name, cfg.environment.env_config["key"]) == (f"a-{OF_ENVIRONMENT}", KEY)
+    shown = dump_config(cfg, secrets=False)
+    recorded = json.dumps(record(cfg), default=str)
+    trackers = str(hidden(asdict(cfg)))
+    for text in (shown, recorded, trackers):
+        assert not [secret for secret in (KEY, OF_ENVIRONMENT) if secret in text]
+    (tmp_path / "config.yaml").write_text(shown)
+    again = load_config([f"--config={tmp_path / 'config.yaml'}"])
+    assert again.trainer.project_name == f"a-{OF_ENVIRONMENT}"
+    assert again.environment.env_config == {"key": KEY, "n": 1}
 
 
 def test_what_is_no_secret_is_written_as_it_is() -> None:

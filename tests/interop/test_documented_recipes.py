@@ -415,6 +415,23 @@ def test_other_trainers_have_defaults_of_their_own(tmp_path: Path) -> None:
     assert (later["trainer.plan"], later["trainer.max_staleness"]) == ("fully_async", 2)
 
 
+def test_what_a_program_does_to_rows_is_said(tmp_path: Path) -> None:
+    code = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+rows = load_dataset("acme/sums", split="train").map(as_prompt, remove_columns=["q"])
+rows = rows.filter(lambda row: row["n"] > 2).shuffle(seed=1)
+GRPOTrainer(model="a/b", reward_funcs=["m:f"], train_dataset=rows, eval_dataset=load_dataset("acme/sums", split="test"),
+            args=GRPOConfig(max_completion_length=4 * 256))
+"""
+    found = program(tmp_path, code)
+    assert found["data.train_data"] == ["acme/sums:train"]
+    assert found["generator.sampling_params.max_generate_length"] == 1024
+    why = found.why("train_dataset")
+    assert ".map(as_prompt).filter(lambda row: row['n'] > 2) is not applied" in why
+    assert "#   eval_dataset" not in found.text
+
+
 def test_a_notebook_is_its_code(tmp_path: Path) -> None:
     cells = [
         {"cell_type": "markdown", "source": ["# Sums"]},

@@ -94,7 +94,7 @@ EXPECTED = {
         f"{A}policy_loss_type": "decoupled_ppo", f"{A}behave_imp_weight_cap": 4.0, f"{A}eps_clip_low": 0.3,
         f"{A}eps_clip_high": 0.4, "trainer.policy_mini_batch_size": 32, f"{A}reward_norm_mean": "group",
         "generator.num_inference_engines": 3, "generator.inference_engine_tensor_parallel_size": 2,
-        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95], "trainer.logger": ["wandb"],
+        "trainer.policy.optimizer_config.adam_betas": [0.9, 0.95], "trainer.logger": ["jsonl", "wandb"],
         "trainer.placement.policy_num_gpus_per_node": 2, f"{A}reward_clip": 20.0,
     },
     "verl/recipe.yaml": {
@@ -198,6 +198,33 @@ def test_flags_are_read_as_argparse_and_hydra_would() -> None:
     assert flags(["--a", "-1", "--b", "--c=2", "+d.e=[1,2]", "--f", "0.2", "0.3", "++g=null"]) == {
         "a": -1, "b": True, "c": 2, "d.e": [1, 2], "f": [0.2, 0.3], "g": None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "system", "loggers"),
+    [
+        (["trainer.logger=[console,wandb]"], "verl", ["jsonl", "console", "wandb"]),
+        (["trainer.logger=['console','file']"], "verl", ["jsonl", "console"]),
+        (["trainer.logger=[tensorboard,clearml]"], "verl", ["jsonl", "tensorboard"]),
+        (["--report_to", "wandb"], "trl", ["jsonl", "wandb"]),
+        (["--report_to", "wandb", "trackio"], "trl", ["jsonl", "wandb", "trackio"]),
+        (["trainer.logger=console"], "skyrl", ["jsonl", "console"]),
+    ],
+)
+def test_a_translated_list_of_loggers_keeps_the_metrics_file(words: list[str], system: str, loggers: list[str]) -> None:
+    text = translated(SourceRecipe(flags(words)), system)
+    assert flat(text)["trainer.logger"] == loggers
+    assert ("there is no tracker clearml" in text) == ("clearml" in words[0])
+
+
+@pytest.mark.parametrize("name", ["7b-$(date +%Y)", "$EXPERIMENT", "7b-`date +%Y`", "7b-$(basename $(pwd) x)"])
+def test_a_name_that_a_shell_fills_in_is_no_value(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        f"NAME={name}\npython -m verl.trainer.main_ppo trainer.experiment_name=$NAME trainer.total_epochs=2\n"
+    )
+    text = translated(read_recipe([str(tmp_path / "run.sh")]), "verl")
+    assert "trainer.run_name" not in flat(text)
+    assert "write it by hand" in next(line for line in text.splitlines() if "#   trainer.experiment_name=" in line)
 
 
 def test_an_ambiguous_or_foreign_recipe_asks_for_the_system() -> None:

@@ -187,7 +187,7 @@ def test_areals_file(tmp_path: Path) -> None:
 def test_skyrls_command(tmp_path: Path) -> None:
     check(of_script(tmp_path, SKYRL), {
         "trainer.plan": "one_step_off", f"{P}colocate_all": False, f"{P}colocate_policy_ref": True,
-        f"{P}policy_num_gpus_per_node": 4, "generator.num_inference_engines": 4, "trainer.logger": ["console"],
+        f"{P}policy_num_gpus_per_node": 4, "generator.num_inference_engines": 4, "trainer.logger": ["jsonl", "console"],
     })  # fmt: skip
 
 

@@ -6,35 +6,64 @@ Invariant: the program is parsed, never run; an argument that is not a literal s
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyasync.config.values import Value
 from skyasync.errors import UserError
+from skyasync.interop.limits import Budget
 
 _CALLS = re.compile(r"\w*(GRPO|RLOO)(Config|Trainer)|ModelConfig|\w*ScriptArguments|LoraConfig")
 #: Keys of ``LoraConfig``, and TRL's flags for them.
 _ADAPTERS = {"r": "lora_r", "target_modules": "lora_target_modules"}
+#: Methods of a data set after which its rows are the same, perhaps fewer or in another order.
+_SAME_ROWS = {"shuffle", "with_format", "set_format", "to_iterable_dataset", "flatten_indices"}
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+_LARGEST_NUMBER = 2**53
+_OWN_ROWS = "data.train_data=[module:function]"
 
 
-def read(text: str, path: Path) -> tuple[dict[str, Value], str, str]:
+@dataclass
+class SourceProgram:
     """The training settings of a program.
 
-    Returns:
-        Keyword arguments by name, where reward functions that the file defines are ``path:function``; the trainer that
-        it makes, or its configuration; the docstring of a program that reads its command line, which shows one.
+    ``settings``: keyword arguments by name, where reward functions that the file defines are ``path:function``.
+    ``trainer``: the trainer that it makes, or its configuration. ``example``: the docstring of a program that reads its
+    command line, which shows one. ``remarks``: key -> what the program does that is not carried out here.
+    """
+
+    settings: dict[str, Value] = field(default_factory=dict)
+    trainer: str = ""
+    example: str = ""
+    remarks: dict[str, str] = field(default_factory=dict)
+
+
+def read(text: str, path: Path) -> SourceProgram:
+    """The training settings of a program.
 
     Raises:
-        UserError: if it is not Python.
+        UserError: if it is not Python, or too large when names are replaced by their values.
     """
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: not Python: {error.msg}") from None
-    names = dict(_names(tree, path))
-    settings: dict[str, Value] = {}
+    except (MemoryError, RecursionError):
+        raise UserError(f"{path} is nested too deeply") from None
+    except ValueError as error:  # a zero byte
+        raise UserError(f"{path}: not Python: {error}") from None
     calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
+    expressions = _Expressions(dict(_names(tree, path)))  # which joins expressions of the tree: it is not walked again
+    program = SourceProgram()
+    settings = program.settings
     made = [_name(call.func) for call in calls]
     for call, name in zip(calls, made, strict=True):
         if not _CALLS.fullmatch(name):
@@ -42,26 +71,35 @@ def read(text: str, path: Path) -> tuple[dict[str, Value], str, str]:
         positional = ["model", "reward_funcs"] if name.endswith("Trainer") else ["output_dir"]
         named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         if name == "LoraConfig":
-            positional, named = [], {_ADAPTERS.get(key, key): node for key, node in named.items()}
-            settings |= {"use_peft": True, "lora_r": settings.get("lora_r", 8)}  # peft's default, not TRL's
+            positional = []
+            named = {_ADAPTERS.get(key, key): node for key, node in named.items()}
+            settings["use_peft"] = True
+            settings.setdefault("lora_r", 8)  # peft's defaults, not TRL's
+            settings.setdefault("lora_alpha", 8)
+            settings.setdefault("lora_dropout", 0.0)
         for key, node in {**dict(zip(positional, call.args, strict=False)), **named}.items():
-            value = _value(node, names)
+            value = expressions.value(node)
+            changes = expressions.changes.pop("", "")
+            if changes:
+                program.remarks[key] = f"{changes} is not applied: a function that returns the rows is {_OWN_ROWS}"
             if isinstance(value, dict) and key == "model_init_kwargs":
                 settings |= {f"{key}.{entry}": inner for entry, inner in value.items()}
             elif key not in ("args", "peft_config", "task_type"):
                 settings[key] = value
     parses = any(name in ("TrlParser", "HfArgumentParser", "parse_args_and_config") for name in made)
     if parses:  # args.model is a setting of the command line
-        settings = {key: value for key, value in settings.items() if not re.search(r"\bargs\.|_args\b", str(value))}
+        for key in [key for key, value in settings.items() if re.search(r"\bargs\.|_args\b", str(value))]:
+            settings.pop(key)
+        program.example = ast.get_docstring(tree) or ""
     trainers = [name for name in made if re.fullmatch(r"\w*(GRPO|RLOO)(Config|Trainer)", name)]
-    shown = ast.get_docstring(tree) or "" if parses else ""
-    return settings, max(trainers, default=""), shown
+    program.trainer = max(trainers, default="")
+    return program
 
 
 def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
     """What names stand for where they are first assigned; functions and imports as ``module:name``."""
     assigned: dict[str, ast.expr] = {}
-    for node in ast.walk(tree):
+    for node in list(ast.walk(tree)):  # before expressions are joined
         if isinstance(node, ast.ImportFrom):
             yield from (
                 (alias.asname or alias.name, ast.Constant(f"{node.module}:{alias.name}")) for alias in node.names
@@ -70,7 +108,9 @@ def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
             continue
         for target in node.targets:
             if isinstance(target, ast.Name):
-                assigned.setdefault(target.id, node.value)  # what it begins as: later ones change it
+                before = assigned.get(target.id)
+                if before is None or _continues(node.value, target.id, before):
+                    assigned[target.id] = node.value
             elif isinstance(target, ast.Tuple):
                 for at, entry in enumerate(target.elts):
                     if isinstance(entry, ast.Name):
@@ -80,54 +120,133 @@ def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
     yield from ((node.name, ast.Constant(f"{path}:{node.name}")) for node in functions)
 
 
+def _continues(node: ast.expr, name: str, before: ast.expr) -> bool:
+    """Whether a name is assigned again, by calls on its value, ``x = x.map(f)`` or ``x = f(x)``, which is put in then.
+
+    Other later assignments do not count: a name has the value that it begins with.
+    """
+    while isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute):
+            if isinstance(node.func.value, ast.Name) and node.func.value.id == name:
+                node.func.value = before
+                return True
+            node = node.func.value
+        elif node.args:
+            if isinstance(node.args[0], ast.Name) and node.args[0].id == name:
+                node.args[0] = before
+                return True
+            node = node.args[0]
+        else:
+            return False
+    return False
+
+
 def _name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _value(node: ast.expr, names: dict[str, ast.expr]) -> Value:
-    try:
-        value: Value = ast.literal_eval(node)
-        return value
-    except ValueError:
-        pass
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(entry, names) for entry in node.elts]
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        return {key.value: _value(value, names) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
-    if isinstance(node, ast.Attribute) and node.attr in ("bfloat16", "float16", "float32"):
+    if isinstance(node, ast.Attribute):
         return node.attr
-    dataset = _dataset(node, names)
-    if dataset is not None:
-        return dataset
-    if isinstance(node, ast.Name) and node.id in names:
-        return _value(names[node.id], {other: value for other, value in names.items() if other != node.id})
-    return ast.unparse(node)
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-def _dataset(node: ast.expr, names: dict[str, ast.expr]) -> Value:
-    """``owner/name#config:split`` of a loaded data set, whatever is done to its rows; None for anything else."""
-    if isinstance(node, ast.IfExp):
-        return _dataset(node.body, names)
-    if isinstance(node, ast.Name) and node.id in names:
-        others = {other: value for other, value in names.items() if other != node.id}  # so that x = f(x) ends
-        return _dataset(names[node.id], others)
-    if isinstance(node, ast.Subscript):
-        dataset, at = _dataset(node.value, names), node.slice
-        if isinstance(dataset, list):
-            return dataset[at.value] if isinstance(at, ast.Constant) and isinstance(at.value, int) else None
-        bare = isinstance(dataset, str) and ":" not in dataset and isinstance(at, ast.Constant)
-        return f"{dataset}:{at.value}" if bare and isinstance(at.value, str) else dataset  # type: ignore[attr-defined]
-    if not isinstance(node, ast.Call):
+@dataclass
+class _Expressions:
+    """Expressions as values. ``names``: what each name of the program stands for."""
+
+    names: dict[str, ast.expr]
+    changes: dict[str, str] = field(default_factory=dict)  # of "": what was done to the rows of the data set just read
+    _open: list[str] = field(default_factory=list)  # names that are being replaced, so that x = f(x) ends
+    _budget: Budget = field(default_factory=lambda: Budget("the program"))
+
+    def value(self, node: ast.expr) -> Value:
+        self._budget.spend(50)
+        try:
+            value: Value = ast.literal_eval(node)
+            return value
+        except (ValueError, TypeError):
+            pass
+        except MemoryError:
+            raise UserError("the program is nested too deeply") from None
+        if isinstance(node, ast.List | ast.Tuple):
+            return [self.value(entry) for entry in node.elts]
+        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+            return {key.value: self.value(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
+        if isinstance(node, ast.Attribute) and node.attr in ("bfloat16", "float16", "float32"):
+            return node.attr
+        if isinstance(node, ast.BinOp):
+            return self._number(node)
+        dataset = self._dataset(node)
+        if dataset is not None:
+            return dataset
+        if replaced := self._replaced(node):
+            self._open.append(node.id)  # type: ignore[attr-defined]
+            value = self.value(replaced)
+            self._open.pop()
+            return value
+        text = ast.unparse(node)
+        self._budget.spend(len(text))
+        return text
+
+    def _replaced(self, node: ast.expr) -> ast.expr | None:
+        """What a name stands for; None for anything else."""
+        if isinstance(node, ast.Name) and node.id not in self._open:
+            return self.names.get(node.id)
         return None
-    if isinstance(node.func, ast.Attribute) and node.func.attr != "load_dataset":
-        return _dataset(node.func.value, names)
-    if _name(node.func) != "load_dataset":
-        return None
-    given = dict(zip(("path", "name"), node.args, strict=False))
-    given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-    read = {key: _value(value, names) for key, value in given.items() if key in ("path", "name", "split")}
-    whole = "#".join(str(read[key]) for key in ("path", "name") if read.get(key))
-    split = read.get("split")
-    return (
-        [f"{whole}:{part}" for part in split] if isinstance(split, list) else f"{whole}{f':{split}' if split else ''}"
-    )
+
+    def _number(self, node: ast.BinOp) -> Value:
+        """Whole numbers added, subtracted and multiplied; the text of anything else."""
+        left = self.value(node.left)
+        right = self.value(node.right)
+        function = _OPERATORS.get(type(node.op))
+        whole = type(left) is int and type(right) is int
+        if not whole or function is None or (function is operator.floordiv and not right):
+            return ast.unparse(node)
+        result = function(left, right)  # type: ignore[arg-type]
+        return result if abs(result) < _LARGEST_NUMBER else ast.unparse(node)
+
+    def _dataset(self, node: ast.expr) -> Value:
+        """``owner/name#config:split`` of a loaded data set, whatever is done to its rows; None for anything else."""
+        self._budget.spend(50)
+        if isinstance(node, ast.IfExp):
+            return self._dataset(node.body)
+        if replaced := self._replaced(node):
+            self._open.append(node.id)  # type: ignore[attr-defined]
+            dataset = self._dataset(replaced)
+            self._open.pop()
+            return dataset
+        if isinstance(node, ast.Subscript):
+            dataset = self._dataset(node.value)
+            index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            if isinstance(dataset, list):
+                return dataset[index] if isinstance(index, int) and index < len(dataset) else None
+            bare = isinstance(dataset, str) and ":" not in dataset
+            return f"{dataset}:{index}" if bare and isinstance(index, str) else dataset
+        if not isinstance(node, ast.Call):
+            return None
+        if isinstance(node.func, ast.Attribute) and node.func.attr != "load_dataset":
+            dataset = self._dataset(node.func.value)
+            if dataset is not None and node.func.attr not in _SAME_ROWS:
+                self._note(node)
+            return dataset
+        if _name(node.func) != "load_dataset":
+            dataset = self._dataset(node.args[0]) if node.args else None
+            if dataset is not None:
+                self._note(node)
+            return dataset
+        given = dict(zip(("path", "name"), node.args, strict=False))
+        given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        read = {key: self.value(value) for key, value in given.items() if key in ("path", "name", "split")}
+        whole = "#".join(str(read[key]) for key in ("path", "name") if read.get(key))
+        split = read.get("split")
+        if isinstance(split, list):
+            return [f"{whole}:{part}" for part in split]
+        return f"{whole}:{split}" if split else whole
+
+    def _note(self, call: ast.Call) -> None:
+        """Note a method, or a function, that changes the rows of a data set."""
+        name = _name(call.func) or "..."
+        if isinstance(call.func, ast.Attribute):
+            arguments = ", ".join(map(ast.unparse, call.args))
+            text = f".{name}({arguments if len(arguments) <= 40 else '...'})"
+        else:
+            text = f"{name}(...)"
+        before = self.changes.get("", "")
+        self.changes[""] = before + text if len(before) < 120 else before
