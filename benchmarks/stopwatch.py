@@ -1,6 +1,6 @@
 """Whether the seconds that a run reports are those of a watch, for every plan.
 
-    uv run -m benchmarks.stopwatch [--steps 25] [--plans sync fully_async ...] [key=value ...]
+    uv run -m benchmarks.stopwatch [key=value ...] [--steps 25] [--plans sync fully_async ...]
     uv run -m benchmarks.stopwatch generator.backend=vllm
 
 Each plan trains the tiny model in a process tree of its own, with the first command's settings and its evaluations.

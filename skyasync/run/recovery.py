@@ -124,7 +124,7 @@ class Recovery:
             colocation.restart(run.parts.dispatch)
         run.parts.weight_sync.restart(colocation.source if colocation else run.parts.dispatch)
         assert run.run_dir is not None
-        timeline = Timeline(run.run_dir.timeline)
+        timeline = Timeline(run.run_dir.timeline, began=began)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())
         if run.parts.supervisor is not None:
             run.parts.supervisor.timeline = timeline
