@@ -25,7 +25,7 @@ import multiprocessing
 import pickle
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,8 +90,16 @@ class ReadyEngine(InferenceEngine):
 class Judge:
     """In place of the environments' pool."""
 
-    def init(self, *_: Any) -> Any:
-        return self._at_once([{"role": "user", "content": "?"}])
+    async def init_group(self, *_: Any) -> None: ...
+
+    def starts_from_prompt(self, *_: Any) -> bool:
+        return True
+
+    def plays_here(self, *_: Any) -> bool:
+        return True
+
+    def collecting(self) -> Any:
+        return nullcontext()
 
     def step(self, episode: str, text: str, seen: None = None) -> Any:
         return self._at_once({"reward": len(episode) % 2, "done": True, "metrics": {"turns": 1.0}})

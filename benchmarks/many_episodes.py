@@ -20,7 +20,8 @@ import argparse
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from statistics import median
 from typing import Any
 
@@ -128,14 +129,17 @@ class Lag:
             self.late.append((now, now - due_s))
 
     def counting(self, client: InferenceClient) -> None:
-        generate = client.generate
+        generate_group = client.generate_group
 
-        async def counted(request: GenerationRequest) -> GenerationOutput:
-            output = await generate(request)
-            self.answers.append(time.perf_counter())
-            return output
+        async def counted(
+            requests: Sequence[GenerationRequest], partial: GenerationOutput | None = None
+        ) -> AsyncGenerator[list[GenerationOutput], None]:
+            async with aclosing(generate_group(requests, partial)) as arriving:
+                async for outputs in arriving:
+                    self.answers += [time.perf_counter()] * len(outputs)
+                    yield outputs
 
-        client.generate = counted  # type: ignore[method-assign]
+        client.generate_group = counted  # type: ignore[method-assign]
 
     def report(self) -> tuple[float, float, float, float]:
         """Actions per second; 50th and 99th percentile and largest lag in ms, all in the middle half of the actions."""

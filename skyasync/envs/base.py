@@ -22,7 +22,6 @@ from skyasync.envs.tools import answer_to, read_tool_calls
 from skyasync.errors import NonFiniteRewardError, UserError, unknown
 from skyasync.inference.interface import SamplingParams
 
-MAX_OBSERVATION_CHARS = 200_000  # a longer observation is a mistake: it would fill any context
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # UTF-16 writes some characters as a pair of these
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -154,7 +153,7 @@ def check_prompt(start: object, *, raw: bool) -> Conversation | str:
     return _checked_text(start[0], "init's conversation", raw)
 
 
-def check_step(output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_CHARS) -> dict[str, Any]:
+def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
     """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
     if not isinstance(output, Mapping):
         raise InvalidEnvOutputError(f"step must return a dictionary; it returned {reprlib.repr(output)}: {STEP_FORM}")
@@ -174,8 +173,19 @@ def check_step(output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_C
     if not is_flag:
         raise InvalidEnvOutputError(f"done is {reprlib.repr(done)}; it must be true or false")
     if chars > most_chars:
-        raise InvalidEnvOutputError(f"the observation has {chars:,} characters; at most {most_chars:,} are allowed")
+        raise InvalidEnvOutputError(
+            f"the observation has {chars:,} characters; environment.max_observation_chars={most_chars} allows no more"
+        )
     changes: Mapping[str, Any] = output.get("sampling_params") or {}
+    return {
+        "observations": observations,
+        "reward": reward,
+        "done": bool(done),
+        "sampling_params": _checked_sampling(changes) if changes else {},
+    }
+
+
+def _checked_sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
     for name in changes:
         if name not in SAMPLING:
             raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
@@ -183,12 +193,7 @@ def check_step(output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_C
         sampling = SamplingParams(**changes)
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
-    return {
-        "observations": observations,
-        "reward": reward,
-        "done": bool(done),
-        "sampling_params": {name: vars(sampling)[name] for name in changes},
-    }
+    return {name: vars(sampling)[name] for name in changes}
 
 
 def check_metrics(metrics: object) -> dict[str, float]:

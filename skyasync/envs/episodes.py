@@ -14,6 +14,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cache
 from traceback import format_exc
 from typing import Any, NamedTuple, TypedDict, cast
 
@@ -37,13 +38,16 @@ class EnvSettings(NamedTuple):
     env_config: dict[str, Any]
     step_timeout_s: float = 60.0
     max_threads: int = 512
+    max_observation_chars: int = 200_000
     patience: RetryPolicy = RetryPolicy()
 
     @staticmethod
     def of(cfg: Config, env_config: dict[str, Any]) -> EnvSettings:
         """The settings of a run; ``env_config`` is passed to its environments."""
         own = cfg.environment
-        return EnvSettings(env_config, own.step_timeout_s, own.max_threads, RetryPolicy.of(own))
+        return EnvSettings(
+            env_config, own.step_timeout_s, own.max_threads, own.max_observation_chars, RetryPolicy.of(own)
+        )
 
 
 class EnvLimits(TypedDict, total=False):
@@ -51,6 +55,7 @@ class EnvLimits(TypedDict, total=False):
 
     step_timeout_s: float
     max_threads: int
+    max_observation_chars: int
     patience: RetryPolicy
 
 
@@ -102,7 +107,7 @@ class Episodes:
             env_class = type(episode.env)
         else:
             return False
-        return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
+        return _awaits(env_class)  # type: ignore[arg-type]  # a class can be hashed
 
     async def run(self, call: Call) -> Answer:
         methods: dict[str, Callable[..., Awaitable[object]]]
@@ -168,7 +173,7 @@ class Episodes:
         if seen is not None:
             episode.env.seen = seen
         output = await self._call(name, episode, lambda env: env.step(action))
-        step = check_step(output, raw=episode.env.raw_text)
+        step = check_step(output, raw=episode.env.raw_text, most_chars=self._settings.max_observation_chars)
         step["metrics"] = await self._close(name) if step["done"] else {}
         return cast(StepResult, step)
 
@@ -199,6 +204,11 @@ class Episodes:
                 return {}
             del self._episodes[name]
         return await _closed(episode.env)
+
+
+@cache
+def _awaits(env_class: type[BaseTextEnv]) -> bool:
+    return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
 
 
 async def _closed(env: BaseTextEnv) -> dict[str, float]:

@@ -11,7 +11,8 @@ costs nothing (``BaseTextEnv.instant``) is played in this process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -79,27 +80,57 @@ class EnvPool:
             self._local.add(name, self._classes[name])
         return self._classes[name]
 
+    def plays_here(self, env_class: str, extras: dict[str, Any]) -> bool:
+        """Whether episodes of this row are played in this process."""
+        return self.env_class(env_class).instant(self.env_config, extras)
+
+    def starts_from_prompt(self, env_class: str, prompt: Conversation | str) -> bool:
+        """Whether episodes start from the prompt as it is, so that no call of ``init`` is needed."""
+        own_class = self.env_class(env_class)
+        made = (own_class.__new__, own_class.__init__, own_class.init)
+        does_nothing = made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
+        return does_nothing and not images_of(prompt)  # one message holds an image once for all of its episodes
+
     async def init(
         self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
         """Start an episode; returns the conversation (or text) it starts from."""
-        own_class = self.env_class(env_class)
-        instant = own_class.instant(self.env_config, extras)
-        route = _Route(None if instant else self.pool.take(episode), key_of(episode))
-        self._routes[episode] = route
+        if self.starts_from_prompt(env_class, prompt):
+            await self.init_group({episode: extras}, env_class, prompt)
+            return prompt
+        await self._take(episode, env_class, here=self.plays_here(env_class, extras))
+        start: Conversation | str = await self._ask("init", episode, env_class, extras, prompt)
+        return start
+
+    async def init_group(
+        self, extras: Mapping[str, dict[str, Any]], env_class: str, prompt: Conversation | str
+    ) -> None:
+        """Start episodes of one row that start from the prompt as it is.
+
+        Args:
+            extras: by episode.
+        """
+        here = self.plays_here(env_class, next(iter(extras.values())))
+        for episode, row in extras.items():
+            route = await self._take(episode, env_class, here=here)
+            route.opening = (env_class, row, prompt)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Calls that are made inside leave at its end, in one message per process."""
+        with self.pool.collecting():
+            yield
+
+    async def _take(self, episode: str, env_class: str, *, here: bool) -> _Route:
+        """Decide where the episode is played."""
+        route = self._routes[episode] = _Route(None if here else self.pool.take(episode), key_of(episode))
         if route.home is not None:
             try:
-                await route.home.load(env_class, env_class, own_class)
+                await route.home.load(env_class, env_class, self.env_class(env_class))
             except Exception:
                 self._leave(episode)
                 raise
-        made = (own_class.__new__, own_class.__init__, own_class.init)
-        does_nothing = made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
-        if does_nothing and not images_of(prompt):  # one message holds an image once for all of its episodes
-            route.opening = (env_class, extras, prompt)
-            return prompt
-        start: Conversation | str = await self._ask("init", episode, env_class, extras, prompt)
-        return start
+        return route
 
     async def step(self, episode: str, action: str, seen: TurnTokens | None = None) -> StepResult:
         route = self._routes[episode]

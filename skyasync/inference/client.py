@@ -1,7 +1,9 @@
 """One client in front of several engines: it routes, batches calls, and owns every wait.
 
 Invariant: each request is answered exactly once or raises; one that no engine answers in time raises ``TimeoutError``
-with its id. Requests made in one turn of the event loop travel to their engine in one message.
+with its id. Requests made in one turn of the event loop, or while the client is ``collecting``, travel to their engine
+in one message. The samples of a prompt are one group: one caller, one wait and one timer, but each is routed, cut and
+continued by itself.
 
 A request that ``cut`` has ended early, or whose engine has failed, continues here: prompt and tokens so far are sent as
 a new request, which the engines start with the weights they have then. Its caller gets one answer, with the pieces
@@ -19,9 +21,9 @@ while all sleep, they wait here, and no time counts.
 
 | who waits                | for what                       | woken by                                               |
 |--------------------------|--------------------------------|--------------------------------------------------------|
-| ``generate``             | its request's future           | ``_send`` (answer, error), a failure, or the timeout   |
-| a queued request         | the future, as above           | ``_advance``, ``give_up``, or its timeout              |
-| ``_send`` (a task each)  | the engine's stream of answers | the engine; its failure fails the futures              |
+| ``generate_group``       | a result of its group          | ``_send`` (answer, error), a failure, or the timeout   |
+| a queued request         | an engine; its group waits     | ``_advance``, ``give_up``, or its timeout              |
+| ``_send`` (a task each)  | the engine's stream of answers | the engine; its failure fails the requests             |
 | a call of all engines    | every healthy engine's answer  | the engines; a failure                                 |
 """
 
@@ -29,14 +31,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
 from skyasync.arrays import TURN_TOKENS
 from skyasync.config.schema.sampling import COUNTS_RESPONSE
-from skyasync.inference.inflight import InflightRequest, InflightTable, continuation, join
+from skyasync.inference.inflight import InflightGroup, InflightRequest, InflightTable, continuation, join
 from skyasync.inference.interface import (
     EngineFailedError,
     EngineStats,
@@ -51,6 +54,7 @@ from skyasync.inference.stop_strings import cut_at_stop_string
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 SHUT_DOWN = "the inference client was shut down"
+MAX_GROUP = 64  # requests that are routed at once
 ARRIVAL_S = 0.5  # until requests that were on their way to an engine, and missed an abort, are aborted again
 
 
@@ -59,6 +63,12 @@ class Outgoing(NamedTuple):
 
     requests: list[InflightRequest]
     abandoned: list[str]  # requests whose callers no longer wait: the engine need not compute them
+
+
+def _alike(first: GenerationRequest, other: GenerationRequest) -> bool:
+    """Whether two requests are samples of a prompt, which engines would finish at the same time."""
+    same_prompt = first.prompt_token_ids is other.prompt_token_ids
+    return same_prompt and first.sampling.max_tokens == other.sampling.max_tokens
 
 
 class InferenceClient:
@@ -95,6 +105,8 @@ class InferenceClient:
         self._start_at_once = start_at_once or len(engines)
         self._tokenizer = tokenizer
         self._outbox: dict[int, Outgoing] = {}  # engine -> of this turn
+        self._unsent: set[int] = set()  # engines whose messages no task sends yet
+        self._collecting = 0
         self._queue: dict[InflightRequest, None] = {}  # those that have no engine yet, in order
         self._polling = [asyncio.Lock() for _ in engines]
         self._inflight = InflightTable()
@@ -132,99 +144,191 @@ class InferenceClient:
             RequestFailedError: if this request cannot be answered; the engines continue.
             Exception: whatever the engine raised, with its traceback.
         """
-        return await self._finish(request, await self._ask(request, request.request_id))
+        return await self._only(self.generate_group([request]))
 
     async def go_on(self, request: GenerationRequest, partial: GenerationOutput) -> GenerationOutput:
         """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``). As ``generate``."""
         partial = replace(partial, request_id=request.request_id)
         if partial.finish_reason or len(partial.token_ids) >= request.sampling.max_tokens:
             return replace(partial, finish_reason=partial.finish_reason or "length")
-        self._cut.add(request.request_id)
-        return await self._finish(request, replace(partial, finish_reason="abort"))
+        return await self._only(self.generate_group([request], replace(partial, finish_reason="abort")))
 
-    async def _finish(self, request: GenerationRequest, answer: GenerationOutput) -> GenerationOutput:
-        """The whole answer: as long as it is cut, the rest is requested."""
-        starts_over = any(getattr(request.sampling, name) for name in COUNTS_RESPONSE)
+    @staticmethod
+    async def _only(answers: AsyncGenerator[list[GenerationOutput], None]) -> GenerationOutput:
+        async with contextlib.aclosing(answers):
+            (answer,) = await anext(answers)
+            return answer
+
+    async def generate_group(
+        self, requests: Sequence[GenerationRequest], partial: GenerationOutput | None = None
+    ) -> AsyncGenerator[list[GenerationOutput], None]:
+        """Answer each request once, in lists, as they finish. Errors are those of ``generate``.
+
+        Leaving the iteration early (``contextlib.aclosing``) aborts what is unanswered.
+
+        Args:
+            requests: samples of one prompt, usually; they are routed one by one.
+            partial: what is known of the answer to the only request.
+        """
+        group = InflightGroup(requests)
         try:
-            while answer.finish_reason == "abort" and answer.request_id in self._cut:
-                self._cut.discard(answer.request_id)
-                answer = GenerationOutput(request.request_id) if starts_over else answer
-                self._inflight.before[request.request_id] = answer
-                joined = join(answer, await self._ask(continuation(request, answer), request.request_id))
-                answer = cut_at_stop_string(request, joined, len(answer.token_ids), self._tokenizer)
+            for request in requests:
+                if partial is None:
+                    self._submit(request, request.request_id, group)
+                else:
+                    self._continue(request, partial, group)
+            self._advance()
+            self._start_timer(group)
+            while group.requests:
+                finished = []
+                for piece in await self._answered(group):
+                    answer = self._take(piece)
+                    if answer is not None:
+                        finished.append(answer)
+                self._advance()
+                if finished:
+                    yield finished
         finally:
-            self._inflight.before.pop(request.request_id, None)
-        self._cut.discard(answer.request_id)
-        return replace(answer, request_id=request.request_id)
+            for piece in list(group.in_flight):
+                self._remove(piece)
+            for name in group.requests:
+                self._inflight.before.pop(name, None)
+            self._advance()
 
-    async def _ask(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
-        """An engine's answer to a request or to its continuation."""
+    def _submit(self, request: GenerationRequest, caller_id: str, group: InflightGroup) -> None:
+        """Queue a request, or the rest of one."""
         name = request.request_id
         if name in self._inflight:
             raise ValueError(f"request {name} is in flight already: its id must be its own")
         if self.pool.end is not None:
             raise self.pool.end
-        loop = asyncio.get_running_loop()
-        inflight = InflightRequest(request, caller_id, loop.create_future())
-        self._queue[inflight] = None
-        self._advance()
-        self._inflight[name] = inflight
+        piece = InflightRequest(request, caller_id, group)
+        group.in_flight[piece] = self._queue[piece] = None
+        self._inflight[name] = piece
         if self._cutting:  # it may arrive before the engine ends all requests, or after
             self._cut.add(name)
+
+    async def _answered(self, group: InflightGroup) -> list[InflightRequest]:
         try:
-            async with asyncio.timeout(None) as inflight.timer:
-                self._start_timer(inflight)
-                return await inflight.future
+            async with asyncio.timeout_at(group.deadline) as group.timer:
+                return await group.answered()
         except TimeoutError as error:
-            if not (inflight.timer and inflight.timer.expired()):
+            if not (group.timer and group.timer.expired()):
                 raise
+            name = next(iter(group.in_flight)).request.request_id
             raise TimeoutError(
                 f"request {name} was not answered within {self.request_timeout_s:g} s (generator.request_timeout_s)"
             ) from error
         finally:
-            del self._inflight[name]
-            self._queue.pop(inflight, None)
-            if inflight.charge is not None:
-                answer = None
-                if not inflight.future.done() or inflight.future.cancelled():  # the caller no longer waits
-                    self._outgoing(inflight.charge.engine).abandoned.append(name)
-                    self._inflight.leaving[inflight.charge.engine].add(name)
-                elif not inflight.future.exception():
-                    answer = inflight.future.result()
-                self.pool.router.ended(inflight.charge, answer, loop.time())
-            self._advance()
+            group.timer = None
 
-    def _start_timer(self, inflight: InflightRequest) -> None:
-        if inflight.timer is not None:
-            limit = asyncio.get_running_loop().time() + self.request_timeout_s
-            inflight.timer.reschedule(limit if self.pool.router.open.any() else None)
+    def _take(self, piece: InflightRequest) -> GenerationOutput | None:
+        """The whole answer that the piece completes; None if it was cut, and the rest is requested."""
+        self._remove(piece)
+        answer, group, name = piece.result, piece.group, piece.caller_id
+        if isinstance(answer, BaseException):
+            raise answer
+        assert answer is not None
+        request, before = group.requests[name], self._inflight.before.pop(name, None)
+        if before is not None:
+            seen = len(before.token_ids)
+            answer = cut_at_stop_string(request, join(before, answer), seen, self._tokenizer)
+        if answer.finish_reason == "abort" and answer.request_id in self._cut:
+            self._cut.discard(answer.request_id)
+            self._continue(request, answer, group)
+            self._start_timer(group)
+            return None
+        self._cut.discard(answer.request_id)
+        del group.requests[name]
+        return answer if answer.request_id == name else replace(answer, request_id=name)
+
+    def _continue(self, request: GenerationRequest, answer: GenerationOutput, group: InflightGroup) -> None:
+        """Request the rest of an answer, or all of it again."""
+        if any(getattr(request.sampling, name) for name in COUNTS_RESPONSE):
+            answer = GenerationOutput(request.request_id)
+        self._inflight.before[request.request_id] = answer
+        self._submit(continuation(request, answer), request.request_id, group)
+
+    def _remove(self, piece: InflightRequest) -> None:
+        """The caller has the result of a piece, or no longer waits for it."""
+        name, charge = piece.request.request_id, piece.charge
+        del piece.group.in_flight[piece], self._inflight[name]
+        self._queue.pop(piece, None)
+        if charge is not None:
+            if piece.result is None:
+                self._outgoing(charge.engine).abandoned.append(name)
+                self._inflight.leaving[charge.engine].add(name)
+            answer = piece.result if isinstance(piece.result, GenerationOutput) else None
+            self.pool.router.ended(charge, answer, asyncio.get_running_loop().time())
+        piece.abandon()
+
+    def _start_timer(self, group: InflightGroup) -> None:
+        limit = asyncio.get_running_loop().time() + self.request_timeout_s
+        group.restart_timer(limit if self.pool.router.open.any() else None)
 
     def _advance(self) -> None:
         """Give the first requests of the queue to engines; stop at one that no engine can take."""
         while self._queue:
-            inflight = next(iter(self._queue))
-            if not inflight.future.done():
-                charge = self.pool.router.choose(inflight.request, asyncio.get_running_loop().time(), len(self._queue))
-                if charge is None:
-                    return
-                self._inflight.send(inflight, charge)
-                self._outgoing(charge.engine).requests.append(inflight)
-            del self._queue[inflight]
+            now, queued = asyncio.get_running_loop().time(), len(self._queue)
+            samples = self._first_in_queue()
+            charges = (
+                self.pool.router.choose_group([piece.request for piece in samples], now, queued) if samples else []
+            )
+            for piece, charge in zip(samples, charges, strict=False):
+                del self._queue[piece]
+                self._inflight.send(piece, charge)
+                self._outgoing(charge.engine).requests.append(piece)
+            if len(charges) < len(samples):
+                return
+
+    def _first_in_queue(self) -> list[InflightRequest]:
+        """The first requests, as far as they have one prompt; those without a waiting caller leave the queue."""
+        samples: list[InflightRequest] = []
+        for piece in list(islice(self._queue, MAX_GROUP)):
+            if piece.done:
+                del self._queue[piece]
+                continue
+            if samples and not _alike(samples[0].request, piece.request):
+                break
+            samples.append(piece)
+        return samples
 
     def _outgoing(self, index: int) -> Outgoing:
         """What the engine is sent in the next turn of the event loop, with everything of this turn."""
         if index not in self._outbox:
             self._outbox[index] = Outgoing([], [])
+            self._unsent.add(index)
+            if not self._collecting:
+                self._start_sending()
+        return self._outbox[index]
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Requests that are made inside leave at its end, in one message per engine, though other tasks run meanwhile.
+
+        An engine that gets them in several messages would begin with some of them: what it computes together would
+        depend on the time.
+        """
+        self._collecting += 1
+        try:
+            yield
+        finally:
+            self._collecting -= 1
+            if not self._collecting:
+                self._start_sending()
+
+    def _start_sending(self) -> None:
+        unsent, self._unsent = self._unsent, set()
+        for index in sorted(unsent & self._outbox.keys()):  # an engine may have failed meanwhile
             task = asyncio.get_running_loop().create_task(self._send(index))
             calls = self.pool.calls[index]
             calls.add(task)
             task.add_done_callback(calls.discard)
-        return self._outbox[index]
 
     async def _send(self, index: int) -> None:
         requests, abandoned = self._outbox.pop(index)
         engine = self.engines[index]
-        waiting = {inflight.request.request_id: inflight for inflight in requests if not inflight.future.done()}
+        waiting = {inflight.request.request_id: inflight for inflight in requests if not inflight.done}
         try:
             if abandoned:
                 with contextlib.suppress(Exception):  # the error of a failed engine goes to those who still wait
@@ -235,12 +339,8 @@ class InferenceClient:
             async for outputs in engine.generate([inflight.request for inflight in waiting.values()]):
                 tokens = 0
                 for output in outputs:
-                    future = waiting.pop(output.request_id).future
-                    if not future.done():  # its caller may have been cancelled
-                        if output.finish_reason == "error":
-                            future.set_exception(RequestFailedError(output.error))
-                        else:
-                            future.set_result(output)
+                    failed = output.finish_reason == "error"
+                    waiting.pop(output.request_id).finish(RequestFailedError(output.error) if failed else output)
                     tokens += len(output.token_ids)
                     if tokens >= TURN_TOKENS:  # let the callers, and others, have their turn
                         tokens = 0
@@ -252,8 +352,7 @@ class InferenceClient:
                 return
             ended = isinstance(error, asyncio.CancelledError)
             for inflight in waiting.values():
-                if not inflight.future.done():
-                    inflight.future.set_exception(RuntimeError(SHUT_DOWN) if ended else error)
+                inflight.finish(RuntimeError(SHUT_DOWN) if ended else error)
             if not isinstance(error, Exception):
                 raise
 
@@ -265,8 +364,8 @@ class InferenceClient:
         ended = list(self._inflight if request_ids is None else request_ids)
         self._cut.difference_update(ended)
         for inflight in [self._inflight[name] for name in ended]:
-            if inflight.charge is None and not inflight.future.done():
-                inflight.future.set_result(inflight.so_far)
+            if inflight.charge is None:
+                inflight.finish(inflight.so_far)
         await self.pool.all(lambda engine: engine.abort(request_ids))
 
     async def progress(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
@@ -337,7 +436,7 @@ class InferenceClient:
         chosen = [index for index in self.pool.awake if engines is None or index in engines]
         self.pool.router.open[chosen] = False
         for inflight in self._queue:
-            self._start_timer(inflight)
+            self._start_timer(inflight.group)
         await asyncio.gather(*(self._withdraw(index) for index in chosen))
         self.pool.asleep.update(chosen)
         await self.pool.all(lambda engine: engine.sleep(), [i for i in chosen if self.pool.router.healthy[i]])
@@ -351,17 +450,17 @@ class InferenceClient:
             return
         self.pool.router.open[chosen] = True
         for inflight in self._queue:
-            self._start_timer(inflight)
+            self._start_timer(inflight.group)
         self._advance()
         await self._share(chosen)
 
     async def _withdraw(self, index: int) -> None:
         """An engine ends its requests; they continue where the router sends them."""
-        while leaving := {n: each for n, each in self._inflight.at(index).items() if not each.future.done()}:
+        while leaving := {n: each for n, each in self._inflight.at(index).items() if not each.done}:
             self._cut.update(leaving)
             if await self.pool.ask(index, self.engines[index].abort(list(leaving))) is None:
                 return  # it has failed
-            await asyncio.wait({each.future for each in leaving.values()}, timeout=ARRIVAL_S)
+            await asyncio.wait({each.end() for each in leaving.values()}, timeout=ARRIVAL_S)
         if calls := set(self.pool.calls[index]):  # of what callers have abandoned
             await asyncio.wait(calls)
 
@@ -402,11 +501,11 @@ class InferenceClient:
     def _recover(self, index: int) -> LostWork:
         """An engine has failed or left: its requests continue at the others."""
         self._outbox.pop(index, None)
-        lost = [inflight for inflight in self._inflight.at(index).values() if not inflight.future.done()]
+        lost = [inflight for inflight in self._inflight.at(index).values() if not inflight.done]
         answers = [inflight.so_far for inflight in lost]
         for inflight, answer in zip(lost, answers, strict=True):
             self._cut.add(answer.request_id)
-            inflight.future.set_result(answer)
+            inflight.finish(answer)
         return LostWork(len(lost), sum(len(answer.token_ids) for answer in answers))
 
     async def admit(self, index: int, engine: InferenceEngine) -> None:
@@ -448,5 +547,4 @@ class InferenceClient:
 
     def _fail_all(self, error: BaseException) -> None:
         for inflight in self._inflight.values():
-            if not inflight.future.done():
-                inflight.future.set_exception(error)
+            inflight.finish(error)

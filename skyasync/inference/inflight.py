@@ -17,24 +17,101 @@ from skyasync.inference.interface import GenerationOutput, GenerationRequest
 from skyasync.inference.router import Charge
 
 
-@dataclass(eq=False)
+class InflightGroup:
+    """Requests that one caller has made together, and for whose answers it waits.
+
+    Args:
+        requests: as the caller has made them.
+
+    Attributes:
+        requests: by their ids, those without a whole answer.
+        in_flight: the requests of the group at engines or in the queue: these, or the rest of a response that was cut.
+        deadline: event loop time at which a request has been unanswered for too long; None: no time counts.
+        timer: of the current wait.
+    """
+
+    def __init__(self, requests: Iterable[GenerationRequest]) -> None:
+        self.requests = {request.request_id: request for request in requests}
+        self.in_flight: dict[InflightRequest, None] = {}
+        self.deadline: float | None = None
+        self.timer: asyncio.Timeout | None = None
+        self._answered: list[InflightRequest] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def answer(self, piece: InflightRequest) -> None:
+        """Wake the caller: this piece has its result."""
+        self._answered.append(piece)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def answered(self) -> list[InflightRequest]:
+        """The requests that got their result since the last call, at least one."""
+        if not self._answered:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        answered, self._answered = self._answered, []
+        return answered
+
+    @property
+    def cancelled(self) -> bool:
+        """The caller no longer waits, even if it has not come to leave yet."""
+        return self._waiter is not None and self._waiter.cancelled()
+
+    def restart_timer(self, deadline: float | None) -> None:
+        self.deadline = deadline
+        if self.timer is not None:
+            self.timer.reschedule(deadline)
+
+
+@dataclass(eq=False, slots=True)
 class InflightRequest:
     """A request at an engine.
 
     Args:
         caller_id: the id of the request that it is a piece of.
+        group: of the caller, which is woken by a result.
 
     Attributes:
         charge: where it is; None while it waits for an engine.
-        timer: of the time that it may go unanswered.
+        result: the answer, or the error in its place; the first one counts.
     """
 
     request: GenerationRequest
     caller_id: str
-    future: asyncio.Future[GenerationOutput]
+    group: InflightGroup
     charge: Charge | None = None
-    timer: asyncio.Timeout | None = None
     received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
+    result: GenerationOutput | BaseException | None = None
+    _end: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """There is a result, or the caller no longer waits for one."""
+        return self.result is not None or self.group.cancelled
+
+    def finish(self, result: GenerationOutput | BaseException) -> None:
+        """Pass the result to the caller, unless there is one already."""
+        if not self.done:
+            self._set(result)
+            self.group.answer(self)
+
+    def abandon(self) -> None:
+        """The caller leaves."""
+        if self.result is None:
+            self._set(asyncio.CancelledError())
+
+    def end(self) -> asyncio.Future[None]:
+        """A future that is done as soon as there is a result."""
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_future()
+            if self.done:
+                self._end.set_result(None)
+        return self._end
+
+    def _set(self, result: GenerationOutput | BaseException) -> None:
+        self.result = result
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
 
     @property
     def so_far(self) -> GenerationOutput:

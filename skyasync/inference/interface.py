@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, nextafter
@@ -117,6 +118,12 @@ class SamplingParams:
                     raise TypeError(f"{name} is {member!r:.100}, not a {'' if number is Real else 'whole '}number")
                 if not limits.allows(cast(float, member)):
                     raise ValueError(f"{name} is {member!r:.100}, not {limits.bounds()}")
+
+    def with_seed(self, seed: int | None) -> SamplingParams:
+        """The same with another seed; the other values have been checked."""
+        sampling = copy(self)
+        object.__setattr__(sampling, "seed", seed)
+        return sampling
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,10 @@ request waits for a fast engine if the slow one would be the last to finish.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isfinite
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,13 +83,27 @@ def relative(rates: Rates) -> Rates:
     return np.minimum(rates / slowest, MAX_RATIO)
 
 
-@dataclass(frozen=True)
-class Charge:
+class Charge(NamedTuple):
     """A request at an engine: its outstanding tokens, and what it takes of the cache on average."""
 
     engine: int
     tokens: float
     cache_tokens: float = 0.0
+
+
+@dataclass
+class _Offers:
+    """The engines that can take a request of a prompt, and when each would have finished it.
+
+    ``finish``: outstanding tokens by relative throughput, infinite if the cache lacks room for them.
+    """
+
+    engines: list[int]
+    finish: Rates
+    rates: Rates
+
+    def best(self) -> int:
+        return self.engines[int(self.finish.argmin())]
 
 
 class Router:
@@ -132,9 +148,38 @@ class Router:
         Args:
             queued: requests that have no engine yet, with this one.
         """
-        prompt, longest = len(request.prompt_token_ids), float(request.sampling.max_tokens)
+        charges = self.choose_group([request], now, queued)
+        return charges[0] if charges else None
+
+    def choose_group(self, requests: Sequence[GenerationRequest], now: float = 0.0, queued: int = 1) -> list[Charge]:
+        """``choose`` for one request after the other, of the same prompt and length; fewer once all engines are full.
+
+        What engines offer is computed once, and again when one of them is full.
+        """
+        prompt, longest = len(requests[0].prompt_token_ids), float(requests[0].sampling.max_tokens)
         tokens = prompt + (min(longest, self._tokens / self._answers) if self._answers else longest)
         cache_tokens = prompt + (tokens - prompt) / 2 if self._answers else float(prompt)
+        key = hash(requests[0].prompt_token_ids.tobytes())
+        charges: list[Charge] = []
+        offers: _Offers | None = None
+        for request in requests:
+            if offers is None:
+                offers = self._offers(prompt, tokens, cache_tokens, key, queued - len(charges))
+            if not offers.engines:
+                break
+            index = self._of_session(request.session_id, offers.best())
+            cached_at = self._note_prompt(key, index)
+            charge = Charge(index, tokens, cache_tokens - (prompt if cached_at else 0))
+            self._add(charge, now)
+            charges.append(charge)
+            if not cached_at or index not in offers.engines or self._nearly_full(index, tokens, cache_tokens):
+                offers = None
+            else:
+                place = offers.engines.index(index)
+                offers.finish[place] += tokens / offers.rates[place]
+        return charges
+
+    def _offers(self, prompt: int, tokens: float, cache_tokens: float, key: int, queued: int) -> _Offers:
         used = np.maximum(self.cache_tokens + self.unforeseen, 0.0)
         full = (self.in_flight > 0) & (used + cache_tokens > self.capacity) | (self.in_flight >= self.limit)
         takes = self.healthy & self.open
@@ -144,31 +189,51 @@ class Router:
             full[takes] |= self.outstanding[takes] > share * rates
         ready = np.flatnonzero(takes & ~full)
         if not len(ready):
-            return None
-        key = hash(request.prompt_token_ids.tobytes())
-        cached_at = self.prompts.pop(key, set())
+            return _Offers([], np.zeros(0), np.zeros(0))
         after = self.outstanding + tokens
         roomy = after[ready] <= self.capacity[ready]
-        after[list(cached_at)] -= CACHED * prompt
-        finish = after[ready] / relative(self._rates[ready])
+        after[list(self.prompts.get(key, ()))] -= CACHED * prompt
+        rates = relative(self._rates[ready])
+        finish = after[ready] / rates
         if roomy.any():
             finish[~roomy] = np.inf
-        index = int(ready[finish.argmin()])
-        if request.session_id is not None:
-            before = self.sessions.pop(request.session_id, index)
-            index = before if self.healthy[before] and self.open[before] else index
-            self.sessions[request.session_id] = index
-            if len(self.sessions) > REMEMBERED_SESSIONS:
-                self.sessions.pop(next(iter(self.sessions)))
-        cache_tokens -= prompt if index in cached_at else 0
-        self.prompts[key] = cached_at | {index}
+        return _Offers(ready.tolist(), finish, rates)
+
+    def _nearly_full(self, index: int, tokens: float, cache_tokens: float) -> bool:
+        """Whether an engine's next request of this size could change what the engines offer."""
+        if isfinite(self.limit[index]):
+            return True
+        used = self.cache_tokens[index] + max(self.unforeseen[index], 0.0)
+        return bool(max(used + cache_tokens, self.outstanding[index] + tokens) > self.capacity[index])
+
+    def _of_session(self, session: str | None, best: int) -> int:
+        """Where the session began, if that engine takes requests; else it begins at the best one."""
+        if session is None:
+            return best
+        index = self.sessions.pop(session, best)
+        if not (self.healthy[index] and self.open[index]):
+            index = best
+        self.sessions[session] = index
+        if len(self.sessions) > REMEMBERED_SESSIONS:
+            self.sessions.pop(next(iter(self.sessions)))
+        return index
+
+    def _note_prompt(self, key: int, index: int) -> bool:
+        """Note that the engine has the prompt in its cache from now on. Returns whether it had it before."""
+        engines = self.prompts.pop(key, set())
+        known = index in engines
+        engines.add(index)
+        self.prompts[key] = engines
         if len(self.prompts) > REMEMBERED_PROMPTS:
             self.prompts.pop(next(iter(self.prompts)))
+        return known
+
+    def _add(self, charge: Charge, now: float) -> None:
+        index = charge.engine
         self._observe(index, now)
         self.in_flight[index] += 1
-        self.outstanding[index] += tokens
-        self.cache_tokens[index] += cache_tokens
-        return Charge(index, tokens, cache_tokens)
+        self.outstanding[index] += charge.tokens
+        self.cache_tokens[index] += charge.cache_tokens
 
     def _observe(self, index: int, now: float) -> None:
         throughput = self._throughput[index]
@@ -186,7 +251,7 @@ class Router:
     def ended(self, charge: Charge, answer: GenerationOutput | None = None, now: float = 0.0) -> None:
         """A request has left its engine: its charge is free again."""
         index = charge.engine
-        self._observe(index, now)
+        self._throughput[index].load(int(self.in_flight[index]), now)
         self.in_flight[index] -= 1
         if self.in_flight[index]:
             self.outstanding[index] -= charge.tokens
@@ -195,10 +260,10 @@ class Router:
             self.outstanding[index] = self.cache_tokens[index] = self.unforeseen[index] = 0.0
         if answer is not None:
             self._throughput[index].answered(len(answer.token_ids))
-            self._observe(index, now)
             if answer.finish_reason != "abort":
                 self._answers += 1
                 self._tokens += len(answer.token_ids)
+        self._rates[index] = self._throughput[index].tokens_per_s or 0.0
 
     def renew(self, index: int) -> None:
         """Another engine takes the place: its throughput is unknown, and it gets requests."""

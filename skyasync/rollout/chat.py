@@ -141,10 +141,14 @@ class ChatTokenizer:
     def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
         """What an environment reads of a response: up to its stop string, unless that is to be included."""
         sampling = sampling or SamplingParams()
-        text = _decoded(self.tokenizer, tokens, skip_special_tokens=sampling.skip_special_tokens)
+        return self.texts([tokens], sampling)[0]
+
+    def texts(self, responses: Sequence[Ints], sampling: SamplingParams) -> list[str]:
+        """``text`` of each response."""
+        texts = _all_decoded(self.tokenizer, responses, skip_special_tokens=sampling.skip_special_tokens)
         if sampling.include_stop_str_in_output:
-            return text
-        return text[: min((start for s in sampling.stop if (start := text.find(s)) >= 0), default=None)]
+            return texts
+        return [_before_stop_string(text, sampling.stop) for text in texts]
 
     def seen(self, read: Ints, wrote: Ints) -> TurnTokens:
         """A turn as the engine had it; the texts with all special tokens."""
@@ -205,21 +209,35 @@ class PlainText(ChatTokenizer):
     def reframed(self, conversation: Conversation, tools: Tools, extended: Ints) -> Ints | None:
         return None
 
-    def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
+    def texts(self, responses: Sequence[Ints], sampling: SamplingParams) -> list[str]:
         """With special tokens and stop strings: exactly what was written."""
-        return _decoded(self.tokenizer, tokens, skip_special_tokens=False)
+        return _all_decoded(self.tokenizer, responses, skip_special_tokens=False)
 
 
 def _decoded(tokenizer: Tokenizer, tokens: Ints, *, skip_special_tokens: bool) -> str:
-    """The text. Long ones go through the backend's call for several texts, the only one that lets other threads run."""
-    if len(tokens) >= LONG:
-        from transformers import PreTrainedTokenizerFast
+    return _all_decoded(tokenizer, [tokens], skip_special_tokens=skip_special_tokens)[0]
 
-        if isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces:
-            batch = [ints(tokens).tolist()]
-            (text,) = tokenizer.backend_tokenizer.decode_batch(batch, skip_special_tokens=skip_special_tokens)
-            return str(text)
-    return tokenizer.decode(ints(tokens).tolist(), skip_special_tokens=skip_special_tokens)
+
+def _all_decoded(tokenizer: Tokenizer, responses: Sequence[Ints], *, skip_special_tokens: bool) -> list[str]:
+    """The text of each. Long ones go through the backend's call for several texts, the only one that lets other threads
+    run; for short ones it costs more than it saves."""
+    from transformers import PreTrainedTokenizerFast
+
+    batch = [ints(tokens).tolist() for tokens in responses]
+    if isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces:
+        backend = tokenizer.backend_tokenizer
+        if sum(map(len, batch)) >= LONG:
+            texts = backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
+        else:
+            texts = [backend.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch]
+        return list(map(str, texts))
+    return [tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch]
+
+
+def _before_stop_string(text: str, stops: Sequence[str]) -> str:
+    """The text up to the first stop string in it."""
+    starts = [text.find(stop) for stop in stops]
+    return text[: min((start for start in starts if start >= 0), default=None)]
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:

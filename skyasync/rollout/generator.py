@@ -1,5 +1,9 @@
 """Plays episodes: the engine writes, the environment answers, until it is done; then the judges grade.
 
+The samples of a prompt are one task, one request and one timer for as long as nothing tells them apart: in the first
+turn, if their environments open with the prompt as it is. Then an environment that answers at once is called for all
+samples that the engine has answered; any other one is waited for by a task per episode.
+
 Invariant: every trajectory requested comes back, in the order requested, with exactly the tokens that the engine read
 and wrote. If one episode fails, the others are cancelled and its error is raised. If its environment failed and
 ``environment.on_error`` allows it, only that episode ends, and is counted (``env/given_up``). The reward of a finished
@@ -9,27 +13,28 @@ episode includes the grades of its judges before its group is complete; waiting 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
-from skyasync.arrays import ints, joined
+from skyasync.arrays import NO_INTS, Ints, ints, joined
 from skyasync.config.schema import Config
 from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
-from skyasync.envs.base import Conversation, InvalidEnvOutputError
+from skyasync.envs.base import BaseTextEnv, Conversation, InvalidEnvOutputError
+from skyasync.envs.episodes import StepResult
 from skyasync.envs.pool import EnvPool
 from skyasync.envs.reward import known_of, metrics_of
 from skyasync.envs.tools import schemas
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError, unknown
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import GenerationRequest, SamplingParams
-from skyasync.models.images import images_of
+from skyasync.inference.interface import GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.models.images import Images, images_of
 from skyasync.rewards.llm_judge import ChatServer, LLMJudge, Messages, UnansweredError, key_of
 from skyasync.rewards.settings import short_names
-from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
+from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText, Tools
 from skyasync.rollout.episode_limits import (
     MAX_ATTEMPTS,
     EpisodeFailedError,
@@ -42,10 +47,16 @@ from skyasync.rollout.generator_api import Generator, TrajectoryGenerator, reque
 from skyasync.rollout.group_sampling import GroupMonitor, StopRule, play_episodes, with_extra_samples
 from skyasync.rollout.partial_rollouts import PartialRollouts, request_id
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import RolloutRequest, Segment, Trajectory, TrajectoryId, action_of
+from skyasync.rollout.types import Group, RolloutRequest, Segment, Trajectory, TrajectoryId, action_of
 from skyasync.utils.rpc import ProcessLostError
+from skyasync.utils.task_group import StrictTaskGroup, together
 
 __all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator", "Judges"]
+
+MESSAGE_SAMPLES = 1024
+"""Samples whose first requests travel in one message: as many as an engine computes at once by default."""
+TURN_SAMPLES = 64
+"""Samples that begin in one turn of the event loop, which takes a few milliseconds."""
 
 
 class EpisodeGenerator(TrajectoryGenerator):
@@ -82,17 +93,16 @@ class EpisodeGenerator(TrajectoryGenerator):
         self._partial = PartialRollouts(client)
 
     async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-        requested = [request.id for request in requests]
-        extra, monitor = 0, None
-        if not any(request.is_eval for request in requests):
-            extra = self._limits.spares
-            if self._stops is not None or self._limits.metric:
-                monitor = GroupMonitor(requested, self._stops, self._limits.metric)
-        episodes = {request.id: self._episode(request) for request in with_extra_samples(requests, extra)}
+        training = not any(request.is_eval for request in requests)
+        extra = self._limits.spares if training else 0
+        stops = self._stops if training else None
+        samples = with_extra_samples(requests, extra)
         try:
-            return await play_episodes(requested, episodes, monitor, self._client.progress if extra else None)
+            if extra or stops is not None or self._limits.in_flight:  # samples begin and end one by one
+                return await self._play_samples(requests, samples, stops, training=training)
+            return await self._play_groups(samples, training=training)
         finally:
-            self._partial.remove(episodes)
+            self._partial.remove([sample.id for sample in samples])
 
     async def partial_rollouts(self) -> list[Trajectory]:
         return await self._partial.now()
@@ -106,55 +116,217 @@ class EpisodeGenerator(TrajectoryGenerator):
             await self._judges.close()
         self._environments.end()
 
-    async def _episode(self, request: RolloutRequest) -> Trajectory:
-        """The trajectory of one request, with its grades; a failed episode's if only that episode ends."""
-        trajectory, prompt = Trajectory(request.id), request.prompt
-        self._partial.add(trajectory)
+    # ---------------------------------------------------------------- groups
+
+    async def _play_samples(
+        self,
+        requests: Sequence[RolloutRequest],
+        samples: Sequence[RolloutRequest],
+        stops: StopRule | None,
+        *,
+        training: bool,
+    ) -> list[Trajectory]:
+        """Each sample by itself, so that it can be stopped, dropped or wait."""
+        requested = [request.id for request in requests]
+        monitor = None
+        if stops is not None or (training and self._limits.metric):
+            monitor = GroupMonitor(requested, stops, self._limits.metric)
+        episodes = {request.id: self._play_sample(request) for request in samples}
+        oversampled = len(samples) > len(requests)
+        return await play_episodes(requested, episodes, monitor, self._client.progress if oversampled else None)
+
+    async def _play_sample(self, request: RolloutRequest) -> Trajectory:
+        episode = self._begin(request, self._setup(request))
+        await self._play_alone(episode)
+        return episode.trajectory
+
+    async def _play_groups(self, requests: Sequence[RolloutRequest], *, training: bool) -> list[Trajectory]:
+        """Begin some groups at a time, so that other tasks run in between; first requests leave together."""
+        groups = [list(group) for _, group in groupby(requests, key=lambda request: request.id.prompt)]
+        async with together() as tasks:
+            played: list[asyncio.Task[list[Trajectory]]] = []
+            for message in _batches(groups, MESSAGE_SAMPLES):
+                with self._client.collecting(), self._environments.collecting():
+                    for batch in _batches(message, TURN_SAMPLES):
+                        played += [tasks.start(self._play_group(group, training=training)) for group in batch]
+                        await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # until the tasks that the last groups have started have begun too
+        return [trajectory for group in played for trajectory in group.result()]
+
+    async def _play_group(self, requests: Sequence[RolloutRequest], *, training: bool) -> list[Trajectory]:
+        """The samples of a prompt: their first turn together if nothing tells them apart, later turns one by one."""
+        setup = self._setup(requests[0])
+        episodes = [self._begin(request, setup) for request in requests]
+        async with together() as tasks:
+            if self._begins_together(episodes, setup):
+                await self._play_first_turn(episodes, setup, tasks)
+            else:
+                for episode in episodes:
+                    tasks.start(self._play_alone(episode))
+        trajectories = [episode.trajectory for episode in episodes]
+        if training and self._limits.metric:
+            Group(requests[0].prompt, trajectories).metric_values(self._limits.metric)
+        return trajectories
+
+    def _begins_together(self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup) -> bool:
+        """Whether all episodes begin with the prompt as it is, and none continues one of a checkpoint."""
+        if not self._environments.starts_from_prompt(setup.env_name, setup.opening):
+            return False
+        return not any(self._partial.knows(episode.trajectory.id) for episode in episodes)
+
+    async def _play_first_turn(
+        self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup, tasks: StrictTaskGroup
+    ) -> None:
+        """One request for all samples. An environment that answers at once is called here; others are waited for by
+        a task per episode, which also plays the turns that follow."""
+        requests: dict[str, _EpisodeTurn] = {}  # by their names, of the episodes that have no answer
+        here = self._environments.plays_here(setup.env_name, episodes[0].request.extras) and not setup.graded_by
+        unfinished = dict.fromkeys(episodes)
         try:
-            async with self._in_flight, self._time_limit(request.id):
-                response = await self._play_with_retries(trajectory, request)
-            env_class, env_config = self._environments.env_class(prompt.env_class), self._environments.env_config
-            if weighted := env_class.graded_by(env_config, request.extras):
-                if self._judges is None:
-                    raise UserError(
-                        "the row's reward functions name a judge, and there are none: set environment.judges.NAME (a "
-                        "generator of your own takes them from BasePPOExp.get_judges)"
-                    )
-                await self._judges.add(trajectory, weighted, request.extras, prompt.messages, response)
+            async with self._time_limit(unfinished):
+                await self._open_group(episodes, setup)
+                requests = {request_id(episode.trajectory.id, 0): episode for episode in episodes}
+                made = [self._request(episode) for episode in episodes]
+                async with aclosing(self._client.generate_group(made)) as arriving:
+                    async for outputs in arriving:
+                        texts = await setup.texts(outputs, episodes[0].sampling)
+                        for output, text in zip(outputs, texts, strict=True):
+                            episode = requests.pop(output.request_id)
+                            if not here:
+                                del unfinished[episode]
+                                tasks.start(self._play_alone(episode, output, text))
+                                continue
+                            ended = await self._end_turn_here(episode, output, text)
+                            del unfinished[episode]
+                            if not ended:
+                                tasks.start(self._play_alone(episode))
         except BaseException as error:
-            self._environments.abandon(str(request.id))
-            self._partial.remove([request.id])
-            if isinstance(error, NonFiniteRewardError) and self._limits.skips_nonfinite:
-                return nonfinite_episode(trajectory, error)
-            if isinstance(error, EpisodeFailedError) and isinstance(error.__cause__, Exception):
-                opening = Segment("prompt", self._chat.prompt(prompt.messages), images=images_of(prompt.messages))
-                return failed_episode(trajectory, self._limits, error.__cause__, opening)
-            notes: list[str] = vars(error).get("__notes__", [])
-            if not any(note.startswith(WHILE_PLAYING) for note in notes):  # many may share it
-                error.add_note(f"{WHILE_PLAYING} {request.id}")
+            for episode in unfinished:
+                self._abandon(episode)
+            for episode in unfinished:
+                self._fail(episode, error)
+
+    async def _end_turn_here(self, episode: _EpisodeTurn, output: GenerationOutput, text: str) -> bool:
+        """Whether the episode is over; it may have failed alone."""
+        try:
+            ended = await self._end_turn(episode, output, text)
+        except Exception as error:
+            self._abandon(episode)
+            self._fail(episode, error)
+            return True
+        if ended:
+            self._count_success(episode)
+        return ended
+
+    # ---------------------------------------------------------------- one episode
+
+    def _setup(self, request: RolloutRequest) -> _PromptSetup:
+        """What all samples of a prompt share."""
+        name, messages = request.prompt.env_class, request.prompt.messages
+        try:
+            env_class, env_config = self._environments.env_class(name), self._environments.env_config
+            as_text = env_class.raw_text
+            if as_text and images_of(messages):
+                raise UserError(f"environment {name} reads plain text (raw_text): rows with images need messages")
+            return _PromptSetup(
+                env_name=name,
+                env_class=env_class,
+                frame=self._plain if as_text else self._chat,
+                opening=self._plain.opening(messages) if as_text else messages,
+                tools=schemas(env_class),  # type: ignore[arg-type]  # a class can be hashed
+                sees_tokens=env_class.sees_tokens(env_config, request.extras),
+                graded_by=env_class.graded_by(env_config, request.extras),
+            )
+        except Exception as error:
+            _note_episode(error, request.id)
             raise
+
+    def _begin(self, request: RolloutRequest, setup: _PromptSetup) -> _EpisodeTurn:
+        trajectory = Trajectory(request.id)
+        self._partial.add(trajectory)
+        return _EpisodeTurn(request, setup, trajectory, str(request.id), request.sampling)
+
+    async def _play_alone(
+        self, episode: _EpisodeTurn, output: GenerationOutput | None = None, text: str | None = None
+    ) -> None:
+        """Play an episode to its end, and have it graded.
+
+        Args:
+            output: the model's action of the current turn, if there is one already, with its ``text``.
+        """
+        try:
+            async with self._in_flight, self._time_limit([episode]):
+                await self._play_with_retries(episode, output, text)
+            if episode.setup.graded_by:
+                await self._grade(episode)
+        except BaseException as error:
+            self._abandon(episode)
+            self._fail(episode, error)
+        else:
+            self._count_success(episode)
+
+    async def _grade(self, episode: _EpisodeTurn) -> None:
+        if self._judges is None:
+            raise UserError(
+                "the row's reward functions name a judge, and there are none: set environment.judges.NAME (a "
+                "generator of your own takes them from BasePPOExp.get_judges)"
+            )
+        request = episode.request
+        messages = request.prompt.messages
+        await self._judges.add(episode.trajectory, episode.setup.graded_by, request.extras, messages, episode.text)
+
+    def _abandon(self, episode: _EpisodeTurn) -> None:
+        self._environments.abandon(episode.name)
+        self._partial.remove([episode.trajectory.id])
+
+    def _fail(self, episode: _EpisodeTurn, error: BaseException) -> None:
+        """Complete the trajectory of an episode that ends alone; raise any other error."""
+        trajectory, messages = episode.trajectory, episode.request.prompt.messages
+        if isinstance(error, NonFiniteRewardError) and self._limits.skips_nonfinite:
+            nonfinite_episode(trajectory, error)
+        elif isinstance(error, EpisodeFailedError) and isinstance(error.__cause__, Exception):
+            opening = Segment("prompt", self._chat.prompt(messages), images=images_of(messages))
+            failed_episode(trajectory, self._limits, error.__cause__, opening)
+        else:
+            _note_episode(error, trajectory.id)
+            raise error
+
+    def _count_success(self, episode: _EpisodeTurn) -> None:
         if self._limits.on_error != "raise":
-            trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
-        return trajectory
+            metrics = episode.trajectory.metrics
+            episode.trajectory.metrics = metrics | {"given_up": 0.0}  # a mean over all episodes
 
     @asynccontextmanager
-    async def _time_limit(self, identity: TrajectoryId) -> AsyncIterator[None]:
+    async def _time_limit(self, episodes: Iterable[_EpisodeTurn]) -> AsyncIterator[None]:
+        """Limit the time of episodes that have begun together; those that are left when it has passed are too late."""
         limit_s = self._limits.timeout_s
+        if not limit_s:
+            yield
+            return
+        for episode in episodes:
+            if episode.deadline is None:
+                episode.deadline = asyncio.get_running_loop().time() + limit_s
         try:
-            async with asyncio.timeout(limit_s or None) as timer:
+            async with asyncio.timeout_at(next(iter(episodes)).deadline) as timer:
                 yield
         except TimeoutError as error:
             if not timer.expired():
                 raise
+            identity = next(iter(episodes)).trajectory.id
             message = f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
             with self._limits.environment_errors():
                 raise TimeoutError(message) from error
 
-    async def _play_with_retries(self, trajectory: Trajectory, request: RolloutRequest) -> str:
-        """The text of the last action. The episode starts again if the process of its environment is lost."""
+    async def _play_with_retries(
+        self, episode: _EpisodeTurn, output: GenerationOutput | None, text: str | None
+    ) -> None:
+        """The episode starts again if the process of its environment is lost."""
+        trajectory = episode.trajectory
         for attempt in count(1):
             try:
-                response = await self._play(trajectory, request)
+                if not episode.is_open:
+                    await self._open(episode)
+                await self._play(episode, output, text)
             except (ProcessLostError, EpisodeFailedError) as error:
                 lost = error.__cause__ if isinstance(error, EpisodeFailedError) else error
                 if not isinstance(lost, ProcessLostError) or attempt == MAX_ATTEMPTS:
@@ -165,95 +337,207 @@ class EpisodeGenerator(TrajectoryGenerator):
                 )
                 warn_once("a lost process", message, trajectory.id, lost)
                 self._partial.restart(trajectory)
+                episode.restart()
+                output = text = None
             else:
                 break
         if attempt > 1:
             retries = trajectory.metrics.get("retries", 0) + attempt - 1
             trajectory.metrics = trajectory.metrics | {"retries": retries}
-        return response
 
-    async def _play(self, trajectory: Trajectory, request: RolloutRequest) -> str:
-        """One episode to its end; the text of its last action."""
-        limits, environments, sampling = self._limits, self._environments, request.sampling
-        episode, name, text = str(trajectory.id), request.prompt.env_class, ""
-        env_class = environments.env_class(name)
-        as_text = env_class.raw_text
-        frame = self._plain if as_text else self._chat
-        if as_text and images_of(request.prompt.messages):
-            raise UserError(f"environment {name} reads plain text (raw_text): rows with images need messages")
-        opening = self._plain.opening(request.prompt.messages) if as_text else request.prompt.messages
+    async def _open(self, episode: _EpisodeTurn) -> None:
+        """Start the environment; the model reads what it opens with."""
+        setup = episode.setup
+        with self._limits.environment_errors():
+            start = await self._environments.init(episode.name, setup.env_name, episode.request.extras, setup.opening)
+        episode.open(start, setup.frame.prompt(start, setup.tools))
+
+    async def _open_group(self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup) -> None:
+        """The same for environments that open with the prompt as it is, which is tokenised once."""
+        extras = {episode.name: episode.request.extras for episode in episodes}
+        with self._limits.environment_errors():
+            await self._environments.init_group(extras, setup.env_name, setup.opening)
+        tokens = setup.frame.prompt(setup.opening, setup.tools)
+        for episode in episodes:
+            episode.open(setup.opening, tokens)
+
+    async def _play(self, episode: _EpisodeTurn, output: GenerationOutput | None, text: str | None) -> None:
+        """Turn after turn: the model acts, the environment answers."""
+        ended = False
+        while not ended:
+            if output is None or text is None:
+                output = await self._act(episode)
+                (text,) = await episode.setup.texts([output], episode.sampling)
+            ended = await self._end_turn(episode, output, text)
+            output = text = None
+
+    def _request(self, episode: _EpisodeTurn) -> GenerationRequest:
+        """The request for the model's next action."""
+        identity, tokens, sampling = episode.trajectory.id, episode.tokens, episode.sampling
+        free = self._max_model_len - len(tokens)
+        if free < 1:
+            raise UserError(
+                f"the prompt of {identity} has {len(tokens)} tokens, which leaves no room for a response: "
+                f"raise generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
+            )
+        name = request_id(identity, episode.turn)
+        if free < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=free, min_tokens=min(sampling.min_tokens, free))
+        if sampling.seed is not None:
+            sampling = sampling.with_seed(request_seed(sampling.seed, name))
+        return GenerationRequest(
+            name, tokens, sampling, session_id=self._limits.session(identity), images=episode.images
+        )
+
+    async def _act(self, episode: _EpisodeTurn) -> GenerationOutput:
+        request, identity = self._request(episode), episode.trajectory.id
+        seeded = request.sampling.seed is not None
+        recorded = self._partial.turn(identity, episode.turn, episode.tokens, episode.images, seeded=seeded)
+        if recorded is None:
+            return await self._client.generate(request)
+        return await self._client.go_on(request, recorded)
+
+    async def _end_turn(self, episode: _EpisodeTurn, output: GenerationOutput, text: str) -> bool:
+        """Record the model's action, and have the environment answer it. Returns whether the episode is over."""
+        limits, environments, trajectory, setup = self._limits, self._environments, episode.trajectory, episode.setup
+        trajectory.stop_reason = output.finish_reason or "stop"
+        action = action_of(output, trajectory.segments)
+        trajectory.segments.append(action)
+        episode.text, seen = text, None
+        if setup.sees_tokens:
+            is_long = len(episode.tokens) + len(action.tokens) >= LONG
+            seen = await _in_thread(is_long, partial(setup.frame.seen, episode.tokens, action.tokens))
         with limits.environment_errors():
-            start = await environments.init(episode, name, request.extras, opening)
-        tools = schemas(env_class)  # type: ignore[arg-type]  # a class can be hashed
-        tokens = frame.prompt(start, tools)  # replaced, never changed: requests hold it
-        messages = [] if isinstance(start, str) else list(start)
-        images = images_of(start)
-        trajectory.segments[0].tokens, trajectory.segments[0].images = tokens, images
-        sees_tokens = env_class.sees_tokens(environments.env_config, request.extras)
-        for turn in range(limits.max_turns) if limits.max_turns else count():
-            # The model acts.
-            free = self._max_model_len - len(tokens)
-            if free < 1:
-                raise UserError(
-                    f"the prompt of {trajectory.id} has {len(tokens)} tokens, which leaves no room for a response: "
-                    f"raise generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
-                )
-            request_name = request_id(trajectory.id, turn)
-            seed = request_seed(sampling.seed, request_name)
-            most = min(sampling.max_tokens, free)
-            limited = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most), seed=seed)
-            session = limits.session(trajectory.id)
-            generation = GenerationRequest(request_name, tokens, limited, session_id=session, images=images)
-            recorded = self._partial.turn(trajectory.id, turn, tokens, images, seeded=seed is not None)
-            output = await (self._client.go_on(generation, recorded) if recorded else self._client.generate(generation))
-            trajectory.stop_reason = output.finish_reason or "stop"
-            action = action_of(output, trajectory.segments)
-            trajectory.segments.append(action)
-            # The environment answers.
-            text = await _in_thread(len(action.tokens) >= LONG, partial(frame.text, action.tokens, sampling))
-            seen = None
-            if sees_tokens:
-                is_long = len(tokens) + len(action.tokens) >= LONG
-                seen = await _in_thread(is_long, partial(frame.seen, tokens, action.tokens))
+            step = await environments.step(episode.name, text, seen)
+        action.reward = step["reward"]
+        trajectory.metrics = step["metrics"]
+        if step["done"]:
+            return True
+        episode.turn += 1
+        if episode.turn == limits.max_turns or not self._observe(episode, action, step):
             with limits.environment_errors():
-                step = await environments.step(episode, text, seen)
-            action.reward = step["reward"]
-            trajectory.metrics = step["metrics"]
-            tokens = joined(tokens, action.tokens)
-            if step["done"]:
-                return text
-            if turn + 1 == limits.max_turns:
-                break
-            # Its answer is what the model reads next, unless there is no room for it.
-            read = step["observations"]
-            with limits.environment_errors():
-                try:
-                    observation, shown = ints(frame.observation(read, action.tokens)), images_of(read)
-                except UserError as error:  # of this episode's text and images
-                    raise InvalidEnvOutputError(str(error)) from error
-            images = (*images, *shown)
-            tokens, reframed = joined(tokens, observation), None
-            if self._as_template_shows:
-                messages += [{"role": "assistant", "content": text}, *read]
-                reframed = frame.reframed(messages, tools, tokens)
-            if len(tokens if reframed is None else reframed) >= self._max_model_len:
-                trajectory.stop_reason = "length"
-                message = (
-                    "episode %s is full after %d turns: what its environment said would exceed "
-                    "generator.max_model_len=%d; others are counted in response/truncated. Raise it, or set "
-                    "generator.max_turns, which the default follows"
-                )
-                warn_once("no room", message, trajectory.id, len(trajectory.actions), self._max_model_len)
-                break
-            if reframed is None:
-                trajectory.segments.append(Segment("observation", observation, images=shown))
-            else:
-                trajectory.branches.append(trajectory.segments)
-                trajectory.segments, tokens = [Segment("prompt", reframed, images=images)], reframed
-            sampling = replace(sampling, **step["sampling_params"])
-        with limits.environment_errors():
-            trajectory.metrics |= await environments.close(episode)
-        return text
+                trajectory.metrics |= await environments.close(episode.name)
+            return True
+        return False
+
+    def _observe(self, episode: _EpisodeTurn, action: Segment, step: StepResult) -> bool:
+        """Append what the environment answered, which the model reads next; false if there is no room for it."""
+        trajectory, frame, read = episode.trajectory, episode.setup.frame, step["observations"]
+        with self._limits.environment_errors():
+            try:
+                observation = ints(frame.observation(read, action.tokens))
+                images = images_of(read)
+            except UserError as error:  # of this episode's text and images
+                raise InvalidEnvOutputError(str(error)) from error
+        episode.images = (*episode.images, *images)
+        tokens, reframed = joined(episode.tokens, action.tokens, observation), None
+        if self._as_template_shows:
+            episode.messages += [{"role": "assistant", "content": episode.text}, *read]
+            reframed = frame.reframed(episode.messages, episode.setup.tools, tokens)
+        if len(tokens if reframed is None else reframed) >= self._max_model_len:
+            trajectory.stop_reason = "length"
+            message = (
+                "episode %s is full after %d turns: what its environment said would exceed "
+                "generator.max_model_len=%d; others are counted in response/truncated. Raise it, or set "
+                "generator.max_turns, which the default follows"
+            )
+            warn_once("no room", message, trajectory.id, len(trajectory.actions), self._max_model_len)
+            return False
+        if reframed is None:
+            trajectory.segments.append(Segment("observation", observation, images=images))
+        else:
+            trajectory.branches.append(trajectory.segments)
+            trajectory.segments, tokens = [Segment("prompt", reframed, images=episode.images)], reframed
+        episode.tokens = tokens
+        if step["sampling_params"]:
+            episode.sampling = replace(episode.sampling, **step["sampling_params"])
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PromptSetup:
+    """What the samples of a prompt have in common.
+
+    Args:
+        opening: what environments are given to begin with.
+        graded_by: the row's reward functions with their weights, if judges are among them.
+    """
+
+    env_name: str
+    env_class: type[BaseTextEnv]
+    frame: ChatTokenizer
+    opening: Conversation | str
+    tools: Tools
+    sees_tokens: bool
+    graded_by: Sequence[tuple[str, float]]
+
+    async def texts(self, outputs: Sequence[GenerationOutput], sampling: SamplingParams) -> list[str]:
+        """What the environment reads of each response."""
+        tokens = [output.token_ids for output in outputs]
+        is_long = sum(map(len, tokens)) >= LONG
+        texts: list[str] = await _in_thread(is_long, partial(self.frame.texts, tokens, sampling))
+        return texts
+
+
+@dataclass(eq=False, slots=True)
+class _EpisodeTurn:
+    """An episode between two turns.
+
+    Attributes:
+        sampling: of the next action.
+        deadline: event loop time at which it is too late; None: it has none, or has not begun.
+        tokens, images: what the model reads next. Arrays are replaced, never changed: requests hold them.
+        messages: the conversation so far, as the template shows it.
+        text: of the last action.
+    """
+
+    request: RolloutRequest
+    setup: _PromptSetup
+    trajectory: Trajectory
+    name: str
+    sampling: SamplingParams
+    deadline: float | None = None
+    turn: int = 0
+    tokens: Ints = field(default_factory=lambda: NO_INTS)
+    images: Images = ()
+    messages: Conversation = field(default_factory=list)
+    text: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return len(self.tokens) > 0
+
+    def open(self, start: Conversation | str, tokens: Ints) -> None:
+        """The environment opens with this conversation, which has these tokens."""
+        self.tokens, self.images = tokens, images_of(start)
+        self.messages = [] if isinstance(start, str) else list(start)
+        self.trajectory.segments[0].tokens = tokens
+        self.trajectory.segments[0].images = self.images
+
+    def restart(self) -> None:
+        """Back to before ``open``."""
+        self.turn, self.tokens, self.images, self.messages = 0, NO_INTS, (), []
+        self.sampling = self.request.sampling
+
+
+def _batches(groups: Iterable[list[RolloutRequest]], size: int) -> Iterator[list[list[RolloutRequest]]]:
+    """The groups in order, in lists of at least ``size`` samples."""
+    batch: list[list[RolloutRequest]] = []
+    samples = 0
+    for group in groups:
+        batch.append(group)
+        samples += len(group)
+        if samples >= size:
+            yield batch
+            batch, samples = [], 0
+    if batch:
+        yield batch
+
+
+def _note_episode(error: BaseException, identity: TrajectoryId) -> None:
+    notes: list[str] = vars(error).get("__notes__", [])
+    if not any(note.startswith(WHILE_PLAYING) for note in notes):  # many may share it
+        error.add_note(f"{WHILE_PLAYING} {identity}")
 
 
 async def _in_thread(is_long: bool, call: partial[Any]) -> Any:  # noqa: ANN401  (the result of the call)

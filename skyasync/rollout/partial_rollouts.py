@@ -78,6 +78,10 @@ class PartialRollouts:
         """Episodes of a checkpoint continue from there when they are requested."""
         self._recorded = {each.id: list(_turns(each)) for each in trajectories}
 
+    def knows(self, identity: TrajectoryId) -> bool:
+        """Whether turns of this episode are recorded."""
+        return identity in self._recorded
+
     def restart(self, trajectory: Trajectory) -> None:
         """Prepare an episode whose environment is lost: it is played again with what the model has written so far."""
         played = list(_turns(trajectory))

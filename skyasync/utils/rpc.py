@@ -20,8 +20,8 @@ import asyncio
 import logging
 import pickle
 import random
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -120,7 +120,7 @@ class RetryPolicy:
     @classmethod
     def of(cls, cfg: EnvironmentConfig) -> RetryPolicy:
         """The policy of a run."""
-        return cls(cfg.max_retries, names=tuple(cfg.transient_errors))
+        return cls(cfg.max_retries, cfg.retry_pause_s, tuple(cfg.transient_errors))
 
     def is_transient(self, error: BaseException) -> bool:
         """Whether an error, or what it derives from, is transient."""
@@ -294,6 +294,7 @@ class RpcClient:
         self._what, self._silence_s, self._notify = what, silence_s, notify
         self._numbers = count()
         self._outbox: list[Call] = []
+        self._collectors = 0
         self.unanswered: dict[int, tuple[Call, asyncio.Future[Any]]] = {}  # by number
         self._exchanges = 0
         self._loaded: dict[str, asyncio.Future[None]] = {}
@@ -319,10 +320,21 @@ class RpcClient:
             future.set_exception(self._loss(call))
             return future
         self.unanswered[call.number] = (call, future)
-        if not self._outbox:
+        if not self._outbox and not self._collectors:
             loop.call_soon(self._send)
         self._outbox.append(call)
         return future
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Calls that are posted inside leave at its end, in one message."""
+        self._collectors += 1
+        try:
+            yield
+        finally:
+            self._collectors -= 1
+            if self._outbox and not self._collectors:
+                self._send()
 
     def kill(self, error: Exception | None = None) -> None:
         """End the process, if it is not lost yet; what is unanswered fails because of the error."""
@@ -416,6 +428,14 @@ class RpcPool:
         process = min(self.processes, key=lambda process: len(process.keys))
         process.keys.add(key)
         return process
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """``RpcClient.collecting`` of each process."""
+        with ExitStack() as stack:
+            for process in self.processes:
+                stack.enter_context(process.collecting())
+            yield
 
     def give_back(self, process: RpcClient, key: str) -> None:
         process.keys.discard(key)

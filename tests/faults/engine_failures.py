@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,16 @@ class Client(InferenceClient):
             self.since = 0
             fail(how)
 
-    async def generate(self, request: Any) -> Any:
-        self.since += 1
-        if self.since % 8 == 0:
-            asyncio.get_running_loop().call_later(0.02, self.reached, "rollout")
+    async def generate_group(self, requests: Any, partial: Any = None) -> Any:
+        for _ in requests:
+            self.since += 1
+            if self.since % 8 == 0:
+                asyncio.get_running_loop().call_later(0.02, self.reached, "rollout")
         while failed_engines(self) and self.since > ALONE:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        return await super().generate(request)
+        async with aclosing(super().generate_group(requests, partial)) as arriving:
+            async for outputs in arriving:
+                yield outputs
 
     async def update_weights(self, update: WeightUpdate) -> None:
         self.reached("sync")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import aclosing
 from typing import Any
 
 import ray
@@ -25,12 +26,14 @@ class Client(InferenceClient):
     expected_engines = 1
     received = 0
 
-    async def generate(self, request: Any) -> Any:
-        self.received += 1
-        if self.received % 8 == 0:  # other requests are on their way to the engines
+    async def generate_group(self, requests: Any, partial: Any = None) -> Any:
+        before, self.received = self.received, self.received + len(requests)
+        if before // 8 < self.received // 8:  # other requests are on their way to the engines
             while len(self.pool.healthy) != self.expected_engines:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        return await super().generate(request)
+        async with aclosing(super().generate_group(requests, partial)) as arriving:
+            async for outputs in arriving:
+                yield outputs
 
 
 class ChangesEngineList(TrainerCallback):

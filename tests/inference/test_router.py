@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.inflight import InflightRequest, InflightTable
+from skyasync.inference.inflight import InflightGroup, InflightRequest, InflightTable
 from skyasync.inference.interface import (
     EngineStats,
     GenerationOutput,
@@ -309,10 +309,9 @@ async def test_a_choice_among_1024_engines_with_256_requests_each_takes_microsec
     """Counting one engine's requests takes as long as it would without the other engines."""
     routes, table = Router(1024), InflightTable()
     routes.capacity[:] = 400_000.0
-    future = asyncio.get_running_loop().create_future()
     for number in range(1024 * 256):
         each = request(str(number), 1, 700)
-        table[each.request_id] = InflightRequest(each, each.request_id, future)
+        table[each.request_id] = InflightRequest(each, each.request_id, InflightGroup([each]))
         charge = Charge(number % 1024, 700.0 + number % 7, 350.0)
         table.send(table[each.request_id], charge)
         routes.in_flight[charge.engine] += 1

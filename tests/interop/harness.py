@@ -128,7 +128,7 @@ class Local(BasePPOExp):
         before = dispatch.weights()
         await client.start()
         try:
-            await trainer.run()
+            await trainer.train()
         finally:
             await dispatch.shutdown()
             if hasattr(generator, "close"):

@@ -13,7 +13,8 @@ from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.pool import local_pool
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest
+from skyasync.inference.inflight import InflightRequest
+from skyasync.inference.interface import EngineConfig, GenerationOutput
 from skyasync.models.batch import UpdateBatch
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
@@ -109,10 +110,10 @@ class RecordingClient(InferenceClient):
         super().__init__(*args)
         self.pieces: dict[str, list[GenerationOutput]] = {}
 
-    async def _ask(self, request: GenerationRequest, caller_id: str) -> GenerationOutput:
-        output = await super()._ask(request, caller_id)
-        self.pieces.setdefault(caller_id, []).append(output)
-        return output
+    def _take(self, piece: InflightRequest) -> GenerationOutput | None:
+        if isinstance(piece.result, GenerationOutput):
+            self.pieces.setdefault(piece.caller_id, []).append(piece.result)
+        return super()._take(piece)
 
 
 def check_tokens(run: LocalRun) -> int:
@@ -217,7 +218,7 @@ class LocalRun:
         elif not self._engine_is_up:
             await self.client.start()
         try:
-            await self.trainer.run()
+            await self.trainer.train()
         finally:
             await self.dispatch.shutdown()
             if not self._engine_is_up:

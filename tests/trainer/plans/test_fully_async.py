@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from skyasync.callbacks import TrainerCallback
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import GenerationOutput, GenerationRequest
 from skyasync.rollout.types import PromptId
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
@@ -116,17 +116,19 @@ class WatchingClient(InferenceClient):
         super().__init__(*args)
         self.training, self.shared, self.eval_versions = 0, 0, []
 
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        is_eval = request.request_id.startswith("eval")
-        self.training += not is_eval
-        self.shared += is_eval and self.training > 0
+    async def generate_group(self, requests: Any, partial: Any = None) -> Any:
+        count = len(requests)
+        is_eval = requests[0].request_id.startswith("eval")
+        self.training += 0 if is_eval else count
+        self.shared += count if is_eval and self.training else 0
         try:
-            output = await super().generate(request)
-            if is_eval:
-                self.eval_versions.append(set(output.versions))
-            return output
+            async with aclosing(super().generate_group(requests, partial)) as arriving:
+                async for outputs in arriving:
+                    if is_eval:
+                        self.eval_versions += [set(output.versions) for output in outputs]
+                    yield outputs
         finally:
-            self.training -= not is_eval
+            self.training -= 0 if is_eval else count
 
 
 @pytest.mark.parametrize("eval_mode", ["pause", "overlap"])

@@ -254,9 +254,9 @@ class RecordsRequests(InferenceClient):
         super().__init__(*args)
         self.asked: dict[str, list[int]] = {}
 
-    async def _ask(self, request: Any, caller_id: str) -> Any:
+    def _submit(self, request: Any, caller_id: str, group: Any) -> None:
         self.asked.setdefault(caller_id, []).append(len(request.prompt_token_ids))
-        return await super()._ask(request, caller_id)
+        super()._submit(request, caller_id, group)
 
 
 async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_had(model: str, tmp_path: Path) -> None:
