@@ -87,7 +87,7 @@ async def measure(backend: str, path: str, options: argparse.Namespace, lr: floa
     sync = BothWays(dispatch, client, PROBE, 0.5)
     trainer.attach(dispatch, sync)
     try:
-        await trainer.train()
+        await trainer.run()
     finally:
         await client.shutdown()
         await dispatch.shutdown()

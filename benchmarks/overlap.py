@@ -142,7 +142,7 @@ class Bench:
         sync = WeightSync(dispatch, self.client, probe, 1e-3)
         trainer.attach(dispatch, sync, timeline=Timeline(folder / "timeline.json"))
         try:
-            await trainer.train()
+            await trainer.run()
         finally:
             await dispatch.shutdown()
         return rows

@@ -109,7 +109,7 @@ def watch(plan: str) -> Drawn:
         client.engines[:] = [WatchedEngine(engine, drawn) for engine in client.engines]
         loop = asyncio.get_running_loop()
         trainer.context.phases.timeline = timeline = Timeline(None, clock=loop.time)
-        await trainer.train()
+        await trainer.run()
         work = "update" if any(span.name == "update" for span in timeline.spans()) else "train"
         drawn.trained += [(span.start_s, span.end_s) for span in timeline.spans() if span.name == work]
 

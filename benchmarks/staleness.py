@@ -119,7 +119,7 @@ async def train(
     probe = [ChatTokenizer(tokenizer).prompt(prompt.messages).tolist() for prompt in datasets[0][:4]]
     trainer.attach(dispatch, WeightSync(dispatch, client, probe, 1e-3))
     try:
-        await trainer.train()
+        await trainer.run()
     finally:
         await asyncio.gather(client.shutdown(), dispatch.shutdown())
 

@@ -24,8 +24,7 @@ class TwoStepsPerSync(RayPPOTrainer):
 
     async def train(self):
         batches = asyncio.Queue(maxsize=2)
-        async with self.running():
-            await run_together(self._generate_batches(batches), self._train_twice(batches))
+        await run_together(self._generate_batches(batches), self._train_twice(batches))
 
     async def _generate_batches(self, batches):
         for prompts in self.remaining_prompts():

@@ -73,13 +73,12 @@ class ReplayTrainer(RayPPOTrainer):
     async def train(self) -> None:
         rows = [] if self.recorded is None else read_rows(self.recorded / "metrics.jsonl")
         self._recorded_metrics: dict[int, Metrics] = {row["step"]: row for row in rows}
-        async with self.running():
-            for file in self.files:
-                step = await asyncio.to_thread(read, file)
-                if step.step > self.global_step or self.independent:
-                    await self._replay(step)
-            same = f"steps up to {self.global_step}: samples, losses and gradient norms"
-            log.info("replayed %s", self.difference or f"{same} are those of {self.recorded}")
+        for file in self.files:
+            step = await asyncio.to_thread(read, file)
+            if step.step > self.global_step or self.independent:
+                await self._replay(step)
+        same = f"steps up to {self.global_step}: samples, losses and gradient norms"
+        log.info("replayed %s", self.difference or f"{same} are those of {self.recorded}")
 
     async def _replay(self, recorded: RecordedStep) -> None:
         step = recorded.step

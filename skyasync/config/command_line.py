@@ -178,12 +178,43 @@ def unknown_key(path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[s
     return f"{start}: see --help {group}" if group else f"{start}: see --help for all keys"
 
 
+#: Words that people try for a setting whose name does not resemble them.
+USUAL_WORDS = {
+    "batch_size": "trainer.train_batch_size",
+    "clip": "trainer.algorithm.eps_clip_low",
+    "context_length": "generator.max_model_len",
+    "gpus": "trainer.placement.policy_num_gpus_per_node",
+    "kl_coef": "trainer.algorithm.kl_loss_coef",
+    "kl_coefficient": "trainer.algorithm.kl_loss_coef",
+    "learning_rate": "trainer.policy.optimizer_config.lr",
+    "max_new_tokens": "generator.sampling_params.max_generate_length",
+    "max_steps": "trainer.max_training_steps",
+    "max_tokens": "generator.sampling_params.max_generate_length",
+    "model": "trainer.policy.model.path",
+    "n": "generator.n_samples_per_prompt",
+    "num_gpus": "trainer.placement.policy_num_gpus_per_node",
+    "num_samples": "generator.n_samples_per_prompt",
+    "num_steps": "trainer.max_training_steps",
+    "output_dir": "trainer.runs_dir",
+    "reward": "environment.reward_funcs",
+    "reward_fn": "environment.reward_funcs",
+    "staleness": "trainer.max_staleness",
+    "steps": "trainer.max_training_steps",
+    "tp": "generator.inference_engine_tensor_parallel_size",
+    "training_steps": "trainer.max_training_steps",
+    "warmup": "trainer.policy.optimizer_config.num_warmup_steps",
+}
+
+
 def nearest_keys(path: str, keys: Keys) -> list[str]:
-    """The most similar keys, at most two, best first: by the whole path, or by its last part in any group.
+    """Find the most similar keys, at most two, best first: by the whole path, or by its last part in any group.
 
     Keys that are read with another one alone are not named together with one that is always read.
     """
     last = path.rpartition(".")[2]
+    usual = USUAL_WORDS.get(last)
+    if usual is not None and usual in keys:
+        return [usual]
 
     def similarity(candidate: str) -> float:
         whole, candidate_last = SequenceMatcher(None, path, candidate).ratio(), candidate.rpartition(".")[2]

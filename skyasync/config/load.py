@@ -273,8 +273,11 @@ def _merge(schema: type, settings: Sequence[TypedSetting], keys: Keys, problems:
             problems.append(f"{where}{path}: {_broken_reference(error)}")
             continue
         for element in elements if value != key.default else ():
-            if problem := key.problem(element):
-                problems.append(f"{where}{path}={written(element)}: {problem}{_hint(path, element)}")
+            problem = key.problem(element)
+            if problem:
+                more_exact = f"did you mean '{element}_"  # an own value that says more than another framework's
+                hint = "" if more_exact in problem else _hint(path, element)
+                problems.append(f"{where}{path}={written(element)}: {problem}{hint}")
     last = {setting.path: setting.value for setting in settings}
     for key in keys:
         if last.get(key.path, key.default) == MISSING:

@@ -21,6 +21,7 @@ from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.types import Group, Prompt, PromptId
 
 FILE = "solved.safetensors"
+MAX_STALENESS = 16  # of a replayed group, in policy versions
 
 
 class SolvedGroups:
@@ -31,7 +32,8 @@ class SolvedGroups:
     """
 
     def __init__(self, cfg: DataConfig) -> None:
-        self._count, self._oldest, self._passing = cfg.replay_groups, cfg.replay_max_staleness, cfg.sampler_passing
+        self._count = cfg.replay_groups
+        self._passing = cfg.sampler_passing
         self._candidates: list[tuple[int, Group]] = []  # with the step that trained them, in their order
         self.drawn: list[Group] = []
 
@@ -41,7 +43,7 @@ class SolvedGroups:
         Args:
             step: training steps done.
         """
-        candidates = [(when, each) for when, each in self._candidates if step - each.oldest_version <= self._oldest]
+        candidates = [(when, each) for when, each in self._candidates if step - each.oldest_version <= MAX_STALENESS]
         self.drawn = sorted((each for _, each in candidates), key=self._pass_rate)[: self._count]
         drawn = set(map(id, self.drawn))
         self._candidates = [(when, each) for when, each in candidates if id(each) not in drawn]

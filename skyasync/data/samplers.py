@@ -27,6 +27,7 @@ from skyasync.rollout.types import Prompt, PromptId
 
 MOST_OFFERED = 1000  # for one position; then a prompt is taken whatever its chance
 MEMORY = 0.7  # of a row's earlier samples, when it is sampled again: the policy has changed
+FLOOR = 0.05  # of a chance: a prompt that is always or never solved is tried in one of 20 passes
 POOL_MEMORY = 0.98  # of a pool's earlier groups
 
 SAMPLERS = Registry("sampler", [__name__])
@@ -65,7 +66,7 @@ class PromptSampler:
 class PassRateSampler(PromptSampler):
     """Prefers prompts whose samples are right about half of the time.
 
-    The chance of a prompt with pass rate p is 4 p (1 - p), and ``data.sampler_floor`` at least: the variance of its
+    The chance of a prompt with pass rate p is 4 p (1 - p), and ``FLOOR`` at least: the variance of its
     rewards, which a group's advantages have, in proportion to its largest value. Prompts that are always right or
     always wrong have no advantages; the floor tries them again now and then.
 
@@ -95,7 +96,7 @@ class PassRateSampler(PromptSampler):
 
     def chance(self, prompt: Prompt) -> float:
         rate = self.pass_rate(prompt)
-        return max(4 * rate * (1 - rate), self.cfg.data.sampler_floor)
+        return max(4 * rate * (1 - rate), FLOOR)
 
     def observe(self, prompt: Prompt, rewards: Sequence[float]) -> None:
         right = sum(reward >= self.cfg.data.sampler_passing for reward in rewards)

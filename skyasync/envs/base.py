@@ -22,6 +22,7 @@ from skyasync.envs.tools import answer_to, read_tool_calls
 from skyasync.errors import NonFiniteRewardError, UserError, unknown
 from skyasync.inference.interface import SamplingParams
 
+MAX_OBSERVATION_CHARS = 200_000  # a longer observation is a mistake: it would fill any context
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # UTF-16 writes some characters as a pair of these
 SAMPLING = frozenset(field.name for field in fields(SamplingParams))
@@ -153,7 +154,7 @@ def check_prompt(start: object, *, raw: bool) -> Conversation | str:
     return _checked_text(start[0], "init's conversation", raw)
 
 
-def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
+def check_step(output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_CHARS) -> dict[str, Any]:
     """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
     if not isinstance(output, Mapping):
         raise InvalidEnvOutputError(f"step must return a dictionary; it returned {reprlib.repr(output)}: {STEP_FORM}")
@@ -173,9 +174,7 @@ def check_step(output: object, *, raw: bool, most_chars: int) -> dict[str, Any]:
     if not is_flag:
         raise InvalidEnvOutputError(f"done is {reprlib.repr(done)}; it must be true or false")
     if chars > most_chars:
-        raise InvalidEnvOutputError(
-            f"the observation has {chars:,} characters; environment.max_observation_chars={most_chars} allows no more"
-        )
+        raise InvalidEnvOutputError(f"the observation has {chars:,} characters; at most {most_chars:,} are allowed")
     changes: Mapping[str, Any] = output.get("sampling_params") or {}
     return {
         "observations": observations,

@@ -38,16 +38,13 @@ class EnvSettings(NamedTuple):
     env_config: dict[str, Any]
     step_timeout_s: float = 60.0
     max_threads: int = 512
-    max_observation_chars: int = 200_000
     patience: RetryPolicy = RetryPolicy()
 
     @staticmethod
     def of(cfg: Config, env_config: dict[str, Any]) -> EnvSettings:
         """The settings of a run; ``env_config`` is passed to its environments."""
         own = cfg.environment
-        return EnvSettings(
-            env_config, own.step_timeout_s, own.max_threads, own.max_observation_chars, RetryPolicy.of(own)
-        )
+        return EnvSettings(env_config, own.step_timeout_s, own.max_threads, RetryPolicy.of(own))
 
 
 class EnvLimits(TypedDict, total=False):
@@ -55,7 +52,6 @@ class EnvLimits(TypedDict, total=False):
 
     step_timeout_s: float
     max_threads: int
-    max_observation_chars: int
     patience: RetryPolicy
 
 
@@ -173,7 +169,7 @@ class Episodes:
         if seen is not None:
             episode.env.seen = seen
         output = await self._call(name, episode, lambda env: env.step(action))
-        step = check_step(output, raw=episode.env.raw_text, most_chars=self._settings.max_observation_chars)
+        step = check_step(output, raw=episode.env.raw_text)
         step["metrics"] = await self._close(name) if step["done"] else {}
         return cast(StepResult, step)
 

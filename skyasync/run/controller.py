@@ -7,7 +7,7 @@ part is shut down, and the first error is what the user sees.
 |------------|-----------------------------------|-----------------------------------------------------|
 | the driver | the controller's ``run``          | its end or error; polls for progress meanwhile, and |
 |            |                                   | kills it if it is silent for too long               |
-| ``run``    | the trainer's ``train``           | its end or error; ``stop`` cancels it               |
+| ``run``    | the trainer's ``run``             | its end or error; ``stop`` cancels it               |
 | shutdown   | every part's own shutdown         | each part, or ``GRACE_S``, after which it is killed |
 | SIGTERM    | as shutdown, with a save before   | the same, or ``trainer.sigterm_grace_s``            |
 
@@ -114,7 +114,7 @@ class Controller:
                             assert recovery is not None
                             self._record(await recovery.restart_workers())
                             self._loaded = True
-                        return await self._trainer.train()
+                        return await self._trainer.run()
                     except Exception:
                         if recovery is None or not recovery.lost_workers(self._trainer.global_step):
                             raise

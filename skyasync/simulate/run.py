@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
     async def train() -> None:
         trainer = make_trainer(cfg, PLANS.find(plan))
         trainer.callbacks.append(steps)
-        await trainer.train()
+        await trainer.run()
 
     run_virtual(train())
     count = len(steps.rows)
@@ -158,6 +159,7 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
         generator=VirtualGenerator(client, lengths, settings.prompt_length),
     )
     trainer.staleness = Counter()
+    trainer.context.phases.stall_s = math.inf  # a Deadlock names who waits
     timeline = Timeline(None, clock=asyncio.get_running_loop().time, memory=64)
     workers = VirtualWorkers(train_s_per_token(cfg) * (trainers / len(engines) if shares == "all" else 1.0))
     sync, colocation = VirtualSync(client, settings.sync_s), VirtualColocation(client, shared, settings)

@@ -7,8 +7,8 @@ Time is the event loop's, so everything here holds in simulation too.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
@@ -179,7 +179,8 @@ class Phases:
         metrics: of the current step.
         step: the current step, from 1; 0 before the first.
         between_steps_s: seconds of evaluation, checkpoints and exports so far.
-        plan_runs: inside of the trainer's ``running``.
+        plan_runs: inside of the trainer's ``run``.
+        stall_s: a plan that waits for so long while no step is under way is ended with an error.
 
     Args:
         limit_s: ``trainer.step_timeout_s``.
@@ -191,7 +192,7 @@ class Phases:
         self.plan_runs = False
         self.step = 0
         self.between_steps_s = 0.0
-        self.limit_s = limit_s
+        self.limit_s = self.stall_s = limit_s
         self.timeline = Timeline(None)
         self._weights: dict[str, float] = {}  # of the metrics that ``mean`` adds to
         self._under_way: set[object] = set()
@@ -269,9 +270,12 @@ class Phases:
                 seconds -= self.between_steps_s - between_steps_s  # an export while the policy has its devices
             metrics[f"time/{name}_s"] = metrics.get(f"time/{name}_s", 0.0) + seconds
 
-    def limited(self, what: str) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def limited(self, what: str) -> AsyncIterator[None]:
         """End what takes longer than ``trainer.step_timeout_s`` with a TimeoutError that names phase, step and key."""
-        return within(self.limit_s, f"the {what} of step {self.step}")
+        with self.under_way():
+            async with within(self.limit_s, f"the {what} of step {self.step}"):
+                yield
 
     @staticmethod
     def now() -> float:
@@ -285,7 +289,6 @@ class RunContext:
         dispatch: the models; set by ``RayPPOTrainer.attach``, as ``run_dir`` is.
         on_policy: the plan promises samples of the newest policy, and nothing corrects older ones.
         stop_reason: why the run ends before its last step; empty while it does not.
-        supervised: the plan's ``train`` has begun.
     """
 
     dispatch: Dispatch
@@ -300,4 +303,3 @@ class RunContext:
         self.run_dir: RunDirectory | None = None
         self.on_policy = False
         self.stop_reason = ""
-        self.supervised = False

@@ -1,194 +1,187 @@
-"""Supervision of a plan: the tasks that are made while it runs, and its end.
+"""Watch over a plan while its ``train`` is awaited: no task fails unseen, and no wait is without a limit.
 
-Invariant: an error in a task that the plan, or what it calls, has made is taken by some code or ends the run, as it was
-raised. Code that awaits the task, now or later, takes it. The error ends the run if the plan has ended before it was
-taken, or if for ``GRACE_S`` no step of the trainer was under way: the plan then waits for the result of the task. After
-``trainer.step_timeout_s`` it ends the run in any case.
+Invariant: an error in a task that the plan has made ends the run as it was raised, unless some code asks for the task's
+result. That may be later: the error ends the run when the plan has ended, or when no step of the trainer was under way
+for ``GRACE_S``. The plan then waits for what the task has not done. Tasks that a step of the trainer makes belong to
+that step.
 
-| who waits    | for what                 | woken by                                                 |
-|--------------|--------------------------|----------------------------------------------------------|
-| a failure    | code that takes it       | a timer: ``GRACE_S``, at most ``trainer.step_timeout_s`` |
-| the plan     | what it awaits           | a cancellation, if no code takes the failure             |
-
-The default loops are those of SkyRL's tutorial "Async Training: One-Step Off-Policy Pipelining", for a ``train()`` that
-does not define its own:
-
-    generation_buffer = asyncio.Queue(maxsize=1)
-    generator_task = asyncio.create_task(self._run_generate_loop(generation_buffer))
-    for idx in range(len(self.train_dataloader)):
-        status = await self._run_training(generation_buffer)
-        if idx != len(self.train_dataloader) - 1:
-            await self.generation_ack.wait()
-        await self.async_sync_policy_weights_to_inference_engines()
-        self.sync_finished.set()
-        self.generation_ack.clear()
-
-| who waits              | for what                               | woken by                                        |
-|------------------------|----------------------------------------|-------------------------------------------------|
-| ``_run_generate_loop`` | space in the buffer; ``sync_finished`` | the plan, which takes a batch; which has synced |
-| ``_run_training``      | a batch in the buffer                  | ``_run_generate_loop``                          |
-| the plan               | ``generation_ack``                     | ``_run_generate_loop``, whose batch is there    |
-
-Such a plan is whole: it resumes, evaluates, saves and logs as any other, and trains all steps of the run. What ends a
-step comes before the next one, or after the plan.
+| who waits     | for what                   | woken by                                                           |
+|---------------|----------------------------|--------------------------------------------------------------------|
+| a failed task | code that asks for it      | ``GRACE_S`` without a step, at most ``trainer.step_timeout_s``     |
+| the plan      | anything                   | a cancellation, after ``trainer.step_timeout_s`` without a step    |
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import sys
-import sysconfig
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator
-from contextlib import asynccontextmanager, nullcontext
-from dataclasses import replace
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import ContextVar
 from functools import wraps
-from itertools import islice
-from types import CoroutineType, FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import CoroutineType
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from skyasync.data.prompts import PromptBatch
-from skyasync.rollout.types import Rollout
-from skyasync.trainer.context import Metrics, Phases
-from skyasync.trainer.extensions import notify
-
-if TYPE_CHECKING:
-    from skyasync.trainer.trainer import RayPPOTrainer
+from skyasync.trainer.context import Phases
 
 T = TypeVar("T")
-Train = Callable[["RayPPOTrainer"], Awaitable[None]]
+P = ParamSpec("P")
+Trainer = TypeVar("Trainer")
 
 GRACE_S = 5.0
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 class RunStopped(Exception):
-    """``trainer.stop()`` was called, and the step is over: raised through a plan, to its ``running()``."""
+    """The plan is over and its last step has ended: ``trainer.stop()`` was called, or no prompt is left."""
 
 
-def supervised(train: Any) -> Any:  # noqa: ANN401  (a method of the same form)
-    """A plan's ``train`` whose tasks do not fail unseen. Around a plan of default loops alone is ``running()`` too."""
-    names = inspect.unwrap(train).__code__.co_names
-    loops_alone = "_run_generate_loop" in names and "running" not in names
+class PlanTask(asyncio.Task[T]):
+    """A task of a plan, which notes whether any code asks for its result."""
 
-    @wraps(train)
-    async def plan(self: RayPPOTrainer) -> None:
-        context = self.context
-        if context.supervised:  # super().train()
-            return await train(self)
-        context.supervised = True
-        of_default_loops = loops_alone and type(self)._run_generate_loop is run_generate_loop
-        modules = {base.__module__ for base in type(self).__mro__}
-        try:
-            async with (
-                PlanTasks(context.phases, modules),
-                running_default_loops(self) if of_default_loops else nullcontext(),
-            ):
-                await train(self)
-        except RunStopped:  # in a task of the plan's that was never awaited
-            return
-        except Exception as error:
-            try:
-                await notify(self, "on_failure", error)
-            except Exception as another:
-                error.add_note(f"and then, in on_failure: {another!r}")
-            raise
-        finally:
-            context.supervised = False
+    awaited = False
 
-    return plan
+    def __await__(self) -> Generator[Any, None, T]:
+        self.awaited = True
+        return super().__await__()
+
+    def result(self) -> T:
+        self.awaited = True
+        return super().result()
+
+    def exception(self) -> BaseException | None:
+        self.awaited = True
+        return super().exception()
+
+    def untaken_error(self) -> BaseException | None:
+        """The error that ended the task, if no code has asked for it."""
+        if self.awaited or not self.done() or self.cancelled():
+            return None
+        return super().exception()
 
 
 class PlanTasks:
-    """Watches every task that is made inside of ``async with``; the plan's own that are left at the end are cancelled.
-
-    The first error is raised: of the plan, or of a task whose error no code has taken. Others are notes on it.
+    """Runs one plan, and watches it meanwhile.
 
     Args:
-        modules: those of the plan's classes.
+        plan: the name of its class.
     """
 
-    def __init__(self, phases: Phases, modules: Collection[str]) -> None:
-        self._phases, self._modules = phases, frozenset(modules)
-        self._packages = {module.partition(".")[0] for module in modules}
-        self._own: set[asyncio.Task[Any]] = set()
-        self._failed: list[asyncio.Task[Any]] = []
-        self._errors: list[BaseException] = []
+    def __init__(self, plan: str, phases: Phases) -> None:
+        self._plan, self._phases = plan, phases
+        self._unfinished: set[PlanTask[Any]] = set()
+        self._failed: dict[PlanTask[Any], float] = {}  # and when
+        self._timer: asyncio.TimerHandle | None = None
+        self._gave_up = False
 
-    async def __aenter__(self) -> None:
+    async def run(self, train: Callable[[], Awaitable[None]]) -> None:
+        """Await ``train``; then the tasks that it has left are cancelled.
+
+        Raises:
+            TimeoutError: if the plan waits and no step is under way.
+            BaseException: the first error, of ``train`` or of a task; others are notes on it.
+        """
         self._loop, main = asyncio.get_running_loop(), asyncio.current_task()
         assert main is not None
-        self._main, self._cancelled = main, 0
-        self._before: Callable[..., asyncio.Task[Any]] | None = self._loop.get_task_factory()  # type: ignore[assignment]
+        self._main, self._began = main, self._loop.time()
+        cancellations = main.cancelling()
+        factory = self._loop.get_task_factory()
         self._loop.set_task_factory(self._make)  # type: ignore[arg-type]
-
-    async def __aexit__(self, kind: object, failed: BaseException | None, trace: object) -> None:
+        _PLAN.set(self)
+        self._check()
+        ended: BaseException | None = None
         try:
-            for task in self._own:
-                task.cancel()
-            if self._own:
-                await asyncio.wait(self._own, timeout=GRACE_S)
+            await train()
+        except (Exception, asyncio.CancelledError) as error:
+            ended = error  # raised below: inside of this handler it would be the context of another error
         finally:
-            self._loop.set_task_factory(self._before)
-        not_taken = [task.exception() for task in self._failed if task._log_traceback]  # asking takes them
-        errors = [*self._errors, failed, *not_taken]
-        if self._errors:
-            from_outside = self._main.uncancel() > self._cancelled
-            if isinstance(failed, asyncio.CancelledError):
-                errors = [failed] if from_outside else [*self._errors, *not_taken]
-        raised = [error for error in errors if error is not None]
-        if not raised:
-            return
-        first, *others = raised
-        for other in others:
-            if other is not first and other is not first.__cause__:
-                first.add_note(f"at the same time: {other!r}")
-        if first is not failed:
-            # the cancellation must not take the place of the error's own context
-            context = first.__context__
-            try:
-                raise first
-            finally:
-                first.__context__ = context
+            _PLAN.set(None)
+            self._loop.set_task_factory(factory)
+            if self._timer is not None:
+                self._timer.cancel()
+        await self._cancel_unfinished()
+        errors = [error for error in map(PlanTask.untaken_error, self._failed) if error is not None]
+        if self._gave_up:
+            stopped_from_outside = main.uncancel() > cancellations
+            if stopped_from_outside and isinstance(ended, asyncio.CancelledError):
+                raise ended
+            if not errors:
+                limit = f"{self._phases.stall_s:g} s (trainer.step_timeout_s)"
+                raise TimeoutError(f"{self._plan}.train waits, and no step was under way for {limit}") from ended
+            if isinstance(ended, asyncio.CancelledError):
+                ended = None
+        if ended is not None:
+            errors.insert(len(errors) if self._gave_up else 0, ended)
+        if errors:
+            first, *others = errors
+            for other in others:
+                if other is not first.__cause__:
+                    first.add_note(f"at the same time: {other!r}")
+            raise first
 
     def _make(
-        self, loop: asyncio.AbstractEventLoop, coroutine: CoroutineType[Any, Any, Any], **options: object
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: CoroutineType[Any, Any, Any],
+        **options: Any,  # noqa: ANN401
     ) -> asyncio.Task[Any]:
-        maker: FrameType | None = sys._getframe(1)
-        while maker is not None and maker.f_globals.get("__name__", "").startswith("asyncio."):
-            callback = maker.f_code.co_name == "_run" and maker.f_globals["__name__"] == "asyncio.events"
-            maker = None if callback else maker.f_back  # a callback of asyncio's own passes on the task's result
-        module, file = (maker.f_globals.get("__name__", ""), maker.f_code.co_filename) if maker else ("", "")
-        foreign = file.startswith(_INSTALLED) and module.partition(".")[0] not in self._packages
-        make = self._before or (lambda loop, coroutine, **options: asyncio.Task(coroutine, loop=loop, **options))
-        if maker is None or foreign:
-            return make(loop, coroutine, **options)
-        task = make(loop, _without_exit(coroutine), **options)
+        """The task factory of the event loop while the plan runs."""
+        if _PLAN.get() is not self:
+            return asyncio.Task(coroutine, loop=loop, **options)
+        task = PlanTask(_without_exit(coroutine), loop=loop, **options)
         task.add_done_callback(lambda _: coroutine.close())  # of a task that was cancelled before it began
         task.add_done_callback(self._note_end)
-        if module in self._modules:
-            self._own.add(task)
+        self._unfinished.add(task)
         return task
 
-    def _note_end(self, task: asyncio.Task[Any]) -> None:
-        self._own.discard(task)
-        if task._log_traceback:  # it failed; code that awaits it is resumed in this turn of the loop
-            self._failed.append(task)
-            self._loop.call_soon(self._check_taken, task, self._loop.time())
+    def _note_end(self, task: PlanTask[Any]) -> None:
+        self._unfinished.discard(task)
+        if task.untaken_error() is not None:
+            self._failed[task] = self._loop.time()
+            self._check()
 
-    def _check_taken(self, task: asyncio.Task[Any], since: float) -> None:
-        if not task._log_traceback or task not in self._failed:
+    def _check(self) -> None:
+        """Cancel the plan if an error was left to itself, or if nothing happens; else look again when that may be."""
+        if self._gave_up:
             return
+        if self._timer is not None:
+            self._timer.cancel()
         now = self._loop.time()
-        quiet, most = min(self._phases.idle_s(), now - since), since + self._phases.limit_s
-        if quiet < GRACE_S and now < most:
-            self._loop.call_at(min(now + GRACE_S - quiet, most), self._check_taken, task, since)
-            return
-        error = task.exception()
-        assert error is not None
-        self._errors.append(error)
-        self._cancelled = self._main.cancelling()
-        self._main.cancel()
+        last_step = max(self._began, now - self._phases.idle_s())
+        deadline = last_step + self._phases.stall_s
+        for task, failed in self._failed.items():
+            if task.untaken_error() is not None:
+                patience = min(max(last_step, failed) + GRACE_S, failed + self._phases.limit_s)
+                deadline = min(deadline, patience)
+        if now >= deadline:
+            self._gave_up = True
+            self._main.cancel()
+        elif deadline < math.inf:
+            self._timer = self._loop.call_at(deadline, self._check)
+
+    async def _cancel_unfinished(self) -> None:
+        for task in self._unfinished:
+            task.cancel()
+        if self._unfinished:
+            await asyncio.wait(self._unfinished, timeout=GRACE_S)
+
+
+_PLAN: ContextVar[PlanTasks | None] = ContextVar("the plan whose code runs", default=None)
+
+
+def trainer_step(
+    method: Callable[Concatenate[Trainer, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Trainer, P], Coroutine[Any, Any, T]]:
+    """Mark a step of the trainer, whose tasks are not the plan's."""
+
+    @wraps(method)
+    async def run(trainer: Trainer, /, *args: P.args, **options: P.kwargs) -> T:
+        plan = _PLAN.get()
+        _PLAN.set(None)
+        try:
+            return await method(trainer, *args, **options)
+        finally:
+            _PLAN.set(plan)
+
+    return run
 
 
 async def _without_exit(coroutine: CoroutineType[Any, Any, T]) -> T:
@@ -199,64 +192,3 @@ async def _without_exit(coroutine: CoroutineType[Any, Any, T]) -> T:
         reason = exit.__context__
         error = RuntimeError(f"{coroutine.__qualname__} called sys.exit({exit.code!r})")
     raise reason if isinstance(reason, Exception) else error
-
-
-class RemainingBatches:
-    """The batches that are left. Their number is that of the time when a loop over them began."""
-
-    def __init__(self, trainer: RayPPOTrainer) -> None:
-        self._trainer = trainer
-        self.begin()
-
-    def begin(self) -> None:
-        self._left = self._trainer.total_steps - self._trainer.global_step
-
-    def __len__(self) -> int:
-        return self._left
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        return islice(self._trainer.remaining_prompts(), self._left)
-
-
-@asynccontextmanager
-async def running_default_loops(trainer: RayPPOTrainer) -> AsyncIterator[None]:
-    """Around a plan that is made of these loops: what a plan of its own has in ``running``.
-
-    A loop over ``trainer.epochs`` is gone through once at least: the first pass has all batches of the run.
-    """
-    if not trainer.cfg.trainer.epochs:
-        trainer.cfg = replace(trainer.cfg, trainer=replace(trainer.cfg.trainer, epochs=1))
-    trainer.generation_ack, trainer.sync_finished = asyncio.Event(), asyncio.Event()
-    async with trainer.running():
-        trainer.train_dataloader = RemainingBatches(trainer)
-        yield
-        await _end_last_step(trainer)
-
-
-def run_generate_loop(trainer: RayPPOTrainer, generation_buffer: asyncio.Queue[Rollout]) -> Coroutine[Any, Any, None]:
-    """Generate one batch before it is trained. The batches left are counted when this is called."""
-    trainer.train_dataloader.begin()
-
-    async def generate() -> None:
-        for index, prompts in enumerate(trainer.train_dataloader):
-            await generation_buffer.put(await trainer.generate(prompts))
-            if index:
-                trainer.generation_ack.set()
-                await trainer.sync_finished.wait()
-                trainer.sync_finished.clear()
-
-    return generate()
-
-
-async def run_training(trainer: RayPPOTrainer, generation_buffer: asyncio.Queue[Rollout]) -> Metrics:
-    """Train the next batch of the buffer."""
-    await _end_last_step(trainer)
-    rollout = await trainer.waiting("data", generation_buffer.get())
-    trainer.unfinished_step = await trainer.train_on(rollout)
-    return dict(trainer.unfinished_step)
-
-
-async def _end_last_step(trainer: RayPPOTrainer) -> None:
-    status, trainer.unfinished_step = trainer.unfinished_step, None
-    if status is not None:
-        await trainer.end_step(status)

@@ -36,14 +36,13 @@ class SupervisedTrainer(RayPPOTrainer):
     """
 
     async def train(self) -> None:
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                groups = groups_of(prompts.prompts, self.global_step)  # as if the current policy had written them
-                status = await self.train_on(Rollout(groups, prompts.positions))
-                if "policy/loss" in status:
-                    status["sft/loss"] = status["policy/loss"]
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        for prompts in self.remaining_prompts():
+            groups = groups_of(prompts.prompts, self.global_step)  # as if the current policy had written them
+            status = await self.train_on(Rollout(groups, prompts.positions))
+            if "policy/loss" in status:
+                status["sft/loss"] = status["policy/loss"]
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
         from skyasync.models.batch import TrainingBatch

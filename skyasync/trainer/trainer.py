@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from itertools import chain
 from math import ceil
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Unpack
 
@@ -41,7 +39,6 @@ from skyasync.rollout.generator_api import (
 from skyasync.rollout.metrics import staleness_metrics
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, Rollout
-from skyasync.trainer import plan_tasks
 from skyasync.trainer.checkpoint.checkpointer import Checkpointer
 from skyasync.trainer.checkpoint.checkpoints import Checkpoints
 from skyasync.trainer.context import Client, Metrics, Parts, RunContext
@@ -52,7 +49,7 @@ from skyasync.trainer.extensions.reporting import Profiler, Reporter
 from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
-from skyasync.trainer.plan_tasks import RunStopped, supervised
+from skyasync.trainer.plan_tasks import PlanTasks, RunStopped, trainer_step
 from skyasync.trainer.plans import PLANS
 from skyasync.trainer.weight_updates import WeightSyncing, WeightUpdates
 from skyasync.utils.task_group import afterwards
@@ -65,28 +62,21 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
 
 T = TypeVar("T")
 
-#: Attributes of earlier versions, which plans and hooks of users may read.
-FORMER = {
-    "ahead": "context.progress.trained_early",
-    "book": "checkpointer.ledger",
-    "cadence": "context.schedule",
-    "handover": "weight_updates",
-    "judging": "context.reward_model",
-    "kl_controller": "learner.kl_controller",
-    "last_sample": "reporter.last_sample",
-    "length": "context.length",
-    "phase_name": "context.phases.name",
-    "phases": "context.phases",
-    "position": "context.progress.position",
-    "progress": "context.progress",
-    "prompts": "context.prompts",
-    "refill": "context.refill",
-    "reporting": "reporter",
-    "saving": "checkpointer",
-    "total_updates": "context.length.updates",
-}
-
 log = logging.getLogger(__name__)
+
+
+class RemainingBatches:
+    """The batches that are left to train; their number is that of the moment when this was made."""
+
+    def __init__(self, trainer: RayPPOTrainer) -> None:
+        self._trainer = trainer
+        self._count = trainer.total_steps - trainer.global_step
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        return self._trainer.remaining_prompts()
 
 
 @PLANS.register("sync")
@@ -128,11 +118,8 @@ class RayPPOTrainer(AlgorithmHooks):
     #: Keys that ``train`` reads and other plans do not; a key that the chosen plan does not read is refused.
     reads: ClassVar[tuple[str, ...]] = ()
 
-    #: Of a plan that consists of the default loops (``plan_tasks``).
-    generation_ack: asyncio.Event
-    sync_finished: asyncio.Event
-    train_dataloader: Any
-    unfinished_step: Metrics | None = None
+    #: The batches of a ``train`` in the form that SkyRL prints.
+    train_dataloader: RemainingBatches
 
     def __init__(
         self,
@@ -148,11 +135,17 @@ class RayPPOTrainer(AlgorithmHooks):
     ) -> None:
         self.cfg, self.tokenizer, self.generator = cfg, tokenizer, generator
         self.eval_dataset = eval_prompts(eval_dataset or [])
+        self.generation_ack = asyncio.Event()
+        self.sync_finished = asyncio.Event()
+        self._all_generated = False
+        self._open_step: Metrics | None = None  # trained, not ended yet
         self.context = RunContext(cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client)
-        guard, ledger = DivergenceGuard(self.context), PromptLedger(self.context, generator)
+        self.guard = DivergenceGuard(self.context)
+        self.ledger = PromptLedger(self.context, generator)
         self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
-        own: list[RunExtension] = [ledger, Profiler(self.context), guard, self.reporter]
-        self.extensions = [*own, *(callbacks or ())]
+        profiler = Profiler(self.context)
+        self.extensions: list[RunExtension] = [self.ledger, profiler, self.guard, self.reporter]
+        self.extensions += callbacks or ()
         # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
         plan = Plan.of(cfg, type(self))
         assert plan is not None
@@ -162,9 +155,9 @@ class RayPPOTrainer(AlgorithmHooks):
             least = max(1, cfg.trainer.sync_interval - 1) if bounded else None
             control = StalenessControl(self.context, plan.most_stale(cfg), least)
             self.extensions.append(control)
-        self.learner = Learner(self.context, guard, control)
+        self.learner = Learner(self.context, self.guard, control)
         self.weight_updates = WeightUpdates(self.context)
-        self.checkpointer = Checkpointer(self.context, self.learner, ledger, self.extensions)
+        self.checkpointer = Checkpointer(self.context, self.learner, self.ledger, self.extensions)
         for problem in chain(check_streaming(cfg, plan), check_correction(cfg, plan)):
             raise UserError(problem)
         self.context.on_policy = not plan.stale(cfg) and not reads_behaviour(cfg.trainer.algorithm)
@@ -172,19 +165,6 @@ class RayPPOTrainer(AlgorithmHooks):
             raise UserError(
                 f"trainer.ckpt_best_metric={best} needs held-out prompts: set data.val_data or data.val_sets"
             )
-
-    def __init_subclass__(cls, **more: object) -> None:
-        super().__init_subclass__(**more)
-        if "train" in vars(cls):
-            cls.train = supervised(vars(cls)["train"])  # type: ignore[method-assign]
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> object:
-            if name not in FORMER:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            warnings.warn(f"{type(self).__name__}.{name} is called {FORMER[name]} now", FutureWarning, stacklevel=2)
-            return attrgetter(FORMER[name])(self)
 
     @classmethod
     def get_trainer(cls, **parts: Unpack[Parts]) -> RayPPOTrainer:
@@ -213,22 +193,54 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- the plan
 
-    @supervised
     async def train(self) -> None:
-        """THE PLAN: the only method that another plan overrides."""
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                rollout = await self.generate(prompts)
-                status = await self.train_on(rollout)
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
-
-    _run_generate_loop = plan_tasks.run_generate_loop
-    _run_training = plan_tasks.run_training
+        """THE PLAN: the only method that another plan overrides. ``run`` awaits it."""
+        for prompts in self.remaining_prompts():
+            rollout = await self.generate(prompts)
+            status = await self.train_on(rollout)
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
     def stop(self, reason: str) -> None:
         """End the run well after the current step, with its checkpoint and report; the run's status has the reason."""
         self.context.stop_reason = self.context.stop_reason or reason
+
+    # ---------------------------------------------------------------- loops of a plan in SkyRL's printed form
+
+    def _run_generate_loop(self, generation_buffer: asyncio.Queue[Rollout]) -> Coroutine[Any, Any, None]:
+        """Generate all batches that are left, ahead of training by the size of the buffer.
+
+        It waits for space in the buffer, and for ``sync_finished``. ``train_dataloader`` has its batches from the call
+        on.
+        """
+        batches = self.train_dataloader = RemainingBatches(self)
+        self._all_generated = False
+
+        async def generate_batches() -> None:
+            for index, prompts in enumerate(batches):
+                rollout = await self.generate(prompts)
+                if index >= generation_buffer.maxsize:
+                    self.generation_ack.set()
+                    await self.sync_finished.wait()
+                    self.sync_finished.clear()
+                await generation_buffer.put(rollout)
+            self._all_generated = True
+            self.generation_ack.set()
+
+        return generate_batches()
+
+    async def _run_training(self, generation_buffer: asyncio.Queue[Rollout]) -> Metrics:
+        """Train the next batch of the buffer. Its step ends with ``end_step``, here or in the next call."""
+        await self._end_open_step()
+        if self.global_step >= self.total_steps:  # rejected prompts leave fewer batches than there seemed to be
+            raise RunStopped
+        rollout = await self.waiting("data", generation_buffer.get())
+        self._open_step = await self.train_on(rollout)
+        return dict(self._open_step)
+
+    async def _end_open_step(self) -> None:
+        if self._open_step is not None:
+            await self.end_step(self._open_step)
 
     # ---------------------------------------------------------------- generation
 
@@ -243,6 +255,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 return
             yield batch
 
+    @trainer_step
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories; each token has the policy version that computed it."""
         self._check_running("generate")
@@ -255,11 +268,12 @@ class RayPPOTrainer(AlgorithmHooks):
         groups, rejected, metrics, positions = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
         return self.assemble(groups, metrics, positions, rejected)
 
+    @trainer_step
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
         """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
         metrics: Metrics = {}
         reported: Metrics = {}
-        ledger, scorer = self.checkpointer.ledger, self.context.reward_model
+        ledger, scorer = self.ledger, self.context.reward_model
         async with self.weight_updates.gate.entered():
             version = self.policy_version
             evaluated_s = self.context.phases.evaluation_s()
@@ -316,6 +330,7 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- training
 
+    @trainer_step
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
         self._check_running("train_on")
@@ -343,6 +358,7 @@ class RayPPOTrainer(AlgorithmHooks):
             await self.reporter.keep_bad(rollout(), self.learner.parts)
             raise
 
+    @trainer_step
     async def learn_from(self, groups: list[Group]) -> None:
         """The part of ``train_on`` that changes the weights: prepare, then mini-batch by mini-batch."""
         batch, trainer = await self.prepare(groups), self.cfg.trainer
@@ -354,6 +370,7 @@ class RayPPOTrainer(AlgorithmHooks):
                         await self.optimizer_step()
         self.metrics.update(self.learner.finish(batch))
 
+    @trainer_step
     async def prepare(self, groups: list[Group]) -> TrainingBatch | None:
         """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth training on.
 
@@ -361,8 +378,8 @@ class RayPPOTrainer(AlgorithmHooks):
         """
         from skyasync.rollout.collate import collate_in_turns
 
-        ledger, metrics, own = self.checkpointer.ledger, self.metrics, self.context.solved.own
-        self.learner.guard.check_rewards(groups, trained=True)
+        ledger, metrics, own = self.ledger, self.metrics, self.context.solved.own
+        self.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
         self.reporter.prepared(groups)
         self.check_stale(groups)
@@ -380,20 +397,23 @@ class RayPPOTrainer(AlgorithmHooks):
         scored = self.apply_reward_kl_penalty(await self.learner.scored(batch))
         return self.add_teacher_advantages(with_advantages(self.compute_advantages_and_returns(scored)))
 
+    @trainer_step
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
         """Add the gradient of a part of a prepared batch; ``complete``: it is all that the next update trains."""
         await self.learner.forward_backward(part, complete=complete)
 
+    @trainer_step
     async def optimizer_step(self) -> Metrics:
         """Change the weights by the gradient that has been added up."""
         return await self.learner.optimizer_step()
 
+    @trainer_step
     async def finish_step(self, rollout: Rollout) -> None:
         """The policy is one step newer: count it, and write down what it was trained on.
 
         Before the engines get the weights, a batch that is not finite is kept, and a step with a spike may be undone.
         """
-        learner, guard, checkpointer = self.learner, self.learner.guard, self.checkpointer
+        learner, guard, checkpointer = self.learner, self.guard, self.checkpointer
         own = {group.prompt.id for group in rollout.groups}
         again = [group for group in learner.groups if group.prompt.id not in own]
         learner.groups = []
@@ -406,14 +426,14 @@ class RayPPOTrainer(AlgorithmHooks):
             await self.reporter.keep_bad(rollout, learner.trained)
             guard.check_dropped()
             if "policy/loss" not in self.metrics:
-                checkpointer.ledger.undone = LEFT_OUT
+                self.ledger.undone = LEFT_OUT
         if guard.must_undo(self.metrics):
             guard.undone(restored := await checkpointer.roll_back())
             rows = read_rows(run_dir.ledger) if run_dir is not None else ()
             own_rows = [row for row in rows if row["step"] <= self.global_step]  # others are of before a resume
-            checkpointer.ledger.undo(restored, own_rows)
+            self.ledger.undo(restored, own_rows)
             self.context.solved.undo(restored)
-        if not checkpointer.ledger.undone:
+        if not self.ledger.undone:
             self.context.solved.trained(rollout.groups, self.global_step + 1)
         self.context.progress.trained(rollout.positions)
         self.metrics.update(self.context.prompts.observe(rollout.results, self.context.progress.position))
@@ -421,7 +441,7 @@ class RayPPOTrainer(AlgorithmHooks):
             self.metrics["sampler/replayed"] = float(len(self.context.solved.drawn))
         checkpointer.between_steps = True
         step = self.global_step
-        await self.reporter.ended(step, checkpointer.ledger.close(rollout))
+        await self.reporter.ended(step, self.ledger.close(rollout))
         trained, learner.trained = learner.trained, []
         await self.reporter.trained(step, rollout, trained)
         if self.context.schedule.reached("export", step) and run_dir is not None:  # while the policy has its devices
@@ -431,6 +451,7 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- weight sync
 
+    @trainer_step
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Give the newest weights to engines that are idle, in the steps in which that is scheduled."""
         if self.weight_updates.scheduled(last=self.global_step >= self.total_steps):
@@ -438,6 +459,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 await self.weight_updates.weight_sync.sync(self.global_step)
             await notify(self, "on_weight_update", self.policy_version)
 
+    @trainer_step
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
         """Give the newest weights to busy engines; ``partial_rollout`` decides what becomes of their requests."""
         updates = self.weight_updates
@@ -453,12 +475,14 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- end of a step
 
+    @trainer_step
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done.
 
         The step's time ends here. What follows is the next step's, except for evaluation and checkpoint.
         """
         self._check_running("end_step")
+        self._open_step = None
         self.metrics.update(status)  # a plan's status may be a copy
         with self.context.phases.timeline.span("end_step", "trainer", step=self.global_step):
             await self._end_step()
@@ -485,6 +509,7 @@ class RayPPOTrainer(AlgorithmHooks):
             raise RunStopped
         await self._begin_step(step + 1)
 
+    @trainer_step
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
         metrics: Metrics = {}
@@ -503,7 +528,7 @@ class RayPPOTrainer(AlgorithmHooks):
                         sampled, _ = await run_generator(self.generator, requests, self.policy_version)
                     await self.context.reward_model.add_scores(sampled)
                     groups += sampled
-                self.learner.guard.check_rewards(groups)
+                self.guard.check_rewards(groups)
                 scoring = Scoring.of(self.cfg)
                 scores = [await scoring.sampled_in_turns(group, self.tokenizer) for group in groups]
                 metrics |= eval_metrics(groups, scores)
@@ -512,6 +537,7 @@ class RayPPOTrainer(AlgorithmHooks):
         await notify(self, "on_evaluate", metrics)
         return metrics
 
+    @trainer_step
     async def save_checkpoint(self, *, patient: bool = True) -> Path | None:
         """Model, optimizer, data position and versions; complete or absent.
 
@@ -527,51 +553,72 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- around the plan
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Around every plan: start the parts, resume, sync, evaluate; at the end flush, whatever happened.
+    async def run(self) -> None:
+        """Run the plan: start, resume, sync, evaluate, ``train``, export; flush at the end, whatever happened.
 
-        Trackers and timeline are closed after it, and the errors that are raised are the plan's.
+        Raises:
+            Exception: the first error, of the plan or of a task that it has made. Trackers and timeline are closed
+                then, and the run has a checkpoint if ``trainer.ckpt_on_exit`` asks for one.
         """
-        context, phases, trainer = self.context, self.context.phases, self.cfg.trainer
-        phases.plan_runs = True
-        async with afterwards(self._close):
-            await self._begin()
-            async with afterwards(self._save_on_exit, grace_s=trainer.step_timeout_s):
-                try:
-                    yield
-                except RunStopped:
-                    log.info("the run ends after step %d: %s", self.global_step, context.stop_reason)
-            if context.stop_reason and context.run_dir is not None:
-                give_reason(context.run_dir.path, f"step {self.global_step}: {context.stop_reason}")
-            phases.name = "finishing"
-            steps = trainer.max_training_steps
-            if self.global_step < steps and not context.length.batches_left:
-                log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
-            elif self.trains_all and self.global_step < self.total_steps and not context.stop_reason:
-                name, done, total = type(self).__name__, self.global_step, self.total_steps
-                log.warning("%s.train has ended with step %d of %d: prompts are left", name, done, total)
-            exports = {POLICY: trainer.export_path}
-            if ROLES[CRITIC_ROLE].enabled_if(self.cfg):
-                exports[CRITIC_ROLE] = trainer.critic.export_path
-            if any(exports.values()):
-                await self.weight_updates.offload_engines()
-            for role, folder in exports.items():
-                if folder:
-                    async with phases.limited("export"):
-                        await context.dispatch.export(Path(folder), role)
-            await notify(self, "on_end")
-            if problem := self.checkpointer.problem:  # a run that seems well would hide it
-                raise UserError(f"the run has ended, but {problem}")
-            phases.name = "finished"
+        self.context.phases.plan_runs = True
+        try:
+            async with afterwards(self._close):
+                await self._begin_run()
+                steps_before = self.global_step
+                async with afterwards(self._save_on_exit, grace_s=self.cfg.trainer.step_timeout_s):
+                    await self._run_plan()
+                await self._end_run(steps_before)
+        except Exception as error:
+            try:
+                await notify(self, "on_failure", error)
+            except Exception as another:
+                error.add_note(f"and then, in on_failure: {another!r}")
+            raise
 
-    async def _begin(self) -> None:
+    async def _run_plan(self) -> None:
+        self.train_dataloader = RemainingBatches(self)
+        try:
+            await PlanTasks(type(self).__name__, self.context.phases).run(self.train)
+            await self._end_open_step()
+        except RunStopped:
+            if self.context.stop_reason:
+                log.info("the run ends after step %d: %s", self.global_step, self.context.stop_reason)
+
+    async def _end_run(self, steps_before: int) -> None:
+        context, phases, trainer = self.context, self.context.phases, self.cfg.trainer
+        if context.stop_reason and context.run_dir is not None:
+            give_reason(context.run_dir.path, f"step {self.global_step}: {context.stop_reason}")
+        phases.name = "finishing"
+        steps = trainer.max_training_steps
+        if self.global_step < steps and not context.length.batches_left:
+            log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
+        elif self.trains_all and self.global_step < self.total_steps and not context.stop_reason:
+            name, done, total = type(self).__name__, self.global_step, self.total_steps
+            if done == steps_before:
+                hint = "" if trainer.epochs else "; a loop over trainer.epochs=0 has no pass"
+                raise UserError(f"{name}.train has ended without a step, and {total - done} steps are left{hint}")
+            log.warning("%s.train has ended with step %d of %d: prompts are left", name, done, total)
+        exports = {POLICY: trainer.export_path}
+        if ROLES[CRITIC_ROLE].enabled_if(self.cfg):
+            exports[CRITIC_ROLE] = trainer.critic.export_path
+        if any(exports.values()):
+            await self.weight_updates.offload_engines()
+        for role, folder in exports.items():
+            if folder:
+                async with phases.limited("export"):
+                    await context.dispatch.export(Path(folder), role)
+        await notify(self, "on_end")
+        if problem := self.checkpointer.problem:  # a run that seems well would hide it
+            raise UserError(f"the run has ended, but {problem}")
+        phases.name = "finished"
+
+    async def _begin_run(self) -> None:
         phases = self.context.phases
         before_s = phases.timeline.elapsed_s()
         began_s = phases.now()
         evaluated_s = phases.evaluation_s()
         resumed = await self.checkpointer.resume()
-        if self.learner.guard.rolls_back and not resumed:
+        if self.guard.rolls_back and not resumed:
             await self.save_checkpoint()  # of the initial weights: the first step may be one to undo
         await self.sync_policy_weights_to_inference_engines()
         await notify(self, "on_start")
@@ -616,8 +663,8 @@ class RayPPOTrainer(AlgorithmHooks):
     def _check_running(self, step: str) -> None:
         if not self.context.phases.plan_runs:
             raise UserError(
-                f"{type(self).__name__}.train calls {step} outside of `async with self.running():`, which starts the "
-                f"parts, syncs the first weights and ends the run: put the plan's steps inside it"
+                f"{type(self).__name__}.{step} was called without run(): `await trainer.run()` starts the parts, syncs "
+                f"the first weights, awaits train() and ends the run"
             )
 
     def check_stale(self, groups: Sequence[Group]) -> None:

@@ -120,7 +120,7 @@ class RetryPolicy:
     @classmethod
     def of(cls, cfg: EnvironmentConfig) -> RetryPolicy:
         """The policy of a run."""
-        return cls(cfg.max_retries, cfg.retry_pause_s, tuple(cfg.transient_errors))
+        return cls(cfg.max_retries, names=tuple(cfg.transient_errors))
 
     def is_transient(self, error: BaseException) -> bool:
         """Whether an error, or what it derives from, is transient."""

@@ -160,7 +160,7 @@ class Command:
         trainer = self._trainer()
         while True:
             try:
-                await trainer.train()
+                await trainer.run()
                 return
             except Exception as error:
                 if self._ranks.lost is None or isinstance(error, AssertionError):

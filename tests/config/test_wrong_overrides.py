@@ -7,6 +7,9 @@ import sys
 import pytest
 
 from skyasync.config import ConfigError, load_config
+from skyasync.config.command_line import USUAL_WORDS
+from skyasync.config.keys import Keys
+from skyasync.config.schema import Config
 
 LR = "trainer.policy.optimizer_config.lr"
 
@@ -18,6 +21,13 @@ WRONG = [
     ("trainer.algorthm.eps_clip_low=0.1", "did you mean trainer.algorithm.eps_clip_low?"),
     ("trainer.train_batchsize=8", "did you mean trainer.train_batch_size?"),
     ("batch_size=8", "trainer.train_batch_size"),
+    ("trainer.learning_rate=1e-6", f"unknown key 'trainer.learning_rate': did you mean {LR}?"),
+    ("steps=20", "did you mean trainer.max_training_steps?"),
+    ("trainer.max_steps=20", "did you mean trainer.max_training_steps?"),
+    ("trainer.batch_size=8", "did you mean trainer.train_batch_size?"),
+    ("generator.max_tokens=8", "did you mean generator.sampling_params.max_generate_length?"),
+    ("generator.n=8", "did you mean generator.n_samples_per_prompt?"),
+    ("trainer.kl_coef=0.1", "did you mean trainer.algorithm.kl_loss_coef?"),
     ("generator.temperature=0.7", "did you mean generator.sampling_params.temperature?"),
     ("data.traindata=a.parquet", "did you mean data.train_data?"),
     ("quux.zorp=1", "unknown key 'quux.zorp': see --help for all keys"),
@@ -60,6 +70,7 @@ WRONG = [
     (f"{LR}=nan", f"{LR}=nan: must be at least 0"),
     ("generator.sampling_params.top_p=0", "must be greater than 0 and at most 1"),
     ("trainer.policy.optimizer_config.adam_betas=[0.9,1.0]", "must be at least 0 and less than 1"),
+    ("generator.backend=sglang", "unknown backend 'sglang': did you mean 'sglang_server'? allowed: auto"),
     ("generator.backend=vlm", "unknown backend 'vlm': did you mean 'vllm'? allowed: auto, sglang_server"),
     ("trainer.policy.model.dtype=float16", "did you mean 'bfloat16' or 'float32'? allowed: auto, bfloat16, float32"),
     # names that are registered somewhere
@@ -162,3 +173,20 @@ def test_a_refused_command_line_loads_nothing_heavy_and_prints_no_traceback(over
     assert ran.stderr.startswith("error: ")
     assert len(ran.stderr.splitlines()) == 1
     assert hint in ran.stderr
+
+
+def test_words_that_people_try_lead_to_settings_that_exist() -> None:
+    keys = Keys.of(Config)
+    missing = {word: path for word, path in USUAL_WORDS.items() if path not in keys}
+    assert missing == {}
+
+
+def test_colocation_with_an_asynchronous_plan_leads_to_the_plan_that_has_both() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.plan=colocated_async"):
+        load_config(["trainer.placement.colocate_all=true", "trainer.plan=fully_async"])
+
+
+def test_another_frameworks_value_is_not_offered_next_to_one_of_our_own() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(["generator.backend=sglang"])
+    assert "is vllm here" not in str(refused.value)

@@ -48,8 +48,8 @@ def test_what_few_samples_have_solved_is_replayed_once_and_the_most_difficult_fi
 
 
 def test_groups_with_tokens_that_are_too_old_are_not_replayed() -> None:
-    for step, drawn in ((7, [1]), (8, [])):
-        solved = SolvedGroups(DataConfig(replay_groups=2, replay_max_staleness=4))
+    for step, drawn in ((19, [1]), (20, [])):
+        solved = SolvedGroups(DataConfig(replay_groups=2))
         solved.trained([group(0, [0, 1], version=2), group(1, [0, 1], version=3)], 4)
         assert rows(solved.draw(step)) == drawn
 

@@ -48,13 +48,13 @@ def stream(cfg: Config | None = None, total: int = 10_000) -> SampledStream:
 
 
 def test_the_chance_is_highest_at_a_pass_rate_of_a_half_and_never_below_the_floor() -> None:
-    sampler = PassRateSampler(config(sampler_floor=0.1))
+    sampler = PassRateSampler(config())
     assert sampler.chance(prompt(0)) == 1.0
     for row, rewards in enumerate([[1.0] * 16, [0.0] * 16, [1.0, 0.0] * 8, [1.0] * 4 + [0.0] * 12]):
         for _ in range(8):
             sampler.observe(prompt(row), rewards)
     right, wrong, half, quarter = (sampler.chance(prompt(row)) for row in range(4))
-    assert right == wrong == 0.1 and half > 0.95 and 0.6 < quarter < half
+    assert right == wrong == 0.05 and half > 0.95 and 0.6 < quarter < half
 
 
 def test_a_look_at_the_data_before_the_run_takes_no_prompt() -> None:
@@ -196,7 +196,6 @@ def test_a_sampler_of_ones_own_is_a_class_in_a_file(tmp_path: Path) -> None:
     "setting, message",
     [
         ("environment.domains.a.proportion=0.5", "data.sampler=pass_rate changes shares"),
-        ("data.sampler_floor=0", "data.sampler_floor"),
     ],
 )
 def test_what_does_not_go_together_is_refused(setting: str, message: str) -> None:

@@ -35,14 +35,13 @@ def plain(current, advantages, *, scale=1.0):
 
 class Patient(RayPPOTrainer):
     async def train(self):
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                rollouts = [await self.generate(prompts) for _ in range(2)]
-                best = max(rollouts, key=lambda rollout: rollout.metrics["reward/mean"])
-                best.metrics["my/worse"] = min(r.metrics["reward/mean"] for r in rollouts)
-                status = await self.train_on(best)
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        for prompts in self.remaining_prompts():
+            rollouts = [await self.generate(prompts) for _ in range(2)]
+            best = max(rollouts, key=lambda rollout: rollout.metrics["reward/mean"])
+            best.metrics["my/worse"] = min(r.metrics["reward/mean"] for r in rollouts)
+            status = await self.train_on(best)
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
 
 class PatientExp(BasePPOExp):

@@ -37,7 +37,7 @@ def test_sampling_params_may_be_lists_as_json_has_them():
         ({"observations": [{"content": "x"}]}, "list of messages"),
         (
             {"observations": [{"role": "user", "content": "x" * 11}]},
-            r"11 characters; environment.max_observation_chars",
+            "11 characters; at most 10 are allowed",
         ),
         ({"sampling_params": {"temprature": 1}}, "did you mean 'temperature'"),
         ({"sampling_params": {"stop": [1]}}, r"step's sampling_params: stop must be texts; found \[1\]"),

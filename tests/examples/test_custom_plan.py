@@ -40,7 +40,7 @@ def test_it_syncs_every_other_step_and_at_the_end_and_keeps_its_bound() -> None:
             return await sync(version, *paused)
 
         trainer.weight_sync.sync = noted
-        await trainer.train()
+        await trainer.run()
         return trainer, versions
 
     trainer, versions = run_virtual(run())

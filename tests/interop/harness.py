@@ -128,7 +128,7 @@ class Local(BasePPOExp):
         before = dispatch.weights()
         await client.start()
         try:
-            await trainer.train()
+            await trainer.run()
         finally:
             await dispatch.shutdown()
             if hasattr(generator, "close"):

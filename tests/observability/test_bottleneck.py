@@ -57,7 +57,7 @@ def sentence(plan: str, judging_s: float = 0.0, checkpoint_s: float = 0.0, **set
         if checkpoint_s:
             trainer.context.schedule.reached = Mock(side_effect=lambda what, step: what == "checkpoint")
             trainer.save_checkpoint = save  # type: ignore[method-assign,assignment]
-        await trainer.train()
+        await trainer.run()
         return rows.rows
 
     return summarise(run_virtual(run())).limit

@@ -209,11 +209,10 @@ class Own(BasePPOExp):
 
 class OneBatchAtATime(RayPPOTrainer):
     async def train(self) -> None:
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                status = await self.train_on(await self.generate(prompts))
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        for prompts in self.remaining_prompts():
+            status = await self.train_on(await self.generate(prompts))
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
 
 @pytest.mark.matrix

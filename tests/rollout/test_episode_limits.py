@@ -26,7 +26,7 @@ MISDEEDS = {
     "hangs": (TimeoutError, r"environment.step_timeout_s"),
     "nan": (ValueError, "the reward is nan"),
     "text": (ValueError, "the reward is 'good'"),
-    "huge": (ValueError, r"10,000,000 characters; environment.max_observation_chars=200000"),
+    "huge": (ValueError, r"10,000,000 characters; at most 200,000 are allowed"),
     "shapeless": (ValueError, "list of messages"),
     "init": (LookupError, "no board"),
 }

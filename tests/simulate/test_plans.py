@@ -161,7 +161,7 @@ def test_no_token_is_older_than_the_bound_and_none_is_lost(
 
     async def run() -> Any:
         trainer = make_trainer(cfg, Noting)
-        await trainer.train()
+        await trainer.run()
         return trainer
 
     trainer = run_virtual(run())
@@ -219,11 +219,11 @@ def test_a_plan_that_jams_is_an_error_that_says_who_waits() -> None:
             """Frees no slot."""
 
     async def run() -> None:
-        await make_trainer(config(steps=20), Forgetful).train()
+        await make_trainer(config(steps=20), Forgetful).run()
 
     with pytest.raises(Deadlock) as deadlock:
         run_virtual(run())
-    assert "_run_generation" in str(deadlock.value) and "_run_training" in str(deadlock.value)
+    assert "_run_generation" in str(deadlock.value) and "_train_batches" in str(deadlock.value)
 
 
 @pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, *(p for p, _ in SHARING)])
@@ -243,7 +243,7 @@ def test_an_error_in_any_part_ends_every_plan_with_that_error(plan: type[RayPPOT
 
         setattr(owner, method, fails)
         try:
-            await trainer.train()
+            await trainer.run()
         finally:
             assert asyncio.all_tasks() == {asyncio.current_task()}, "no task is left"
 
@@ -255,19 +255,18 @@ class Twice(RayPPOTrainer):
     """Trains every batch twice."""
 
     async def train(self) -> None:
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                rollout = await self.generate(prompts)
-                await self.learn_from(rollout.groups)
-                status = await self.train_on(rollout)
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        for prompts in self.remaining_prompts():
+            rollout = await self.generate(prompts)
+            await self.learn_from(rollout.groups)
+            status = await self.train_on(rollout)
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
 
 def test_a_plan_may_train_a_batch_twice() -> None:
     async def run() -> float:
         trainer = make_trainer(config(steps=4), Twice)
-        await trainer.train()
+        await trainer.run()
         return float(trainer.staleness.total())
 
     assert run_virtual(run()) == 2 * 4 * 16 * 4 * 100

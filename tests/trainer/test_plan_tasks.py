@@ -3,9 +3,11 @@
 import asyncio
 import sys
 import traceback
+from contextlib import suppress
 
 import pytest
 
+from skyasync.errors import UserError
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plan_tasks import GRACE_S
@@ -21,13 +23,12 @@ class BackgroundTrainer(RayPPOTrainer):
     """Generates in a task that is never awaited."""
 
     async def train(self):
-        async with self.running():
-            buffer = asyncio.Queue(maxsize=1)
-            self.task = asyncio.create_task(self.generate_in_background(buffer))
-            while self.global_step < self.total_steps:
-                status = await self.train_on(await self.waiting("data", buffer.get()))
-                await self.async_sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        buffer = asyncio.Queue(maxsize=1)
+        self.task = asyncio.create_task(self.generate_in_background(buffer))
+        while self.global_step < self.total_steps:
+            status = await self.train_on(await self.waiting("data", buffer.get()))
+            await self.async_sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
     async def generate_in_background(self, buffer):
         for prompts in self.remaining_prompts():
@@ -42,15 +43,6 @@ class ExitingTrainer(BackgroundTrainer):
             sys.exit(1)
 
 
-class OutsideTrainer(BackgroundTrainer):
-    """Has left out ``async with self.running()``."""
-
-    async def train(self):
-        buffer = asyncio.Queue(maxsize=1)
-        self.task = asyncio.create_task(self.generate_in_background(buffer))
-        await buffer.get()
-
-
 def failing(plan, part="generate", call=2, **settings):
     run = make_run(plan, generating=[2.0], **settings)
     run.engines.update_in_flight = True
@@ -63,7 +55,7 @@ def error_and_time(run):
 
     async def scenario():
         try:
-            await run.trainer.train()
+            await run.trainer.run()
         except Exception as error:
             assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
             assert isinstance(run.trainer, AsyncRayPPOTrainer) or asyncio.current_task().cancelling() == 0
@@ -89,23 +81,27 @@ def test_it_ends_within_the_steps_limit_however_busy_the_others_are():
     assert at <= 40
 
 
-def test_a_step_outside_of_running_is_refused_in_a_task_as_in_the_plan():
-    error, at = error_and_time(make_run(OutsideTrainer))
-    assert "outside of `async with self.running():`" in str(error) and at <= GRACE_S
+def test_a_train_that_is_called_without_run_is_refused_with_what_to_call():
+    async def scenario():
+        with pytest.raises(UserError, match=r"BackgroundTrainer\.generate was called without run\(\)"):
+            await make_run(BackgroundTrainer).trainer.generate_in_background(asyncio.Queue())
+        with pytest.raises(UserError, match=r"RayPPOTrainer\.generate was called without run\(\): `await trainer\.run"):
+            await make_run(RayPPOTrainer).trainer.train()
+
+    run_virtual(scenario())
 
 
 class TakingTrainer(RayPPOTrainer):
     """Awaits its task after training, and continues without its result."""
 
     async def train(self):
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                task = asyncio.create_task(self.fetch())
-                status = await self.train_on(await self.generate(prompts))
-                with pytest.raises(Broken):
-                    await task
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        for prompts in self.remaining_prompts():
+            task = asyncio.create_task(self.fetch())
+            status = await self.train_on(await self.generate(prompts))
+            with pytest.raises(Broken):
+                await task
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
     async def fetch(self):
         raise Broken
@@ -120,15 +116,14 @@ class GatheringTrainer(TakingTrainer):
 @pytest.mark.parametrize("plan", [TakingTrainer, GatheringTrainer])
 def test_an_error_that_the_plan_takes_is_its_own_affair_however_late_it_takes_it(plan):
     run = make_run(plan, generating=[400.0], updating=[400.0])
-    run_virtual(run.trainer.train())
+    run_virtual(run.trainer.run())
     assert run.trainer.global_step == run.trainer.total_steps
 
 
 def test_an_error_that_is_raised_again_ends_the_run_once():
     class RaisesAgain(TakingTrainer):
         async def train(self):
-            async with self.running():
-                await asyncio.create_task(self.fetch())
+            await asyncio.create_task(self.fetch())
 
     error, _ = error_and_time(make_run(RaisesAgain))
     assert isinstance(error, Broken) and not hasattr(error, "__notes__")
@@ -137,9 +132,8 @@ def test_an_error_that_is_raised_again_ends_the_run_once():
 def test_a_plan_that_ends_before_anybody_took_the_error_fails_with_it():
     class Forgets(TakingTrainer):
         async def train(self):
-            async with self.running():
-                self.task = asyncio.create_task(self.fetch())
-                await asyncio.sleep(1)
+            self.task = asyncio.create_task(self.fetch())
+            await asyncio.sleep(1)
 
     error, at = error_and_time(make_run(Forgets))
     assert isinstance(error, Broken) and at < GRACE_S
@@ -148,10 +142,9 @@ def test_a_plan_that_ends_before_anybody_took_the_error_fails_with_it():
 def test_what_else_has_failed_is_noted_on_the_plans_own_error():
     class Both(TakingTrainer):
         async def train(self):
-            async with self.running():
-                self.task = asyncio.create_task(self.fetch())
-                await asyncio.sleep(1)
-                raise KeyError("mine")
+            self.task = asyncio.create_task(self.fetch())
+            await asyncio.sleep(1)
+            raise KeyError("mine")
 
     error, _ = error_and_time(make_run(Both))
     assert isinstance(error, KeyError) and error.__notes__ == ["at the same time: Broken()"]
@@ -160,7 +153,7 @@ def test_what_else_has_failed_is_noted_on_the_plans_own_error():
 def test_a_cancelled_run_stays_cancelled_and_its_tasks_end():
     async def scenario():
         run = make_run(BackgroundTrainer, generating=[50.0])
-        task = asyncio.create_task(run.trainer.train())
+        task = asyncio.create_task(run.trainer.run())
         await asyncio.sleep(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -170,23 +163,82 @@ def test_a_cancelled_run_stays_cancelled_and_its_tasks_end():
     run_virtual(scenario())
 
 
-def test_tasks_of_other_packages_answer_for_themselves(tmp_path, monkeypatch):
-    from skyasync.trainer import plan_tasks as attended
-
-    (tmp_path / "others.py").write_text(
-        "import asyncio\n\ndef start(coroutine):\n    return asyncio.create_task(coroutine)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(attended, "_INSTALLED", (*attended._INSTALLED, str(tmp_path)))
-    import others
-
+def test_tasks_that_a_step_makes_are_not_the_plans():
     class Starts(TakingTrainer):
-        async def train(self):
-            async with self.running():
-                self.task = others.start(self.fetch())
-                await asyncio.sleep(60)
+        async def roll_out(self, prompts, step=None):
+            self.task = asyncio.create_task(self.fetch())
+            self.waits = asyncio.create_task(asyncio.sleep(1e6))
+            return await super().roll_out(prompts, step)
 
-    run_virtual(make_run(Starts).trainer.train())
+        async def train(self):
+            for prompts in self.remaining_prompts():
+                status = await self.train_on(await self.generate(prompts))
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+
+    async def scenario():
+        run = make_run(Starts)
+        await run.trainer.run()
+        assert run.trainer.global_step == 3
+        assert not run.trainer.waits.cancelling()
+        run.trainer.waits.cancel()
+
+    run_virtual(scenario())
+
+
+# ---------------------------------------------------------------- a plan that waits
+
+
+class WaitingTrainer(RayPPOTrainer):
+    """Waits for an event that is never set, after its second step."""
+
+    async def train(self):
+        for prompts in self.remaining_prompts():
+            status = await self.train_on(await self.generate(prompts))
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
+            if self.global_step == 2:
+                await asyncio.Event().wait()
+
+
+class WaitingInATask(WaitingTrainer):
+    async def train(self):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(super().train())
+
+
+@pytest.mark.parametrize("plan", [WaitingTrainer, WaitingInATask])
+def test_a_plan_that_waits_for_what_never_happens_ends_after_the_steps_limit_with_one_line(plan):
+    run = make_run(plan, prompts=24, trainer__step_timeout_s=90.0)
+    error, at = error_and_time(run)
+    limit = "90 s (trainer.step_timeout_s)"
+    assert isinstance(error, TimeoutError)
+    assert str(error) == f"{plan.__name__}.train waits, and no step was under way for {limit}"
+    assert 90 < at < 100
+    assert run.tracker.closed == run.timeline.closed == 1
+
+
+def test_the_line_at_which_it_waits_is_in_the_traceback():
+    error, _ = error_and_time(make_run(WaitingTrainer, prompts=24))
+    assert "await asyncio.Event().wait()" in [
+        entry.line for entry in traceback.extract_tb(error.__cause__.__traceback__)
+    ]
+
+
+def test_a_plan_that_swallows_the_end_is_ended_all_the_same():
+    class Swallows(WaitingTrainer):
+        async def train(self):
+            with suppress(asyncio.CancelledError):
+                await super().train()
+
+    error, _ = error_and_time(make_run(Swallows, prompts=24))
+    assert isinstance(error, TimeoutError)
+
+
+def test_steps_that_take_long_are_no_stall_however_short_the_waits_between_them():
+    run = make_run(BackgroundTrainer, generating=[80.0], updating=[80.0], trainer__step_timeout_s=90.0)
+    run.engines.update_in_flight = True
+    assert run.train().trainer.global_step == 3
 
 
 def test_a_plan_of_ours_ends_at_once_as_before():

@@ -69,7 +69,7 @@ def trained(cfg: Config, rows: Sequence[dict[str, Any]]) -> tuple[dict[int, dict
         dispatch = LocalDispatch(cfg, total_steps=trainer.context.length.updates)
         trainer.attach(dispatch, sync)
         try:
-            await trainer.train()
+            await trainer.run()
         finally:
             await dispatch.shutdown()
 

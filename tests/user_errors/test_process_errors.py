@@ -50,10 +50,9 @@ class EngineRaises:
     async def shutdown(self) -> None: ...
 
 
-class WithoutRunning(RayPPOTrainer):
+class WithoutSteps(RayPPOTrainer):
     async def train(self) -> None:
-        for prompts in self.remaining_prompts():
-            await self.end_step(await self.train_on(await self.generate(prompts)))
+        """Lacks its loop."""
 
 
 class CallbackRaises(TrainerCallback):
@@ -100,7 +99,7 @@ FAILURES = {
     "the weights": (["trainer.policy.model.path={broken}"], "SafetensorError"),
     "a loss": (["trainer.algorithm.policy_loss_type=raises"], "ArithmeticError: this loss is none"),
     "an estimator": (["trainer.algorithm.advantage_estimator=raises"], "ArithmeticError: this estimator is none"),
-    "a plan": ([f"trainer.plan={HERE}:WithoutRunning"], "outside of `async with self.running():`"),
+    "a plan": ([f"trainer.plan={HERE}:WithoutSteps"], "WithoutSteps.train has ended without a step, and "),
     "a row": ([f"data.train_data={HERE}:late_rows"], "data row 8 has no column 'prompt'"),
     "a callback": ([WithCallback], "LookupError: nothing to begin with"),
     "a factory": ([NoGenerator], "ConnectionError: no generator anywhere"),

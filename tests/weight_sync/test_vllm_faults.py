@@ -10,7 +10,7 @@ from skyasync.weight_sync.update import WeightSyncError
 from skyasync.workers.dispatch import memory_transfer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.weight_sync.policy_and_engine import LAYER, SWAPPED, losing_a_bit, never_fails, running
-from tests.weight_sync.worker_faults import looks, update_with
+from tests.weight_sync.worker_faults import load_without_comparison, looks, update_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -56,6 +56,29 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
     message = await refusal(pair, fault)
     assert re.search(named, message), message
     assert not await refusal(pair, "")
+    await pair.verify()
+
+
+@pytest.mark.parametrize(
+    ("skipped", "layer"),
+    [
+        ("layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj"),
+        ("layers.0.self_attn.k_proj", "model.layers.0.self_attn.qkv_proj"),
+        ("layers.1.input_layernorm", "model.layers.1.input_layernorm"),
+        ("embed_tokens", "model.embed_tokens"),
+    ],
+)
+async def test_without_comparing_tensors_a_weight_that_the_loader_skips_is_found(pair, skipped, layer):
+    """As broadcasts between GPUs and CUDA IPC load: what layers compute with is not compared there."""
+    pair.step()
+    update = await pair.dispatch.transfer.publish(0)
+    arguments = (as_message(update.info), skipped)
+    (message,) = await pair.engine.llm.collective_rpc(load_without_comparison, args=arguments)
+    (nothing,) = await pair.engine.llm.collective_rpc(load_without_comparison, args=(as_message(update.info), "none"))
+    await pair.dispatch.transfer.release(update)
+    assert f"did not load all weights of {layer}: the loader of LlamaForCausalLM" in message, message
+    assert not nothing
+    await pair.hand_over()
     await pair.verify()
 
 

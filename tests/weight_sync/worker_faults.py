@@ -39,6 +39,28 @@ def update_with(worker: Any, fault: str, info: dict[str, Any], rank: int | None 
     return ""
 
 
+def load_without_comparison(worker: Any, info: dict[str, Any], skipped: str) -> str:
+    """Load sent weights as a broadcast between GPUs does, by a loader that skips some; the error message, or ""."""
+    from vllm.config import set_current_vllm_config
+
+    from skyasync.weight_sync.update import WeightSyncError
+
+    engine = worker.weight_transfer_engine
+    load = engine.model.load_weights
+
+    def load_others(weights: Any) -> Any:
+        return load((name, tensor) for name, tensor in weights if skipped not in name)
+
+    received = engine._reader.read(info)
+    weights = engine._decoder.decode(received.weights, received.digests, received.about)
+    with set_current_vllm_config(worker.vllm_config), patch.object(engine.model, "load_weights", load_others):
+        try:
+            engine._load(weights.items())
+        except WeightSyncError as error:
+            return str(error)
+    return ""
+
+
 def inject_fault(worker: Any, fault: str, rank: int) -> None:
     """Inject this fault into one rank, in every update from now on."""
     if worker.rank == rank:

@@ -50,16 +50,12 @@ class DataConfig(SettingsGroup):
     half of the time. Or a PromptSampler of your own (file.py:Class)."""
     sampler_passing: float = key(1.0, when=When("not data.sampler=uniform", "data.replay_groups"))
     """Minimum reward of a correct sample, for pass rates."""
-    sampler_floor: float = key(0.05, above=0.0, high=1.0, when="not data.sampler=uniform")
-    """Minimum probability of a prompt that is always or never solved: 0.05 tries it in one of 20 passes."""
     sampler_pool_key: str = key("", open_ended=True, when="not data.sampler=uniform")
     """Column that groups prompts of similar difficulty. The pass rate of its group stands in for a prompt that has not
     been sampled."""
     replay_groups: int = key(0, low=0, when="not data.streaming")
     """Number of earlier groups that each step trains once more, in addition to its prompts: the most difficult of those
     that at most half of the samples have solved. They need an off-policy correction."""
-    replay_max_staleness: int = key(16, low=1, when="data.replay_groups")
-    """Maximum staleness of a replayed group, in policy versions."""
     prompt_key: str = key("prompt", open_ended=True)
     """Column with the prompt: a conversation, or a string."""
     label_key: str = key("label", open_ended=True)

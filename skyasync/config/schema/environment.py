@@ -34,16 +34,12 @@ class EnvironmentConfig(SettingsGroup):
     max_retries: int = key(3, low=0)
     """Maximum number of retries of a step, or of an agent program from its beginning, after a
     skyasync.TransientError."""
-    retry_pause_s: float = key(1.0, above=0.0, when="environment.max_retries")
-    """Seconds before the first retry. The pause doubles each time, and is shortened by up to half at random."""
     transient_errors: list[str] = key([], when="environment.max_retries")
     """Further types of errors that are retried, by name, such as ConnectionError or httpx.ReadTimeout."""
     max_given_up: float = key(1.0, above=0.0, high=1.0, when="environment.on_error=mask|keep")
     """Maximum share of a step's episodes that may fail before the run stops; 1 is no limit."""
     give_up_reward: float = key(0.0, when="environment.on_error=mask|keep")
     """Reward of a failed episode."""
-    max_observation_chars: int = key(200_000, low=1, when="not generator.agent_program")
-    """Maximum length of an observation in characters; a longer one is an error of its environment."""
     env_config: dict[str, Any] = key({})
     """Free settings that are passed to the environment."""
     env_class_from_rows: bool = key(True, when="not generator.agent_program")

@@ -209,7 +209,6 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
     """Devices that are shared, and samples that are stale and not corrected."""
     if plan is None:
         return
-    way_back = "" if plan.fixed else " or trainer.plan=sync"
     interval = cfg.trainer.sync_interval
     if cfg.trainer.placement.colocate_all and interval > 1:
         yield (
@@ -229,9 +228,10 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"trainer.plan=fully_async"
         )
     if cfg.trainer.placement.colocate_all and shares != "all" and (plan.asynchronous or plan.streams):
+        way_out = "" if plan.fixed else ", trainer.plan=colocated_async (asynchronous, in turn) or trainer.plan=sync"
         yield (
             f"trainer.placement.colocate_all=true lets engines and policy take turns, but {plan} runs both at the "
-            f"same time: set trainer.placement.colocate_all=false{way_back}"
+            f"same time: set trainer.placement.colocate_all=false{way_out}"
         )
     yield from check_correction(cfg, plan)
 

@@ -67,21 +67,20 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         super().__init__(cfg, *args, **parts)
 
     async def train(self) -> None:
-        async with self.running():
-            progress, prompts = self.context.progress, self.context.prompts
-            refill, rejecting = self.context.refill, dict[str, float]()
-            if refill.active:
-                steps = self.cfg.trainer.max_training_steps  # else small batches leave more to be trained
-                rejecting = {"steps": steps - self.global_step if steps else inf, "most_rejected": refill.most_rejected}
-            limits = AdmissionLimits.of(self.cfg, prompts.total, **rejecting)
-            early, ledger = progress.trained_early, self.checkpointer.ledger
-            interrupted = ledger.open_positions(progress.position, early)  # in the run before
-            self.admission = Admission(limits, progress.step, progress.position, early, interrupted)
-            self._follow_control()
-            self._finished: dict[int, tuple[list[Group], Metrics]] = {}
-            self._rejected: list[Group] = []  # since the last batch
-            self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
-            await run_together(self._run_generation(), self._run_training())
+        progress, prompts = self.context.progress, self.context.prompts
+        refill, rejecting = self.context.refill, dict[str, float]()
+        if refill.active:
+            steps = self.cfg.trainer.max_training_steps  # else small batches leave more to be trained
+            rejecting = {"steps": steps - self.global_step if steps else inf, "most_rejected": refill.most_rejected}
+        limits = AdmissionLimits.of(self.cfg, prompts.total, **rejecting)
+        early, ledger = progress.trained_early, self.ledger
+        interrupted = ledger.open_positions(progress.position, early)  # in the run before
+        self.admission = Admission(limits, progress.step, progress.position, early, interrupted)
+        self._follow_control()
+        self._finished: dict[int, tuple[list[Group], Metrics]] = {}
+        self._rejected: list[Group] = []  # since the last batch
+        self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
+        await run_together(self._run_generation(), self._train_batches())
 
     async def _run_generation(self) -> None:
         async with together() as rollouts:
@@ -93,7 +92,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                 await self._slot_freed.wait()
                 self._slot_freed.clear()
 
-    async def _run_training(self) -> None:  # type: ignore[override]  # the whole loop
+    async def _train_batches(self) -> None:
         while self.global_step < self.total_steps:
             rollout = await self.waiting("data", self._next_rollout())
             status = await self.train_on(rollout)
@@ -107,7 +106,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         groups, metrics = await self.roll_out([self.context.prompts.prompt(position)])
         if self.context.refill.active and not list(self.filter_groups(groups)):
             self._rejected += groups
-            self.checkpointer.ledger.release(groups)
+            self.ledger.release(groups)
             self.admission.reject(position)
             self._slot_freed.set()
         else:

@@ -1,4 +1,18 @@
-"""The plan ``one_step_off``: generation of the next batch overlaps training on this one."""
+"""The plan ``one_step_off``: generation of the next batch overlaps training on this one.
+
+``RayPPOTrainer`` has the loops that it consists of. So the ``train`` that SkyRL's tutorial on asynchronous training
+prints runs unchanged in a subclass of ``RayPPOTrainer``. It resumes, evaluates, saves and logs like any other plan:
+
+    generation_buffer = asyncio.Queue(maxsize=1)
+    generator_task = asyncio.create_task(self._run_generate_loop(generation_buffer))
+    for idx in range(len(self.train_dataloader)):
+        status = await self._run_training(generation_buffer)
+        if idx != len(self.train_dataloader) - 1:
+            await self.generation_ack.wait()
+        await self.async_sync_policy_weights_to_inference_engines()
+        self.sync_finished.set()
+        self.generation_ack.clear()
+"""
 
 from __future__ import annotations
 
@@ -39,28 +53,13 @@ class AsyncRayPPOTrainer(RayPPOTrainer):
     reads = ("trainer.async_queue_size", "trainer.eval_mode")
 
     async def train(self) -> None:
-        self.generation_ack, self.sync_finished = asyncio.Event(), asyncio.Event()
-        self._all_generated = False
-        async with self.running():
-            depth = min(self.cfg.trainer.async_queue_size, self.total_steps - self.global_step - 1)
-            buffer: asyncio.Queue[Rollout] = asyncio.Queue(maxsize=max(depth, 1))
-            await run_together(self._run_generate_loop(buffer), self._run_training(buffer))
+        depth = min(self.cfg.trainer.async_queue_size, self.total_steps - self.global_step - 1)
+        buffer: asyncio.Queue[Rollout] = asyncio.Queue(maxsize=max(depth, 1))
+        await run_together(self._run_generate_loop(buffer), self._train_batches(buffer))
 
-    async def _run_generate_loop(self, buffer: asyncio.Queue[Rollout]) -> None:
-        for index, prompts in enumerate(self.remaining_prompts()):
-            rollout = await self.generate(prompts)
-            if index >= buffer.maxsize:
-                self.generation_ack.set()
-                await self.sync_finished.wait()
-                self.sync_finished.clear()
-            await buffer.put(rollout)
-        self._all_generated = True
-        self.generation_ack.set()
-
-    async def _run_training(self, buffer: asyncio.Queue[Rollout]) -> None:  # type: ignore[override]  # the whole loop
+    async def _train_batches(self, buffer: asyncio.Queue[Rollout]) -> None:
         while self.global_step < self.total_steps:
-            rollout = await self.waiting("data", buffer.get())
-            status = await self.train_on(rollout)
+            status = await self._run_training(buffer)
             if self.global_step + buffer.maxsize <= self.total_steps and not self._all_generated:
                 await self.waiting("generation", self.generation_ack.wait())
                 self.generation_ack.clear()

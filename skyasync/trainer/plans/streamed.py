@@ -105,11 +105,10 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     reads = ("trainer.stream_groups",)
 
     async def train(self) -> None:
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                await self._step(prompts)
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(self.metrics)
+        for prompts in self.remaining_prompts():
+            await self._step(prompts)
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(self.metrics)
 
     async def _step(self, prompts: PromptBatch) -> None:
         several = self.cfg.trainer.policy_mini_batch_size > 0  # updates, with generation in between

@@ -13,7 +13,7 @@ the import registers the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,14 @@ from vllm.distributed.weight_transfer.ipc_engine import (
     IPCWeightTransferInitInfo,
     IPCWeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from skyasync.weight_sync.adapters import read_adapter
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
-from skyasync.weight_sync.tensors import digest, refuse, sum_of
+from skyasync.weight_sync.tensors import NAMED, digest, refuse, sum_of
 from skyasync.weight_sync.transfers.endpoints import WeightReader
 from skyasync.weight_sync.update import ADAPTER_ID, CUDA_IPC, TransferInterruptedError, WeightSyncError
 from skyasync.weight_sync.verify.vllm_layers import LayerCheck
@@ -111,19 +113,49 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
                 return
             weights = self._decoder.decode(received.weights, received.digests, received.about)
             whole = received._replace(weights=weights)
-            self._load(checked(whole) if received.digests else weights.items())
-            self.layer_check.check(
+            stale = self._reload(checked(whole) if received.digests else weights.items())
+            self.layer_check.check(  # names the very tensor
                 weights, received.digests or {name: digest(tensor) for name, tensor in weights.items()}
             )
+            refuse_stale(stale, self.model)
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        stale = self._reload(weights)
+        refuse_stale(stale, self.model)
+
+    def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+        """Load the weights of all layers. Returns the layers that did not get all of theirs."""
         if self.device.type == "cpu":
             reset_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
         model: Any = self.model
         model.load_weights(weights)
+        stale = self.stale_layers()
         finalize_layerwise_reload(self.model, self.model_config)
         self.retie()
+        return stale
+
+    def stale_layers(self) -> list[str]:
+        """Name the layers that an update has not loaded completely; call this before the reload is finalized.
+
+        Many loaders skip a tensor whose name they do not know, and vLLM leaves the layer's former weights in place.
+        vLLM counts the elements that each layer has received. Fewer than its parameters have are right for tied output
+        layers, for embeddings (padded to a multiple of 64) and for attention (scales of a quantized cache), and in a
+        quantized model, some of whose parameters are computed.
+        """
+        if getattr(self.model_config, "quantization", None) is not None:
+            return []
+        tied_heads = {head for head, _ in self._tied}
+        stale = []
+        for name, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if not info.can_load() or layer in tied_heads or is_deferred_attention_layer(layer):
+                continue
+            elements = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
+            padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+            if info.load_numel < elements and not padded:
+                stale.append(name)
+        return stale
 
     def retie(self) -> None:
         for head, embedding in self._tied:
@@ -147,6 +179,16 @@ def checked(received: ReceivedWeights) -> Iterator[tuple[str, Tensor]]:
         right = received.in_place(name, tensor) or digest(tensor) == received.digests[name]
         refuse([] if right else [name], "the vLLM engine received")
         yield name, tensor
+
+
+def refuse_stale(layers: Sequence[str], model: torch.nn.Module) -> None:
+    """Raise WeightSyncError naming layers of the model that an update has not loaded, if there are any."""
+    if layers:
+        more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+        raise WeightSyncError(
+            f"the vLLM engine did not load all weights of {', '.join(layers[:NAMED])}{more}: the loader of "
+            f"{type(model).__name__} skipped some, and these layers would compute with the former ones"
+        )
 
 
 class PartLoader:
@@ -186,8 +228,10 @@ class PartLoader:
             self.ipc.model = self._engine.model
         if part["last"]:
             self._loaded = 0
+            stale = self._engine.stale_layers()
             self.ipc.finish_weight_update()
             self._engine.retie()
+            refuse_stale(stale, self._engine.model)
             if self._engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # for the cache, which has no memory yet
 

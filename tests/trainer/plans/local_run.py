@@ -218,7 +218,7 @@ class LocalRun:
         elif not self._engine_is_up:
             await self.client.start()
         try:
-            await self.trainer.train()
+            await self.trainer.run()
         finally:
             await self.dispatch.shutdown()
             if not self._engine_is_up:

@@ -265,7 +265,7 @@ class Run:
     timeline: RecordingTimeline
 
     def train(self) -> Run:
-        run_virtual(self.trainer.train())
+        run_virtual(self.trainer.run())
         return self
 
     @property

@@ -33,14 +33,13 @@ class FreshestFirst(RayPPOTrainer):
     asynchronous = True
 
     async def train(self):
-        async with self.running():
-            batches, waiting = self.remaining_prompts(), []
-            while self.global_step < self.total_steps:
-                while len(waiting) < 2 and (prompts := next(batches, None)):
-                    waiting.append(await self.generate(prompts))
-                status = await self.train_on(waiting.pop())
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        batches, waiting = self.remaining_prompts(), []
+        while self.global_step < self.total_steps:
+            while len(waiting) < 2 and (prompts := next(batches, None)):
+                waiting.append(await self.generate(prompts))
+            status = await self.train_on(waiting.pop())
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
 
 class AnyOrder(RayPPOTrainer):
@@ -50,18 +49,17 @@ class AnyOrder(RayPPOTrainer):
     seed, ahead, merges = 0, 3, False
 
     async def train(self):
-        async with self.running():
-            chance, batches, waiting = random.Random(self.seed), self.remaining_prompts(), []
-            while self.global_step < self.total_steps:
-                while len(waiting) < self.ahead and (prompts := next(batches, None)):
-                    waiting.append(await self.generate(prompts))
-                rollout = waiting.pop(chance.randrange(len(waiting)))
-                if self.merges and waiting and chance.random() < 0.3:
-                    other = waiting.pop()
-                    rollout = Rollout([*rollout.groups, *other.groups], [*rollout.positions, *other.positions])
-                status = await self.train_on(rollout)
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
+        chance, batches, waiting = random.Random(self.seed), self.remaining_prompts(), []
+        while self.global_step < self.total_steps:
+            while len(waiting) < self.ahead and (prompts := next(batches, None)):
+                waiting.append(await self.generate(prompts))
+            rollout = waiting.pop(chance.randrange(len(waiting)))
+            if self.merges and waiting and chance.random() < 0.3:
+                other = waiting.pop()
+                rollout = Rollout([*rollout.groups, *other.groups], [*rollout.positions, *other.positions])
+            status = await self.train_on(rollout)
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
 
 
 def test_the_freshest_first_trains_every_prompt_in_all_steps(caplog):
@@ -127,7 +125,7 @@ def test_whatever_the_order_and_however_often_it_is_killed_and_resumed_every_pro
 
 
 async def killed(run, after):
-    task = asyncio.create_task(run.trainer.train())
+    task = asyncio.create_task(run.trainer.run())
     timer = asyncio.get_running_loop().call_later(after, task.cancel)
     try:
         await task

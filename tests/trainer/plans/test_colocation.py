@@ -102,9 +102,8 @@ def test_the_policy_has_the_devices_from_the_update_to_the_sync_and_for_the_expo
 def test_a_plan_that_generates_while_engines_sleep_is_told_so() -> None:
     class Forgetful(RayPPOTrainer):
         async def train(self) -> None:
-            async with self.running():
-                for prompts in self.remaining_prompts():
-                    await self.train_on(await self.generate(prompts))
+            for prompts in self.remaining_prompts():
+                await self.train_on(await self.generate(prompts))
 
     run = make_run(Forgetful)
     Turns(run)

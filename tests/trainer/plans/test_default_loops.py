@@ -1,12 +1,17 @@
 """The tutorial's printed ``train()``, which defines neither of the loops that it calls: defaults exist."""
 
 import asyncio
+import traceback
 
 import pytest
 
 from skyasync.errors import UserError
 from skyasync.trainer import RayPPOTrainer as Base
 from tests.trainer.plans.parts import make_run, stream
+
+
+class Broken(Exception):
+    pass
 
 
 class AsyncRayPPOTrainer(Base):
@@ -43,16 +48,26 @@ class EpochsTrainer(Base):
             generator_task.cancel()
 
 
+class HelperTrainer(AsyncRayPPOTrainer):
+    """Its lines are in a method of their own."""
+
+    async def train(self):
+        await self.body()
+
+    async def body(self):
+        await super().train()
+
+
 class EarlyTrainer(AsyncRayPPOTrainer):
     """The author knows that its samples are stale."""
 
     asynchronous = True
 
 
-both = pytest.mark.parametrize("plan", [AsyncRayPPOTrainer, EpochsTrainer])
+every_form = pytest.mark.parametrize("plan", [AsyncRayPPOTrainer, HelperTrainer, EpochsTrainer])
 
 
-@both
+@every_form
 def test_it_trains_all_steps_of_the_run_one_step_off(plan):
     run = make_run(plan, prompts=10, trainer__epochs=2, trainer__eval_interval=2, eval_prompts=2).train()
     assert run.tracker.of("staleness/max") == {1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
@@ -62,15 +77,17 @@ def test_it_trains_all_steps_of_the_run_one_step_off(plan):
     assert run.tracker.closed == 1
 
 
-@both
+@every_form
 def test_generation_overlaps_training(plan):
-    run = make_run(plan, prompts=24, generating=[2.0], updating=[2.0], syncing=[0.0]).train()
+    run = make_run(plan, prompts=24, trainer__epochs=1, generating=[2.0], updating=[2.0], syncing=[0.0]).train()
     assert all(run.tracker.of("time/step_s")[step] == pytest.approx(2.0) for step in range(2, 6))
 
 
-@both
+@every_form
 def test_it_reads_the_number_of_steps_saves_and_resumes(plan, tmp_path):
-    settings = {"prompts": 24, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    settings = {
+        "prompts": 24, "trainer__epochs": 1, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1,
+    }  # fmt: skip
     first = make_run(plan, **settings, trainer__max_training_steps=2).train()
     more = make_run(plan, **settings, trainer__max_training_steps=5, trainer__resume_mode="latest").train()
     assert first.trained + more.trained == stream(24)[: len(first.trained + more.trained)]
@@ -78,10 +95,54 @@ def test_it_reads_the_number_of_steps_saves_and_resumes(plan, tmp_path):
     assert [step for step, _ in more.tracker.rows] == [3, 4, 5]
 
 
-UNCORRECTED = {"prompts": 24, "trainer__algorithm__off_policy_correction": "none"}
+@every_form
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_stopped_anywhere_and_resumed_it_trains_what_is_left_in_the_middle_of_an_epoch_too(plan, stop, tmp_path):
+    settings = {
+        "prompts": 10, "trainer__epochs": 2, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1,
+        "trainer__ckpt_rollouts": True, "eval_prompts": 2, "trainer__eval_interval": 2,
+    }  # fmt: skip
+    first = make_run(plan, **settings)
+    first.faults["log", stop] = Broken()
+    with pytest.raises(Broken):
+        first.train()
+    second = make_run(plan, **settings, trainer__resume_mode="latest").train()
+    assert first.trained + second.trained == stream(10, epochs=2)
+    assert second.trainer.global_step == 5
+    assert all(staleness <= 1 for staleness in second.tracker.of("staleness/max").values())
+    third = make_run(plan, **settings, trainer__resume_mode="latest").train()
+    assert third.trained == []
 
 
-@both
+@every_form
+def test_rejected_prompts_that_leave_fewer_batches_end_it_well(plan):
+    sampling = {"type": "variance", "mode": "refill"}
+    settings = {f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in sampling.items()}
+    run = make_run(plan, prompts=30, trainer__epochs=1, all_right=frozenset(range(0, 30, 2)), **settings).train()
+    assert run.trained == [prompt for prompt in stream(30) if prompt.row % 2]
+    assert run.trainer.global_step == 4
+
+
+@every_form
+def test_a_generate_loop_that_fails_ends_it_with_its_error(plan):
+    run = make_run(plan, prompts=24, trainer__epochs=1)
+    error = run.faults["generate", 3] = Broken("no sample")
+    with pytest.raises(Broken) as caught:
+        run.train()
+    assert caught.value is error
+    assert "generate_batches" in [entry.name for entry in traceback.extract_tb(error.__traceback__)]
+
+
+def test_a_loop_over_no_epochs_is_told_why_it_trains_nothing():
+    run = make_run(EpochsTrainer, prompts=24, trainer__max_training_steps=3)
+    with pytest.raises(UserError, match=r"without a step, and 3 steps are left; a loop over trainer\.epochs=0"):
+        run.train()
+
+
+UNCORRECTED = {"prompts": 24, "trainer__epochs": 1, "trainer__algorithm__off_policy_correction": "none"}
+
+
+@every_form
 def test_stale_samples_that_nothing_corrects_end_the_run_at_the_first_batch(plan):
     run = make_run(plan, **UNCORRECTED)
     with pytest.raises(UserError, match=r"trains samples of policy version 0 in step 2, whose policy is version 1"):

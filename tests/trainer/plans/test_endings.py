@@ -31,7 +31,7 @@ async def never(*args, **kwargs):
 async def error_of(kind, run, *, within):
     """The error that ends the run within ``within`` seconds, with all tasks cancelled and all parts closed."""
     with pytest.raises(kind) as caught:
-        await run.trainer.train()
+        await run.trainer.run()
     assert asyncio.get_running_loop().time() <= within
     if hasattr(run, "client"):
         await run.client.shutdown()
@@ -107,7 +107,7 @@ def test_an_engine_that_is_stuck_in_any_call_ends_the_run_within_its_limit(plan,
 
 def cancelled_after(run, seconds):
     async def scenario():
-        task = asyncio.create_task(run.trainer.train())
+        task = asyncio.create_task(run.trainer.run())
         await asyncio.sleep(seconds)
         task.cancel()
         with suppress(asyncio.CancelledError):  # it may have ended before
@@ -200,7 +200,7 @@ def test_a_second_cancellation_ends_the_update_too(tmp_path):
     run = make_run(RayPPOTrainer, **shared(tmp_path), updating=[1000.0])
 
     async def scenario():
-        task = asyncio.create_task(run.trainer.train())
+        task = asyncio.create_task(run.trainer.run())
         for seconds in (5.0, 7.0):
             await asyncio.sleep(seconds)
             task.cancel()
@@ -218,20 +218,18 @@ def test_a_second_cancellation_ends_the_update_too(tmp_path):
 
 class WithoutEndStep(RayPPOTrainer):
     async def train(self):
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                await self.train_on(await self.generate(prompts))
-                await self.sync_policy_weights_to_inference_engines()
+        for prompts in self.remaining_prompts():
+            await self.train_on(await self.generate(prompts))
+            await self.sync_policy_weights_to_inference_engines()
 
 
 class EndsEarly(RayPPOTrainer):
     async def train(self):
-        async with self.running():
-            for prompts in self.remaining_prompts():
-                status = await self.train_on(await self.generate(prompts))
-                await self.sync_policy_weights_to_inference_engines()
-                await self.end_step(status)
-                return
+        for prompts in self.remaining_prompts():
+            status = await self.train_on(await self.generate(prompts))
+            await self.sync_policy_weights_to_inference_engines()
+            await self.end_step(status)
+            return
 
 
 def test_a_plan_that_never_ends_a_step_is_told_what_it_lacks(caplog):

@@ -386,7 +386,7 @@ def test_engines_that_are_stuck_do_not_keep_back_why_the_weight_sync_failed(plan
 
     run.engines.resume = never
     with pytest.raises(Broken) as caught:
-        run_virtual(within(run.trainer.train(), seconds=60))
+        run_virtual(within(run.trainer.run(), seconds=60))
     assert caught.value is error
     assert "TimeoutError" in "".join(error.__notes__)
 
@@ -418,7 +418,7 @@ def test_ctrl_c_at_any_moment_cancels_both_coroutines_and_closes_what_is_open(pl
     run = make_run(plan, prompts=24, eval_prompts=2, generating=[1.0, 3.0], updating=[2.0])
 
     async def interrupted():
-        task = asyncio.create_task(run.trainer.train())
+        task = asyncio.create_task(run.trainer.run())
         await asyncio.sleep(after)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -611,16 +611,15 @@ def test_the_kl_penalty_in_the_reward_has_what_it_needs(plan):
 def test_groups_that_a_plan_trains_again_count_in_the_staleness():
     class Replays(RayPPOTrainer):
         async def train(self):
-            async with self.running():
-                before = None
-                for prompts in self.remaining_prompts():
-                    rollout = await self.generate(prompts)
-                    if before is not None:
-                        await self.learn_from(before.groups)
-                    status = await self.train_on(rollout)
-                    await self.sync_policy_weights_to_inference_engines()
-                    await self.end_step(status)
-                    before = rollout
+            before = None
+            for prompts in self.remaining_prompts():
+                rollout = await self.generate(prompts)
+                if before is not None:
+                    await self.learn_from(before.groups)
+                status = await self.train_on(rollout)
+                await self.sync_policy_weights_to_inference_engines()
+                await self.end_step(status)
+                before = rollout
 
     run = make_run(Replays, prompts=12).train()
     assert run.tracker.of("staleness/max") == {1: 0, 2: 1, 3: 1}

@@ -62,7 +62,7 @@ def test_what_a_run_holds_does_not_grow(plan: str, tmp_path: Path) -> None:
         clock = asyncio.get_running_loop().time
         trainer.context.phases.timeline = Timeline(run_dir.timeline, clock=clock, memory=64)
         trainer.callbacks.append(counting)
-        await trainer.train()
+        await trainer.run()
         assert len((run_dir.path / "metrics.jsonl").read_text().splitlines()) == STEPS + 1
 
     run_virtual(run())

@@ -54,7 +54,7 @@ def test_the_queue_never_holds_more_than_its_size(depth, generating, updating):
 
         async def _run_training(self, buffer):
             self.buffer = buffer
-            await super()._run_training(buffer)
+            return await super()._run_training(buffer)
 
         def _tell(self, event, *args):
             most.append(self.buffer.qsize() if hasattr(self, "buffer") else 0)
@@ -97,7 +97,7 @@ def test_the_depth_may_exceed_the_number_of_steps():
 
 def test_the_class_defines_its_loop_and_nothing_that_the_base_class_has():
     own = {name for name in vars(AsyncRayPPOTrainer) if not name.startswith("__")}
-    assert own - {"_abc_impl"} == {"train", "_run_generate_loop", "_run_training", "asynchronous", "reads"}
+    assert own - {"_abc_impl"} == {"train", "_train_batches", "asynchronous", "reads"}
 
 
 def test_the_loop_fits_on_a_screen():

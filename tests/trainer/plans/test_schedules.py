@@ -133,7 +133,7 @@ def play(settings_: dict[str, Any], seed: int, failures: float) -> None:
 
 
 async def interruptible(trainer: Any, after: float | None) -> None:
-    task = asyncio.create_task(trainer.train())
+    task = asyncio.create_task(trainer.run())
     if after is not None:
         asyncio.get_running_loop().call_later(after, task.cancel)
     await task

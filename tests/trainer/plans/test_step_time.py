@@ -73,7 +73,7 @@ def slow_run(plan: Any, folder: Path, **settings: Any) -> tuple[Run, float]:
     run.tracker.__class__ = TimedTracker
 
     async def train() -> float:
-        await run.trainer.train()
+        await run.trainer.run()
         return asyncio.get_running_loop().time()
 
     return run, run_virtual(train())
@@ -134,7 +134,7 @@ async def test_a_callback_of_a_steps_beginning_has_the_metrics_of_that_step():
             trainer.metrics["mine"] = float(step)
 
     run = make_run(PLANS[0], prompts=12, callbacks=[Adds()])
-    await run.trainer.train()
+    await run.trainer.run()
     assert run.tracker.of("mine") == {1: 1.0, 2: 2.0, 3: 3.0}
 
 
