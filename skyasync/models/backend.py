@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from skyasync.models import VOCABULARY, MeshShape
 from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.utils.manifest import Sums
 from skyasync.weight_sync.adapters import Adapter
-from skyasync.weight_sync.full_tensors import FileLayout, gathered
+
+if TYPE_CHECKING:
+    from skyasync.weight_sync.full_tensors import FileLayout
 
 LOGPROBS, ENTROPY, VALUES, TOP_K, TOKEN_LOGPROBS = "logprobs", "entropy", "values", "top_k", "token_logprobs"
 """Outputs, zero where there is no loss token, ``[rows, length]`` unless stated: the log-probability of each loss token;
@@ -288,6 +290,8 @@ class ModelBackend(ABC):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """The same, whole. All ranks go through it to the end; a rank needs memory for one of them at a time."""
+        from skyasync.weight_sync.full_tensors import gathered  # torch's distributed tensors; the controller has none
+
         return gathered(self.sharded_weights())
 
     def file_layout(self) -> FileLayout | None:

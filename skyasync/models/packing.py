@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from skyasync.models import MAX_PADDING, MIN_SAVED_TOKENS
-from skyasync.models.attention import NO_END, PackedBlock, blocks_of
 from skyasync.models.batch import B, TokenBatch
 from skyasync.models.images import Images, ImageTokens
+from skyasync.models.packed_blocks import NO_END, PackedBlock, blocks_of
 
 
 @dataclass

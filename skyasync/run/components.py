@@ -87,7 +87,6 @@ class Components:
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, at the same time unless they share devices, and hand them to the trainer."""
         from skyasync.models.images import ImageTokens, images_of, reads_images
-        from skyasync.models.vision import blank_prompt
         from skyasync.observability.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
         from skyasync.run.resource_monitor import ResourceMonitor
@@ -103,6 +102,8 @@ class Components:
         sees = reads_images(path := settings.policy.model.path)
         probe = choose_probe(prompts, PROBE_TOKENS, cuts=not sees)
         if sees and not any(map(ImageTokens.images_of, probe)):
+            from skyasync.models.vision import blank_prompt  # transformers' models; other runs do without
+
             probe.append(blank_prompt(path, probe[0][:BLANK_TOKENS]))
         source, destination = self.dispatch, self.client
         if settings.placement.colocate_all or cfg.generator.hybrid_engines:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import revert_weight_conversion
 
 from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, meta_tensors, specs_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @runtime_checkable
@@ -92,10 +92,15 @@ class FileLayout:
     @staticmethod
     def differs(model: PreTrainedModel) -> bool:
         """Whether the model may join or rename anything of its files."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
         return bool(get_model_conversion_mapping(model))
 
     def split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """These parameters as the tensors of files."""
+        # Imported here: the controller's process uses this module and no model.
+        from transformers.core_model_loading import revert_weight_conversion
+
         with self._adapters.detached() if self._adapters else nullcontext():  # transformers looks at the model's layers
             tensors: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
         return tensors

@@ -18,7 +18,6 @@ from torch.nn.attention import flex_attention
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from skyasync.models.attention import (
-    NO_END,
     RECOMPILATIONS,
     MaskSpec,
     allow_recompilations,
@@ -29,6 +28,7 @@ from skyasync.models.attention import (
 )
 from skyasync.models.batch import TokenBatch
 from skyasync.models.heads import load_causal_lm
+from skyasync.models.packed_blocks import NO_END
 from skyasync.models.packing import MicroBatches
 from skyasync.models.parallel import context
 from skyasync.models.token_model import TokenModel

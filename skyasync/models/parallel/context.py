@@ -36,9 +36,10 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from skyasync.errors import UserError
-from skyasync.models.attention import NO_END, AttentionPlan, window_mask
+from skyasync.models.attention import AttentionPlan, window_mask
 from skyasync.models.config import ATTENDING, config_value, head_size
 from skyasync.models.fsdp.sharding import Mesh
+from skyasync.models.packed_blocks import NO_END
 from skyasync.models.packing import Layout
 from skyasync.models.token_model import can_share_prefixes
 
