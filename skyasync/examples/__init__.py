@@ -1,2 +1,2 @@
-"""What the first command trains: a tiny chat model, made on this machine, and its instructions. Part of the package, so
+"""What the first command trains: a tiny chat model and its instructions. Part of the package, so
 that it trains wherever the package is installed; the other examples are in the repository."""
