@@ -24,6 +24,7 @@ from skyasync.config.schema import Config
 from skyasync.config.values import dotted
 from skyasync.envs import ENVS
 from skyasync.errors import UserError
+from skyasync.inference.interface import ENGINES
 from skyasync.observability import TRACKERS
 from skyasync.registry import Registry
 from skyasync.rewards import REWARDS
@@ -62,6 +63,14 @@ OF_AGENTS = (
     "generator.reasoning_parser",
     "generator.tool_parser",
     "generator.turn_discount",
+)
+
+#: A run that sets one of these has an engine that the transformers engine may not be able to replace.
+OF_CHOSEN_ENGINES = (
+    "generator.backend",
+    "generator.engines",
+    "generator.engine_kwargs",
+    "generator.inference_engine_tensor_parallel_size",
 )
 
 
@@ -167,9 +176,10 @@ class TrainResult:
     settings: dict[str, Any] = field(repr=False)
 
     def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
-        """One response of the trained policy to each prompt (text, or a conversation), with the run's engine.
+        """One response of the trained policy to each prompt (text, or a conversation).
 
-        The engine starts for this call, so pass all prompts at once. Sampling is that of evaluation. Agents and
+        An engine starts for this call, so pass all prompts at once. It is the transformers engine, which starts in a
+        fraction of vLLM's time, unless the run's settings chose an engine. Sampling is that of evaluation. Agents and
         environments are left out: the model answers each prompt once.
 
         Raises:
@@ -182,6 +192,9 @@ class TrainResult:
         one = {key: value for key, value in engines.items() if not key.startswith(OF_AGENTS)}
         one["generator.eval_n_samples_per_prompt"] = 1
         one["trainer.algorithm.off_policy_correction"] = "none"  # nothing is trained: any sampling is allowed
+        of_vllm = tuple(f".{name}" for name in ENGINES.about("vllm").can["sampling"])
+        if not any(key in OF_CHOSEN_ENGINES or key.endswith(of_vllm) for key in one):
+            one["generator.backend"] = "transformers"
         episodes = rollouts(self.model, rows, "zero", settings=one, evaluation=True)
         if len(episodes) < len(rows):
             raise UserError(

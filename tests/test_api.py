@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,24 @@ def test_the_engine_of_a_run_is_made_again_from_its_own_settings_alone(monkeypat
         "generator.tool_parser": "mistral", "trainer.placement.colocate_policy_critic": False,
     }  # fmt: skip
     asked = _asked_of_engines(monkeypatch, settings, ["1+1"])
-    fixed = {"generator.eval_n_samples_per_prompt": 1, "trainer.algorithm.off_policy_correction": "none"}
+    fixed = {
+        "generator.backend": "transformers",
+        "generator.eval_n_samples_per_prompt": 1,
+        "trainer.algorithm.off_policy_correction": "none",
+    }
     assert asked == kept | fixed
+
+
+def test_the_transformers_engine_answers_unless_the_run_chose_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _asked_of_engines(monkeypatch, {"generator.max_num_seqs": 8}, ["1+1"])["generator.backend"] == "transformers"
+    # vLLM need not be installed: the settings are not checked.
+    monkeypatch.setitem(globals(), "_configured", lambda *arguments: nullcontext())
+    for chosen in (
+        {"generator.backend": "vllm"},
+        {"generator.engine_kwargs": {"enforce_eager": True}},
+        {"generator.sampling_params.structured_outputs": {"regex": "[0-9]+"}},
+    ):
+        assert _asked_of_engines(monkeypatch, chosen, ["1+1"]).get("generator.backend", "vllm") == "vllm"
 
 
 def test_empty_text_is_a_value() -> None:
