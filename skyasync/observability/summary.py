@@ -232,6 +232,25 @@ def _figure(summary: Summary, name: str, form: str) -> str:
     return text
 
 
+def run_times(rows: Sequence[Row], ended_s: float) -> str:
+    """``start 0:34, 30 steps 1:11, evaluation 0:14, finish 0:09``: the seconds of a run; "" if it has no steps.
+
+    Args:
+        rows: of one run of a program; without those before a resume.
+        ended_s: when everything had ended, in seconds since 1970 as in the rows' ``time``.
+    """
+    summary = summarise(rows)
+    if not summary.steps:
+        return ""
+    spans: list[tuple[str, float]] = []
+    if summary.start_s is not None:
+        spans.append(("start", summary.start_s))
+    spans.append((f"{summary.steps} steps", summary.total_s - sum(summary.between.values())))
+    spans += summary.between.items()
+    spans.append(("finish", ended_s - rows[-1]["time"]))
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
+
+
 def render(summary: Summary) -> Group:
     """The summary for a terminal: figures, the breakdown of a step, the sentence."""
     lines = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
@@ -329,6 +330,7 @@ class BasePPOExp:
 
     def run(self) -> dict[str, float] | None:
         """Train on a Ray cluster; returns the last metrics, or None if the run was stopped."""
+        self.began_s = time.time()
         self.prepare()
         assert self.run_dir is not None
         return launch.run(self, self.run_dir)

@@ -34,11 +34,18 @@ T = TypeVar("T")
 
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
     """Train; the last metrics, or None if the run was stopped."""
+    if experiment.began_s is None:
+        experiment.began_s = time.time()
+    metrics = _run(experiment, folder)
+    _print_times(folder, experiment.began_s)
+    return metrics
+
+
+def _run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
     from skyasync.observability.report.page import write_report
     from skyasync.observability.run_dir import status_file
     from skyasync.observability.timeline import to_the_end
 
-    experiment.began_s = time.time()
     started: list[bool] = []  # not empty once the run has started processes
     engine = chosen_engine(experiment.cfg)
     folder.error.unlink(missing_ok=True)  # of the command before
@@ -55,6 +62,16 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
         if experiment.cfg.trainer.report and folder.metrics.exists():
             write_report(folder.path)  # last: it shows how the run has ended
         unlock_run(folder.path)
+
+
+def _print_times(folder: RunDirectory, began_s: float) -> None:
+    """Print where the seconds of the run went, until now."""
+    from skyasync.observability import jsonl
+    from skyasync.observability.summary import run_times
+
+    rows = [row for row in jsonl.read_rows(folder.metrics) if row.get("time", 0.0) >= began_s]
+    if line := run_times(rows, time.time()):
+        print(line)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 
 from skyasync.observability import summary
-from skyasync.observability.summary import Evaluation, render, summarise
+from skyasync.observability.summary import Evaluation, render, run_times, summarise
 
 
 def step(number, step_s=2.0, **values):
@@ -164,3 +164,17 @@ def test_metrics_that_cannot_be_summed_up_are_a_warning(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time/step_s": "long"}\n')
     assert not summary.print_summary(tmp_path / "metrics.jsonl")
     assert "no summary of" in caplog.text
+
+
+def test_the_times_of_a_run_are_all_of_its_seconds():
+    rows = [
+        {"step": 0, "time": 130.0, "eval/score": 0.5},
+        step(1, 10.0, time__start_s=30.0, time__eval_s=4.0, time=144.0),
+        step(2, 8.0, time=152.0),
+    ]
+    assert run_times(rows, 159.0) == "start 0:30, 2 steps 0:18, evaluation 0:04, finish 0:07"
+
+
+def test_a_run_without_steps_has_no_times():
+    assert run_times([{"step": 0, "time": 130.0, "eval/score": 0.5}], 140.0) == ""
+    assert run_times([], 140.0) == ""
