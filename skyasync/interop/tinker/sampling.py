@@ -169,7 +169,13 @@ class SamplingQueue:
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     def submit(self, request: types.SampleRequest, snapshot: str) -> str:
-        """The request's id, the first one if it comes twice."""
+        """The request's id, the first one if it comes twice.
+
+        Raises:
+            UserError: for more samples than a request may have.
+        """
+        if not 1 <= request.num_samples <= MOST_SAMPLES:
+            raise UserError(f"num_samples is {request.num_samples}, not from 1 to {MOST_SAMPLES}")
         own = f"{request.sampling_session_id}:{request.seq_id}"
         name = own if request.sampling_session_id and request.seq_id is not None else f"sample:{secrets.token_hex(8)}"
         if name not in self._answers:
@@ -246,8 +252,6 @@ class SamplingQueue:
 
     def _samplings(self, request: types.SampleRequest, prompt: int) -> list[SamplingParams]:
         params, stop = request.sampling_params, request.sampling_params.stop
-        if not 1 <= request.num_samples <= MOST_SAMPLES:
-            raise UserError(f"num_samples is {request.num_samples}, not from 1 to {MOST_SAMPLES}")
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         if len(stops) > MOST_STOPS or any(isinstance(each, str) and len(each) > LONGEST_STOP for each in stops):
             raise UserError(f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters")

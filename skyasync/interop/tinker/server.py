@@ -38,8 +38,8 @@ from skyasync.errors import UserError
 from skyasync.inference.origin_check import is_loopback
 from skyasync.interop.tinker.sampling import SamplingQueue
 from skyasync.interop.tinker.store import Checkpoint, Store
-from skyasync.interop.tinker.training import TrainingQueue
-from skyasync.interop.tinker.wire import PROTOBUF
+from skyasync.interop.tinker.training import TrainingQueue, check_lifetime
+from skyasync.interop.tinker.wire import PROTOBUF, check_padding
 from skyasync.interop.tinker.worker import BASE
 
 KEY_VARIABLE = "SKYASYNC_TINKER_KEY"
@@ -48,6 +48,8 @@ MOST_BYTES = 1 << 24  # of a body; clients send at most about 5 MB at a time
 WAITING_CONNECTIONS = 1024
 LARGEST_SEED = 1 << 63
 PAGE = 1000  # entries of a list
+MOST_METADATA = 1 << 14  # bytes as JSON, of what a client says of a session, a model or a checkpoint
+LATEST = 253402300799  # the last second of the year 9999
 M = TypeVar("M", bound=BaseModel)
 
 CLIENT_CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False,
@@ -202,26 +204,26 @@ class TinkerServer:
     async def _create_session(self, request: web.Request) -> web.Response:
         body = await read_json(request)
         about = {name: body.get(name) for name in ("tags", "user_metadata", "display_name", "sdk_version")}
+        _check_metadata(about)
         session = secrets.token_hex(16)
         self._store.add_session(session, about)
         return web.json_response({"type": "create_session", "session_id": session})
 
     async def _sessions(self, request: web.Request) -> web.Response:
         first, limit = _page(request)
-        return web.json_response({"sessions": list(self._store.sessions())[first : first + limit]})
+        return web.json_response({"sessions": self._store.sessions(first, limit)})
 
     async def _session(self, request: web.Request) -> web.Response:
         session = request.match_info["session"]
-        about = self._known_session(session)
+        self._check_session(session)
+        about = self._store.session(session)
         models = [model["id"] for model in self._store.models(session)]
         named = {name: about.get(name) for name in ("user_metadata", "display_name")}
         return web.json_response({"training_run_ids": models, "sampler_ids": self._store.samplers(session), **named})
 
-    def _known_session(self, session: str) -> dict[str, Any]:
-        sessions = self._store.sessions()
-        if session not in sessions:
-            raise RequestError(f"there is no session {session}", status=404)
-        return sessions[session]
+    def _check_session(self, session: str) -> None:
+        if not self._store.has_session(session):
+            raise RequestError(f"there is no session {session:.100}", status=404)
 
     def _check_base(self, name: str | None) -> None:
         if name not in (None, "", self._base_model):
@@ -229,7 +231,7 @@ class TinkerServer:
 
     async def _create_model(self, request: web.Request) -> web.Response:
         body = await _parsed(request, types.CreateModelRequest)
-        self._known_session(body.session_id)
+        self._check_session(body.session_id)
         self._check_base(body.base_model)
         lora = body.lora_config
         if body.optimizer_config.type != "adamw":
@@ -251,7 +253,7 @@ class TinkerServer:
             return _future(self._submit(body.model_id, body.seq_id, "load_weights", payload))
         if body.session_id is None or body.model_seq_id is None:
             raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
-        self._known_session(body.session_id)
+        self._check_session(body.session_id)
         self._check_base(body.base_model)
         return self._add_model(body, self._known_checkpoint(body.path).rank, 0, "load_weights", payload)
 
@@ -259,6 +261,7 @@ class TinkerServer:
         self, body: types.CreateModelRequest | types.LoadWeightsRequest, rank: int, seed: int, kind: str, payload: bytes
     ) -> web.Response:
         """With its first request."""
+        _check_metadata(body.user_metadata)
         session = str(body.session_id)
         model = f"{session}:train:{_number(body.model_seq_id, 'model_seq_id', 0)}"
         self._store.add_model(model, session, rank, seed, body.user_metadata or {})
@@ -290,11 +293,22 @@ class TinkerServer:
             message = pb.ForwardBackwardRequest.FromString(payload)
         except DecodeError as error:
             raise RequestError(f"the request is no ForwardBackwardRequest: {error}") from error
+        try:
+            check_padding(message)
+        except UserError as error:
+            self._skip({"model_id": message.model_id, "seq_id": message.seq_id}, str(error))
+            raise
         submitted = self._submit(message.model_id, message.seq_id, "forward_backward", payload)
         return _future(submitted, message.model_id)
 
     async def _training_request(self, kind: str, request: web.Request) -> web.Response:
         body: Any = await self._parsed_or_skipped(request, TRAINING_REQUESTS[kind])
+        try:
+            check_lifetime(getattr(body, "ttl_seconds", None))
+            _check_metadata(getattr(body, "user_metadata", None))
+        except (UserError, RequestError) as error:
+            self._skip(body.model_dump(), str(error))
+            raise
         return _future(self._submit(body.model_id, body.seq_id, kind, await request.read()), body.model_id)
 
     async def _parsed_or_skipped(self, request: web.Request, schema: type[M]) -> M:
@@ -336,7 +350,7 @@ class TinkerServer:
 
     async def _create_sampler(self, request: web.Request) -> web.Response:
         body = await _parsed(request, types.CreateSamplingSessionRequest)
-        self._known_session(body.session_id)
+        self._check_session(body.session_id)
         self._check_base(body.base_model)
         number = _number(body.sampling_session_seq_id, "sampling_session_seq_id", 0)
         snapshot, sampler = self._sampled_checkpoint(body.model_path), f"{body.session_id}:sample:{number}"
@@ -420,8 +434,7 @@ class TinkerServer:
     async def _expire_checkpoint(self, request: web.Request) -> web.Response:
         checkpoint, body = self._requested_checkpoint(request), await read_json(request)
         seconds = body.get("ttl_seconds")
-        if seconds is not None and (type(seconds) is not int or not 0 <= seconds <= INT32):
-            raise RequestError(f"ttl_seconds is {seconds!r:.100}, not a number of seconds", "ttl_seconds")
+        check_lifetime(seconds)
         now = datetime.now(UTC).timestamp()
         self._store.expire(checkpoint.path, None if seconds is None else now + seconds)
         return web.json_response({})
@@ -456,7 +469,13 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()
+
+
+def _check_metadata(about: object) -> None:
+    size = len(json.dumps(about))
+    if size > MOST_METADATA:
+        raise RequestError(f"user_metadata and tags have {size} bytes as JSON; {MOST_METADATA} are the most")
 
 
 def _page(request: web.Request) -> tuple[int, int]:
@@ -518,6 +537,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         problem = error
     except UserError as error:
         problem = RequestError(str(error))
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold and no database
+        problem = RequestError("a text of the request is not valid Unicode")
     except Exception as error:
         problem, category = RequestError(f"{type(error).__name__}: {error}", status=500), "server"
     body = {"error": str(problem), "category": category, "detail": str(problem), "code": problem.code}

@@ -21,7 +21,7 @@ create table if not exists models (
     state_seq integer default -1, state text default '');
 create table if not exists requests (
     id text primary key, model text, seq integer, kind text, payload blob, result blob, ok integer, retrieved integer
-    default 0);
+    default 0, attempts integer default 0);
 create index if not exists by_model on requests (model, seq);
 create table if not exists samplers (id text primary key, session text, number integer, snapshot text);
 create table if not exists checkpoints (
@@ -33,12 +33,15 @@ RETAINED_RESULTS = 64
 
 
 class StoredRequest(NamedTuple):
+    """``attempts``: servers that have begun it; without a result, all but the present one were lost meanwhile."""
+
     id: str
     seq: int
     kind: str
     payload: bytes
     result: bytes | None
     ok: bool
+    attempts: int = 0
 
 
 class Checkpoint(NamedTuple):
@@ -65,6 +68,8 @@ class Store:
         self._database.row_factory = sqlite3.Row
         self._database.execute("pragma journal_mode=wal")
         self._database.executescript(SCHEMA)
+        if "attempts" not in {row["name"] for row in self._rows("pragma table_info(requests)")}:
+            self._database.execute("alter table requests add column attempts integer default 0")
         self._version = 0  # the last one given to a checkpoint by this server
 
     def close(self) -> None:
@@ -82,9 +87,20 @@ class Store:
     def add_session(self, session: str, about: Mapping[str, Any]) -> None:
         self._write("insert into sessions values (?, ?, ?)", session, json.dumps(dict(about)), time.time())
 
-    def sessions(self) -> dict[str, dict[str, Any]]:
-        """What was told of each, the newest first."""
-        return {row["id"]: json.loads(row["about"]) for row in self._rows("select * from sessions order by rowid desc")}
+    def sessions(self, first: int, limit: int) -> list[str]:
+        """The ids of a page, the newest session first."""
+        rows = self._rows("select id from sessions order by rowid desc limit ? offset ?", limit, first)
+        return [row["id"] for row in rows]
+
+    def has_session(self, session: str) -> bool:
+        return bool(self._rows("select 1 from sessions where id = ?", session))
+
+    def session(self, session: str) -> dict[str, Any]:
+        """What the client said of it. Raises ``KeyError`` if there is no such session."""
+        for row in self._rows("select about from sessions where id = ?", session):
+            about: dict[str, Any] = json.loads(row["about"])
+            return about
+        raise KeyError(session)
 
     def add_sampler(self, sampler: str, session: str, number: int, snapshot: str) -> None:
         """Args: snapshot: the folder of its checkpoint; "" samples from the base model."""
@@ -122,6 +138,10 @@ class Store:
 
     def request(self, request: str) -> StoredRequest | None:
         return next(iter(self._requests("id = ?", request)), None)
+
+    def count_attempt(self, request: str, number: int) -> None:
+        """Add to the servers that have begun a request: 1, or -1 if one leaves it to the next on purpose."""
+        self._write("update requests set attempts = attempts + ? where id = ?", number, request)
 
     def unfinished(self) -> list[str]:
         """The models that have requests without a result."""
@@ -187,18 +207,26 @@ class Store:
 
     def checkpoint(self, name: str) -> Checkpoint | None:
         """By its path, or by its folder, which no other one has if it is replaced by one of the same path."""
-        return next((each for each in self.checkpoints() if name in (each.path, each.folder)), None)
+        rows = self._rows("select * from checkpoints where path = ? or folder = ?", name, name)
+        return next(iter(self._unexpired(rows)), None)
 
     def checkpoints(self, model: str = "", *, named: bool | None = None) -> list[Checkpoint]:
         """Those that have not expired, the oldest first; the files of others are removed."""
-        chosen = []
-        for row in self._rows("select * from checkpoints order by created, number"):
+        return [
+            checkpoint
+            for checkpoint in self._unexpired(self._rows("select * from checkpoints order by created, number"))
+            if model in ("", checkpoint.model) and named in (None, checkpoint.named)
+        ]
+
+    def _unexpired(self, rows: list[sqlite3.Row]) -> list[Checkpoint]:
+        checkpoints = []
+        for row in rows:
             checkpoint = Checkpoint(*row)._replace(about=json.loads(row["about"]))
             if checkpoint.expires is not None and checkpoint.expires < time.time():
                 self.remove_checkpoint(checkpoint)
-            elif model in ("", checkpoint.model) and named in (None, checkpoint.named):
-                chosen.append(checkpoint)
-        return chosen
+            else:
+                checkpoints.append(checkpoint)
+        return checkpoints
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._write("delete from checkpoints where path = ?", checkpoint.path)

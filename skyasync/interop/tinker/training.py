@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from tinker import types
 
+from skyasync.config.schema.sampling import INT32
 from skyasync.errors import UserError, headline
 from skyasync.interop.tinker.store import Checkpoint, Store, StoredRequest
 from skyasync.interop.tinker.wire import loss_batch, loss_result
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 STEPS_PER_STATE = 8
 """Optimizer steps from one saved state of a model to the next: as many are repeated after a loss, at most."""
+MOST_ATTEMPTS = 3
+"""Servers that may be lost while they work on a request; the next one gives it up."""
 SNAPSHOTS = 16
 """Snapshots without a name that a model has; samplers of older ones are rejected."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -53,6 +56,12 @@ class RequestOutcome(NamedTuple):
     ok: bool = True
 
 
+def check_lifetime(seconds: object) -> None:
+    """Raises UserError for what cannot be a checkpoint's ``ttl_seconds``."""
+    if seconds is not None and (type(seconds) is not int or not 0 <= seconds <= INT32):
+        raise UserError(f"ttl_seconds is {seconds!r:.100}, not a whole number of seconds from 0 to {INT32}")
+
+
 class TrainingQueue:
     """Args:
     vocabulary: of the policy's model.
@@ -65,6 +74,7 @@ class TrainingQueue:
         self._arrived: dict[str, asyncio.Event] = {}  # of a model, whose task waits for it
         self._finished: dict[str, asyncio.Event] = {}  # of a request
         self._steps: dict[str, int] = {}  # of a model since its last state
+        self._counts: dict[str, Callable[[], None]] = {}  # of a model: counts an attempt at its request
         self._tasks: set[asyncio.Task[None]] = set()
         turns.restore = self._restore
         self._work: Mapping[str, Callable[[Dispatch, str, bytes], Awaitable[RequestOutcome]]] = {
@@ -126,7 +136,22 @@ class TrainingQueue:
             following += 1
 
     async def _carry_out(self, model: str, request: StoredRequest) -> None:
+        if request.attempts >= MOST_ATTEMPTS:
+            problem = f"it was given up: {request.attempts} servers were lost while they worked on it"
+            log.warning("request %s of Tinker's API: %s", request.id, problem)
+            self._fail(model, request, problem, "server")
+            return
+        counted = False
+
+        def count() -> None:
+            """Count this server for the request, once, when the model has its turn."""
+            nonlocal counted
+            if not counted:
+                counted = True
+                self._store.count_attempt(request.id, 1)
+
         async def work(dispatch: Dispatch) -> tuple[RequestOutcome, str]:
+            count()
             outcome = await self._work[request.kind](dispatch, model, request.payload)
             self._steps[model] = self._steps.get(model, 0) + (request.kind == "optim_step")
             if not outcome.state and self._steps[model] < STEPS_PER_STATE:
@@ -135,16 +160,20 @@ class TrainingQueue:
             self._steps[model] = 0
             return outcome, state
 
+        self._counts[model] = count
         try:
             outcome, state = await self._turns.run(model, work)
+        except asyncio.CancelledError:
+            if counted:  # this server ends as it should
+                self._store.count_attempt(request.id, -1)
+            raise
         except Exception as error:
             if self._turns.ended.done():  # the next server carries it out
                 raise
             mine = isinstance(error, UserError | ValueError)
             if not mine:
                 log.warning("request %s of Tinker's API has failed", request.id, exc_info=error)
-            failure = {"error": headline(error), "category": "user" if mine else "server"}
-            self._store.finish(request, model, json.dumps(failure).encode(), ok=False)
+            self._fail(model, request, headline(error), "user" if mine else "server")
             return
         obsolete = self._store.finish(
             request, model, outcome.result, ok=outcome.ok, state=state, checkpoint=outcome.checkpoint
@@ -155,8 +184,14 @@ class TrainingQueue:
             for old in self._store.checkpoints(model, named=False)[:-SNAPSHOTS]:
                 self._store.remove_checkpoint(old)
 
+    def _fail(self, model: str, request: StoredRequest, problem: str, category: str) -> None:
+        """Store an error as the request's result."""
+        failure = json.dumps({"error": problem, "category": category}).encode()
+        self._store.finish(request, model, failure, ok=False)
+
     async def _restore(self, model: str, dispatch: Dispatch) -> None:
         """Into ranks that do not have the model: its last state, and what has been done since."""
+        self._counts[model]()
         row = self._store.model(model)
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, "forget", model)
@@ -250,6 +285,7 @@ class TrainingQueue:
         """A checkpoint that has no folder yet."""
         if not name or not _NAME.fullmatch(name):
             raise UserError(f"{name!r} cannot name a checkpoint: up to 128 of letters, digits, '.', '_' and '-'")
+        check_lifetime(ttl_s)
         path, now, rank = f"tinker://{model}/{kind}/{name}", time.time(), self._store.model(model)["rank"]
         if not overwrite and self._store.checkpoint(path) is not None:
             raise UserError(f"there is a checkpoint {path} already: choose another name")

@@ -18,7 +18,24 @@ from skyasync.inference.interface import GenerationOutput
 from skyasync.interop.tinker.losses import LOSSES, NOT_SUPPORTED, LossBatch, token_losses
 
 PROTOBUF = "application/x-protobuf"
+_TOKEN_BYTES = 4  # int32
+MOST_POSITIONS = 1 << 23
+"""Tokens of a request's rows after padding to the longest, of which each takes some 200 bytes while it is computed."""
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+
+
+def check_padding(message: pb.ForwardBackwardRequest) -> None:
+    """Raises UserError for a request whose rows would take too much memory as one padded batch."""
+    longest = 0
+    for datum in message.data:
+        size = sum(len(chunk.encoded_text.tokens) for chunk in datum.model_input)
+        longest = max(longest, size // _TOKEN_BYTES + 1)
+    rows = len(message.data)
+    if rows * longest > MOST_POSITIONS:
+        raise UserError(
+            f"the request's {rows} rows, padded to the longest of {longest} tokens, have {rows * longest} positions; "
+            f"{MOST_POSITIONS} are the most: send long rows in a request of their own"
+        )
 
 
 def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
@@ -35,6 +52,7 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
         raise UserError(unknown("loss", name, LOSSES))
     if not message.data:
         raise UserError("the request has no data")
+    check_padding(message)
     settings = _settings(message, LOSSES[name].settings)
     rows, inputs = list[NDArray[np.int64]](), list[dict[str, Floats]]()
     for index, datum in enumerate(message.data):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tinker.lib.public_interfaces.training_client import TrainingClient
 
 from skyasync.interop.tinker import training
 from skyasync.interop.tinker.server import CLIENT_CONFIG
+from skyasync.interop.tinker.store import Store
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.interop.tinker.local_server import tinker_server, with_sdk
 from tests.interop.tinker.test_losses import encoded
@@ -332,3 +335,44 @@ async def test_passes_since_the_last_step_are_counted_for_each_model(model: str,
 
         await with_sdk(up.server, program)
         assert up.dispatches[0]._policy.backend.passes == 1
+
+
+async def test_a_request_that_has_lost_servers_is_given_up_and_the_next_goes_on(model: str, tmp_path: Path) -> None:
+    """A copy of a server's folder while it works is what a killed server leaves."""
+
+    def begin(service: Any) -> str:
+        client = service.create_lora_training_client(model, 4, 1).result()
+        client.forward_backward([FIRST], "cross_entropy").result()
+        return str(client.model_id)
+
+    def outcomes(service: Any, name: str) -> tuple[str, list[float]]:
+        client = resumed(service, name, 1)
+        lost = client.forward_backward([SECOND], "cross_entropy")
+        following = client.forward_backward([FIRST], "cross_entropy")
+        with pytest.raises(tinker.RequestFailedError) as raised:
+            lost.result()
+        return str(raised.value), following.result().loss_fn_outputs[0]["logprobs"].data
+
+    folders = [tmp_path / str(number) for number in range(training.MOST_ATTEMPTS + 1)]
+    name = ""
+    for number, (folder, copy) in enumerate(itertools.pairwise(folders)):
+        async with tinker_server(model, folder) as up:
+            if not name:
+                name = await with_sdk(up.server, begin)
+            working = asyncio.Event()
+
+            async def works_for_ever(batch: Any, working: asyncio.Event = working) -> None:
+                working.set()
+                await asyncio.Event().wait()
+
+            with mock.patch.object(up.dispatches[0], "forward_backward", works_for_ever):
+                up.server._training.submit(name, 2, "forward_backward", encoded([SECOND], "cross_entropy"))
+                await asyncio.wait_for(working.wait(), 60)
+                await asyncio.to_thread(shutil.copytree, folder, copy)
+        store = Store(folder)
+        assert store.request(f"{name}:2").attempts == number, "a server that ends as it should is not counted"
+        store.close()
+    async with tinker_server(model, folders[-1]) as up:
+        problem, logprobs = await with_sdk(up.server, lambda service: outcomes(service, name))
+    assert "given up: 3 servers were lost while they worked on it" in problem
+    assert len(logprobs) == 4
