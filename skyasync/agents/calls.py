@@ -17,7 +17,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
@@ -34,7 +34,7 @@ from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
 from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
-from skyasync.models.images import images_of, reads_images
+from skyasync.models.images import Image, images_of, pixels, reads_images
 from skyasync.rollout.generator_api import request_seed
 from skyasync.rollout.types import TrajectoryId, action_of
 
@@ -43,6 +43,7 @@ FREE_BYTES, BYTES_PER_TOKEN = 2**20, 16  # of a request to a model: text takes a
 LONG_REPLY = 1024  # tokens that are read in milliseconds; a thread reads longer replies
 MOST_LISTED = 2**18  # tokens of one answer that are sent with their log-probabilities or ids: about 200 bytes each
 READING_SHARE = 0.1  # most of the time that may go into reading incomplete replies
+MOST_PIXELS = 1 << 27  # of a request's images together: 400 MB when they are decoded
 MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
 STORED_CHARACTERS = 32 * 1024**2  # of all these conversations together
 INLINE = 16 * 1024  # bytes or characters read in milliseconds; of longer requests an episode has one read at a time
@@ -170,7 +171,10 @@ class Calls:
         Raises:
             RequestError: if there are none, or tokens that the model does not have.
         """
-        if max(size, _characters(request)) <= INLINE:
+        images = images_of(request.messages)
+        if images:
+            _check_images(images)
+        elif max(size, _characters(request)) <= INLINE:
             return self._prompt(session, request)
         async with session.tokenising:  # one at a time, so that all episodes have their turns
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._prompt, session, request)
@@ -244,6 +248,14 @@ class Calls:
         most = len(self.chat.tokenizer)
         if not all(0 <= token < most for token in tokens):
             raise RequestError(f"{name} has token ids outside of 0 to {most - 1}", name)
+
+
+def _check_images(images: Sequence[Image]) -> None:
+    """Raises ``RequestError`` if the images of a request have too many pixels together."""
+    count = sum(map(pixels, images))
+    if count > MOST_PIXELS:
+        problem = f"the {len(images)} images have {count} pixels together; {MOST_PIXELS} are the most"
+        raise RequestError(problem, "messages", "unsupported_content")
 
 
 def _characters(request: ModelRequest) -> int:

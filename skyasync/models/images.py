@@ -10,7 +10,9 @@ import base64
 import binascii
 import hashlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,9 @@ from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 
 THUMBNAIL = 160  # the longer side, in pixels
+MOST_PIXELS = 1 << 26  # of an image: 200 MB when it is decoded; its file may be a thousandth of that
+#: Formats that are read, by Pillow's names. Others may start a program (EPS) or are not for pictures.
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
 
 class VisionFamily(NamedTuple):
@@ -94,7 +99,8 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
     """An image from bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL image.
 
     Args:
-        files: read files of this machine; else they are rejected.
+        files: read files of this machine. If false, they are rejected, and only the header of the image is read
+            (``pixels``): what others send is not decoded on the caller's event loop.
 
     Raises:
         UserError: if it is none of these, or cannot be decoded.
@@ -131,7 +137,10 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
     if not isinstance(value, bytes | bytearray):
         raise UserError(f"an image is bytes, a file, a data: URL or a PIL image; found {str(value)[:80]!r}")
     image = Image(bytes(value))
-    decoded(image)
+    if files:
+        decoded(image)
+    else:
+        pixels(image)
     return image
 
 
@@ -166,18 +175,41 @@ def thumbnail_url(image: Image) -> str:
 
 def decoded(image: Image) -> Any:  # noqa: ANN401
     """As a PIL image with three channels."""
+    with _opened(image) as picture:
+        return picture.convert("RGB")
+
+
+def pixels(image: Image) -> int:
+    """Width times height, from the image's header."""
+    with _opened(image) as picture:
+        return int(picture.width * picture.height)
+
+
+@contextmanager
+def _opened(image: Image) -> Iterator[Any]:
+    """A PIL image whose header has been read.
+
+    Raises:
+        UserError: if it is of none of ``FORMATS``, has more than ``MOST_PIXELS``, or cannot be decoded inside.
+    """
     try:
         from PIL import Image as PIL
         from PIL import UnidentifiedImageError
     except ImportError as error:
         raise UserError("images need Pillow and torchvision: pip install pillow torchvision") from error
+    problem = f"an image of {len(image.data)} bytes cannot be decoded"
+    PIL.init()
+    formats = [name for name in FORMATS if name in PIL.OPEN]
     try:
-        with PIL.open(io.BytesIO(image.data)) as opened:
-            return opened.convert("RGB")
-    except (OSError, ValueError, SyntaxError, PIL.DecompressionBombError) as error:
+        with PIL.open(io.BytesIO(image.data), formats=formats) as opened:
+            if opened.width * opened.height > MOST_PIXELS:
+                size = f"{opened.width} x {opened.height} pixels"
+                raise UserError(f"{problem}: it has {size}; {MOST_PIXELS} are the most")
+            yield opened
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, PIL.DecompressionBombError) as error:
         unknown = isinstance(error, UnidentifiedImageError)
         why = f"it begins with {image.data[:12]!r}, which is not an image format" if unknown else error
-        raise UserError(f"an image of {len(image.data)} bytes cannot be decoded: {why}") from error
+        raise UserError(f"{problem}: {why}") from error
 
 
 def images_of(conversation: Any) -> Images:  # noqa: ANN401

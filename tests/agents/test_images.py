@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
+import resource
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 import pytest_asyncio
 import torch
 from anthropic import AsyncAnthropic
+from PIL import Image as PIL
 
 from skyasync.agents.recorder import RecordedCall, sequences
 from skyasync.arrays import ints
@@ -77,6 +82,56 @@ async def test_an_image_that_is_no_sound_data_url_is_rejected(real: Any, given: 
         part = {"type": "image_url", "image_url": {"url": given}}
         with pytest.raises(openai.BadRequestError, match=problem):
             await chat(client, [{"role": "user", "content": [part]}])
+
+
+def blank(width: int, height: int) -> str:
+    """A small file of many pixels."""
+    buffer = io.BytesIO()
+    PIL.new("1", (width, height)).save(buffer, "PNG")
+    assert buffer.tell() < 100_000
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+@pytest.mark.parametrize(("width", "count", "problem"), [
+    (13_000, 1, r"13000 x 13000 pixels; 67108864 are the most"),
+    (8_000, 3, r"the 3 images have 192000000 pixels together; 134217728 are the most"),
+])  # fmt: skip
+async def test_images_of_too_many_pixels_are_rejected_by_their_headers(
+    real: Any, width: int, count: int, problem: str
+) -> None:
+    picture = blank(width, width)
+    parts = [{"type": "image_url", "image_url": {"url": picture}}] * count
+    async with entered(real.endpoint) as (client, _):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(openai.BadRequestError, match=problem):
+            await chat(client, [{"role": "user", "content": parts}])
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100_000, "kilobytes: nothing was decoded"
+
+
+async def test_large_images_are_decoded_off_the_event_loop(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    convert = PIL.Image.convert
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return convert(self, *args, **kwargs)
+
+    monkeypatch.setattr(PIL.Image, "convert", watched)
+    async with entered(real.endpoint) as (client, _):
+        parts = [{"type": "image_url", "image_url": {"url": blank(4000, 3000)}}]
+        with contextlib.suppress(openai.BadRequestError):  # more tokens than the model reads
+            await chat(client, [{"role": "user", "content": parts}])
+    assert threads and all(name.startswith("endpoint tokenizer") for name in threads)
+
+
+async def test_a_model_of_text_rejects_images_before_they_are_decoded(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PIL.Image, "convert", None)
+    async with scripted(tokenizer) as (client, _, _):
+        parts = [{"type": "image_url", "image_url": {"url": blank(8000, 8000)}}]
+        with pytest.raises(openai.BadRequestError, match="reads only text: images need a vision-language model"):
+            await chat(client, [{"role": "user", "content": parts}])
 
 
 async def test_all_apis_read_the_same_images(real: Any) -> None:
