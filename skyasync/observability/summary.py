@@ -246,7 +246,11 @@ def run_times(rows: Sequence[Row], ended_s: float) -> str:
     if summary.start_s is not None:
         spans.append(("start", summary.start_s))
     spans.append((f"{summary.steps} steps", summary.total_s - sum(summary.between.values())))
-    spans += summary.between.items()
+    before_s = _total([row for row in rows if row.get("time/step_s") is None], "time/eval_s")
+    between = dict(summary.between)
+    if before_s:
+        between["evaluation"] = between.get("evaluation", 0.0) + before_s
+    spans += between.items()
     spans.append(("finish", ended_s - rows[-1]["time"]))
     return ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
 

@@ -255,6 +255,7 @@ class Phases:
         outermost = name in BETWEEN_STEPS and not self._open
         if outermost:
             self._open.add(name)
+        if outermost and name == "eval":
             self._evaluation_began = start
         try:
             with self.timeline.span(name, track, step=self.step if step is None else step):

@@ -175,6 +175,15 @@ def test_the_times_of_a_run_are_all_of_its_seconds():
     assert run_times(rows, 159.0) == "start 0:30, 2 steps 0:18, evaluation 0:04, finish 0:07"
 
 
+def test_the_seconds_of_a_run_add_up_with_the_evaluation_before_training():
+    rows = [
+        {"step": 0, "time": 145.0, "eval/score": 0.5, "time/eval_s": 15.0},
+        step(1, 8.0, time__start_s=30.0) | {"time": 153.0},
+        step(2, 12.0, time__eval_s=5.0) | {"time": 170.0},
+    ]
+    assert run_times(rows, 177.0) == "start 0:30, 2 steps 0:20, evaluation 0:20, finish 0:07"  # from 100 to 177
+
+
 def test_a_run_without_steps_has_no_times():
     assert run_times([{"step": 0, "time": 130.0, "eval/score": 0.5}], 140.0) == ""
     assert run_times([], 140.0) == ""
