@@ -199,11 +199,32 @@ def _yaml(text: str, path: Path) -> SourceRecipe:
     add(root, "")
     if isinstance(job := keys.get("run"), str) and "\n" in job:  # a launcher's, with the script in it
         return _script(job, path.parent)
+    _expand_groups(keys)
     references = _References(keys)
     return SourceRecipe({key: references.resolved(value) for key, value in keys.items()})
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def _expand_groups(keys: dict[str, Value]) -> None:
+    """Give a key that refers to a group, as ``critic.optimizer: ${actor.optimizer}``, that group's keys.
+
+    Raises:
+        UserError: for references to groups that stand for too many keys.
+    """
+    for key, value in list(keys.items()):
+        match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        prefix = f"{match[1]}." if match else ""
+        if not match or match[1] in keys or f"{key}.".startswith(prefix):
+            continue
+        members = {name.removeprefix(prefix): entry for name, entry in keys.items() if name.startswith(prefix)}
+        for name, entry in members.items():
+            keys.setdefault(f"{key}.{name}", entry)
+        if members:
+            del keys[key]
+        if len(keys) > MOST_KEYS:
+            raise UserError(f"references to groups stand for too many keys: at most {MOST_KEYS:,} are translated")
 
 
 class _References:

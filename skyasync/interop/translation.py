@@ -170,7 +170,12 @@ def _named(problem: str, draft: Draft) -> str:
     if not positions:
         quoted = problem.split("'")
         positions = {path: 0 for path, setting in draft.ours.items() if written(setting.value) in quoted}
-    return min(positions, key=lambda path: (draft.ours[path].given, positions[path], -len(path)), default="")
+    # How ranks divide the work changes no result, so it goes before what does.
+    order = {
+        path: (draft.ours[path].given, not path.startswith("trainer.parallel."), at, -len(path))
+        for path, at in positions.items()
+    }
+    return min(order, key=lambda path: order[path], default="")
 
 
 def _lines(draft: Draft) -> Iterator[str]:

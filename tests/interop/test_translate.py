@@ -448,3 +448,23 @@ def test_an_asynchronous_recipe_without_a_correction_has_none_here(words: list[s
     corrected = of(*words, on[system], system=system)
     assert corrected[f"{A}off_policy_correction"] == "token_tis"
     assert "trainer.allow_uncorrected" not in corrected
+
+
+def test_a_reference_to_a_group_stands_for_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "actor: {path: a/b, optimizer: {lr: 2e-5, beta2: 0.95}}\n"
+        "critic: {path: '${actor.path}', optimizer: '${actor.optimizer}'}\n"
+        "ref: '${ref}'\nloop: {inner: '${loop}'}\n"
+    )
+    keys = read_recipe([str(tmp_path / "recipe.yaml")]).keys
+    assert (keys["critic.optimizer.lr"], keys["critic.optimizer.beta2"]) == (2e-5, 0.95)
+    assert "critic.optimizer" not in keys
+    assert (keys["ref"], keys["loop.inner"]) == ("${ref}", "${loop}")
+
+
+def test_references_to_groups_that_stand_for_too_much_are_an_error(tmp_path: Path) -> None:
+    lines = ["g0: {a: 1, b: 2}"]
+    lines += [f"g{at}: {{a: '${{g{at - 1}}}', b: '${{g{at - 1}}}'}}" for at in range(1, 40)]
+    (tmp_path / "recipe.yaml").write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match="too many keys"):
+        read_recipe([str(tmp_path / "recipe.yaml")])

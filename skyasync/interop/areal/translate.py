@@ -88,6 +88,7 @@ def finish(draft: Draft) -> None:
     elif f"{buffer}len" in draft.ours:
         draft.put(f"{buffer}max_len", draft.theirs("actor.max_new_tokens"), "actor.max_new_tokens")
     _sampling(draft)
+    _lengths(draft)
     _steps(draft)
     _checkpoints(draft)
     _data(draft)
@@ -239,6 +240,18 @@ def _sampling(draft: Draft) -> None:
         for path, value in usual.items():
             if path not in draft.ours:
                 draft.put(path, value, "eval_gconfig")
+
+
+def _lengths(draft: Draft) -> None:
+    """A prompt is as long as the engine's context is beyond a response, if the data set bounds it no further."""
+    path = "trainer.max_prompt_length"
+    if path in draft.ours:
+        return
+    context = "generator.max_model_len"
+    whole = draft.value(context) if context in draft.ours else 32768  # the engines' default there
+    response = draft.number(f"{SAMPLING}.max_generate_length")
+    if isinstance(whole, int) and whole > response:
+        draft.put(path, int(whole - response), *draft.origin(context), note="what a response leaves of the context")
 
 
 def _steps(draft: Draft) -> None:

@@ -55,9 +55,13 @@ def finish(draft: Draft) -> None:
         elif response is None and total > draft.number(prompt):
             rest, note = total - int(draft.number(prompt)), "there all that the prompt leaves of it"
             draft.put(f"{SAMPLING}.max_generate_length", rest, *names, note=note)
+            if prompt not in draft.ours:
+                longest = f"prompts of more than {draft.number(prompt):g} tokens are left out"
+                draft.remarks.append(f"{longest}; there of more than {total}: {prompt}")
     if draft.number(f"{A}overlong_buffer.len"):
         longest = response if isinstance(response, int) else total
         draft.put(f"{A}overlong_buffer.max_len", longest, *draft.origin(f"{A}overlong_buffer.len"))
+    _critic(draft)
     draft.set_split("data.train_data", "data.prompt_split", "prompt_split")
     draft.set_split("data.val_data", "eval.split", "eval_split")
     _first_rows(draft)
@@ -96,6 +100,17 @@ def _objective(draft: Draft, corrected: Sequence[str]) -> None:
     for section in ("policy", "critic"):
         draft.remark_warm_up(section)
     draft.put("trainer.eval_before_train", False)
+
+
+def _critic(draft: Draft) -> None:
+    """A critic that is not named begins as the reward model, if there is one."""
+    path, reward = "trainer.critic.model.path", "trainer.reward.model.path"
+    if draft.value(f"{A}advantage_estimator") != "gae" or path in draft.ours or reward not in draft.ours:
+        return
+    if draft.named("reward.remote_url", "remote_rm_url", "train.agent_func_path"):
+        return
+    first = str(draft.value(reward)).partition(",")[0]
+    draft.put(path, first, *draft.origin(reward), note="the critic begins as the reward model")
 
 
 def _plan(draft: Draft) -> None:

@@ -64,6 +64,8 @@ def finish(draft: Draft) -> None:
     draft.set_staleness("async_generation_ratio")
     if draft.value(PLAN) == "fully_async":
         draft.put("trainer.eval_mode", "pause")  # as its validation does
+    if draft.theirs("adv_estimator") in ("step_reinforce", "agentic_reinforce"):
+        draft.remarks.append("an episode has one reward; there each step is a sample with its own discounted reward")
     _updates(draft)
     _validation(draft)
     if draft.number(f"{SAMPLING}.temperature") != 1:

@@ -51,6 +51,8 @@ def _terms(draft: Draft) -> None:
             f"{A}{' and '.join(terms)}: reduced by {reduction}, as the policy's loss is; "
             f"there the mean over responses of each response's mean"
         )
+    if draft.theirs(f"{A}loss_reduction") == "token_mean_legacy":
+        draft.remarks.append(f"{A}loss_reduction: the mean over the tokens of all; there of each micro-batch's mean")
     critic = draft.theirs("trainer.critic_mini_batch_size") or 256
     if draft.value(f"{A}advantage_estimator") == "gae" and critic != draft.theirs("trainer.policy_mini_batch_size"):
         draft.remarks.append(f"the critic is updated with {MINI}, as the policy is; there with {critic} prompts")
