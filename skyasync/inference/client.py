@@ -55,6 +55,7 @@ from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 SHUT_DOWN = "the inference client was shut down"
 MAX_GROUP = 64  # requests that are routed at once
+ANSWER_TOKENS = 256  # whose work the caller's with one answer, however short, is equal to
 ARRIVAL_S = 0.5  # until requests that were on their way to an engine, and missed an abort, are aborted again
 
 
@@ -341,7 +342,7 @@ class InferenceClient:
                 for output in outputs:
                     failed = output.finish_reason == "error"
                     waiting.pop(output.request_id).finish(RequestFailedError(output.error) if failed else output)
-                    tokens += len(output.token_ids)
+                    tokens += len(output.token_ids) + ANSWER_TOKENS
                     if tokens >= TURN_TOKENS:  # let the callers, and others, have their turn
                         tokens = 0
                         await asyncio.sleep(0)

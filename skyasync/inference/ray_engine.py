@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import ray
 
 from skyasync.errors import UserError
+from skyasync.heap import freeze_start
 from skyasync.inference.interface import (
     ENGINES,
     EngineConfig,
@@ -56,6 +57,7 @@ class _EngineActor:
     async def start(self, config: EngineConfig) -> ProcessIdentity:
         self._engine = ENGINES.make(self._backend, config)
         await self._engine.start()
+        freeze_start()
         return ProcessIdentity.mine()
 
     async def call(self, method: str, *args: object) -> object:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from skyasync.callbacks import RunExtension, Watched
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.errors import RayEndedError, Terminated, UserError
+from skyasync.heap import freeze_start
 from skyasync.observability.progress import ProgressRecorder, ProgressReport, warnings_to
 from skyasync.observability.terminal import ProgressView
 from skyasync.registry import UserParts, add_user_parts, user_parts
@@ -107,6 +108,7 @@ class Controller:
                 self._recorder.phase("loading models")
                 await self._experiment.start(self._trainer)
                 self._loaded = True
+                freeze_start()
                 while True:
                     recovery = self._experiment.restarting
                     try:

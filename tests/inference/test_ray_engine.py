@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +12,14 @@ import ray.exceptions
 
 from skyasync.errors import UserError
 from skyasync.inference import ray_engine
-from skyasync.inference.interface import EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
+from skyasync.inference.interface import (
+    ENGINES,
+    EngineConfig,
+    EngineFailedError,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
 from skyasync.inference.ray_engine import RayEngine
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -40,6 +48,20 @@ async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None
         RayEngine.one_more([engine], [False], 1000, may_grow=True).kill()  # it waits for a node
     finally:
         await engine.shutdown()
+
+
+class Loading(InferenceEngine):
+    async def start(self) -> None: ...
+
+
+async def test_garbage_collection_leaves_out_what_an_engine_has_loaded_at_its_start() -> None:
+    actor = ray_engine._EngineActor("loading", {"loading": Loading})
+    try:
+        await actor.start(EngineConfig("model"))
+        assert gc.get_freeze_count() > 10_000, "objects of imported libraries"
+    finally:
+        gc.unfreeze()
+        ENGINES.pop("loading")
 
 
 class Actors:
