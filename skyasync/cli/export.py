@@ -105,16 +105,20 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+    from skyasync.utils.weight_files import weights_of
+
     folder = checkpoint / "policy"
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{checkpoint} holds no policy")
     reader = HuggingFaceStorageReader(str(folder))
+    with weights_of(folder):
+        metadata = reader.read_metadata().state_dict_metadata
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in reader.read_metadata().state_dict_metadata.items()
+        for name, about in metadata.items()
         if name.startswith(_PREFIX) and isinstance(about, TensorStorageMetadata)
     }
-    with warnings.catch_warnings():
+    with weights_of(folder), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix(_PREFIX): value for name, value in state.items()}

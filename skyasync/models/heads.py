@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -35,6 +36,7 @@ from skyasync.models import SCORE, VALUE, VOCABULARY
 from skyasync.models.config import ONE_AT_A_TIME
 from skyasync.models.token_model import ATTENTION, SCORE_LAYER, training_config
 from skyasync.models.vision import is_vision
+from skyasync.utils.weight_files import check_weight_files
 
 
 @contextmanager
@@ -98,6 +100,7 @@ class Head:
             options: more arguments of ``from_pretrained``.
         """
         config = self.config(path)
+        check_weight_files(Path(path))
         with ONE_AT_A_TIME, self.loading(), _sdpa_required(path, config):
             model, info = (factory or self.auto(config)).from_pretrained(
                 path,

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import safe_open, save_file
 
 from skyasync.arrays import Ints, joined, joined_experts
+from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput
 from skyasync.models.images import Image, Images
@@ -195,10 +196,13 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
     Args:
         prompt: the prompt of the dataset, by its identity.
     """
-    with safe_open(str(file), "np") as opened:
-        index = json.loads(opened.metadata()["index"])
-        names = opened.keys()
-        arrays = {name: opened.get_tensor(name) for name in names}
+    try:
+        with safe_open(str(file), "np") as opened:
+            index = json.loads(opened.metadata()["index"])
+            names = opened.keys()
+            arrays = {name: opened.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(f"{file} is damaged, or no file of rollouts: {headline(error)}") from error
     offsets = Counter[str]()  # arrays are read from the start to the end
 
     def values(name: str, length: int) -> Any:  # noqa: ANN401  (arrays of several types)

@@ -47,6 +47,7 @@ from skyasync.models.fsdp.gradient_projection import PREVIOUS
 from skyasync.models.vision import is_vision
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
+from skyasync.utils.weight_files import weights_of
 from skyasync.weight_sync.full_tensors import FullTensors, gathered
 from skyasync.weight_sync.tensors import meta_tensors
 from skyasync.weight_sync.transfers.file import writing
@@ -160,7 +161,8 @@ def load(
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"no {role} checkpoint in {folder}")
     reader = HuggingFaceStorageReader(str(folder))
-    metadata = reader.read_metadata().state_dict_metadata
+    with weights_of(folder):
+        metadata = reader.read_metadata().state_dict_metadata
     saved = metadata.keys()
     state = {STEP: torch.tensor([0]), RANDOM: torch.get_rng_state()}
     optimizer_states: list[dict[str, Any]] = []
@@ -193,7 +195,7 @@ def load(
                 f"{folder} was saved by another model ({key}): {name} is {list(size)} there and {list(value.shape)} in "
                 f"the {role}"
             )
-    with _without_warnings():
+    with weights_of(folder), _without_warnings():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     lenient = StateDictOptions(strict=False)
     for (_, module, own_optimizer), values in zip(_modules(model, optimizer, extra), optimizer_states, strict=True):

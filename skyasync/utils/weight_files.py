@@ -1,0 +1,68 @@
+"""Safetensors files that may be damaged, or made by somebody else: the reader's errors become one line.
+
+Invariant: reading a file runs no code of it, and takes no more memory than the file's own size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from skyasync.errors import UserError, headline
+
+INDEX = "model.safetensors.index.json"
+#: What readers raise for files whose names, shapes or metadata do not fit together.
+_MISFITS = (SafetensorError, ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError,
+            ValueError)  # fmt: skip
+
+
+def check_weight_files(folder: Path) -> None:
+    """Read the headers of a folder's files.
+
+    Raises:
+        UserError: for the first file that is damaged, or that the index names and that is not there.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), "np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"{file} is damaged, or no safetensors file: {headline(error)}") from error
+    index = folder / INDEX
+    if not index.is_file() or (folder / "model.safetensors").is_file():
+        return
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{index} is damaged, or no index of weights: {headline(error)}") from error
+    for name in sorted(map(str, names)):
+        if not (folder / name).is_file():
+            raise UserError(f"{index} names {name}, which is not in the folder")
+
+
+@contextmanager
+def weights_of(folder: Path) -> Iterator[None]:
+    """A block that reads the weights of a folder.
+
+    Raises:
+        UserError: for a file that is damaged, or whose tensors do not fit what reads them.
+    """
+    check_weight_files(folder)
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:
+            cause = next(iter(error.failures.values()))[0]  # of the first rank
+        elif not isinstance(error, _MISFITS):
+            raise
+        problem = "its weights are damaged, or do not fit the model"
+        raise UserError(f"{folder} cannot be read: {problem}: {headline(cause)}") from error
