@@ -36,7 +36,7 @@ from skyasync.models import SCORE, VALUE, VOCABULARY
 from skyasync.models.config import ONE_AT_A_TIME
 from skyasync.models.token_model import ATTENTION, SCORE_LAYER, training_config
 from skyasync.models.vision import is_vision
-from skyasync.utils.weight_files import check_weight_files
+from skyasync.utils.weight_files import check_model_files
 
 
 @contextmanager
@@ -100,7 +100,7 @@ class Head:
             options: more arguments of ``from_pretrained``.
         """
         config = self.config(path)
-        check_weight_files(Path(path))
+        check_model_files(Path(path))
         with ONE_AT_A_TIME, self.loading(), _sdpa_required(path, config):
             model, info = (factory or self.auto(config)).from_pretrained(
                 path,

@@ -26,7 +26,7 @@ from skyasync.inference.interface import ENGINES
 from skyasync.models.config import ATTENDING, EXPERTS
 from skyasync.models.images import FAMILIES, reads_images
 from skyasync.utils.machine import Machine
-from skyasync.utils.weight_files import check_weight_files
+from skyasync.utils.weight_files import check_model_files
 
 ANSWER_S = 2.0
 MODEL = "trainer.policy.model.path"
@@ -101,7 +101,7 @@ def check_model(path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool
     if weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
         raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
     if weights:
-        check_weight_files(folder)
+        check_model_files(folder)
     if own_tokenizer:
         return
     if not any((folder / name).is_file() for name in _TOKENIZERS):

@@ -129,17 +129,20 @@ class BasePPOExp:
     def get_inference_client(self) -> InferenceClient:
         """The client in front of the engines, whose processes start; their models load in ``start``."""
         from skyasync.inference.ray_engine import RayEngine
+        from skyasync.run.placement import engine_start_limit
 
         generator, config = self.cfg.generator, self.engine_config()
         if generator.engines:
             servers = [self._server(config, url) for url in generator.engines]
             return self._client(servers)
+        processes = len(self.parts.placement.slots.bundles)
+        start_limit_s = engine_start_limit(self.cfg, processes, os.cpu_count() or 1, gpus=self.gpus)
         engines = [
             RayEngine(
                 backend(self.cfg),
                 replace(config, extra={**config.extra, "engine_index": index}),
                 self.parts.placement.engine_options(index),
-                generator.engine_start_timeout_s,
+                start_limit_s,
             )
             for index in range(generator.own_engines)
         ]

@@ -180,6 +180,18 @@ def release(name: str) -> None:
         remove_placement_group(get_placement_group(name))
 
 
+def engine_start_limit(cfg: Config, processes: int, cores: int, *, gpus: bool) -> float:
+    """Seconds in which an engine must have started.
+
+    On a machine without GPUs the ranks and engines start at the same time on its cores, so that the limit of one
+    process per core grows with their number. (``ray.address``: the cores of a cluster are not known.)
+    """
+    limit_s = cfg.generator.engine_start_timeout_s
+    if gpus or cfg.ray.address:
+        return limit_s
+    return limit_s * max(1.0, processes / cores)
+
+
 def share_threads(cfg: Config, cores: int, *, overlap: bool) -> tuple[int, int]:
     """CPU threads per policy rank and per engine.
 

@@ -6,7 +6,7 @@ Invariant: reading a file runs no code of it, and takes no more memory than the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,28 +20,43 @@ _MISFITS = (SafetensorError, ArithmeticError, AttributeError, LookupError, Recur
             ValueError)  # fmt: skip
 
 
-def check_weight_files(folder: Path) -> None:
-    """Read the headers of a folder's files.
+def check_weight_files(files: Iterable[Path]) -> None:
+    """Read the headers of files.
 
     Raises:
-        UserError: for the first file that is damaged, or that the index names and that is not there.
+        UserError: for the first one that is damaged.
     """
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in files:
         try:
             with safe_open(str(file), "np"):
                 pass
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is damaged, or no safetensors file: {headline(error)}") from error
+
+
+def check_model_files(folder: Path) -> None:
+    """Check the files that transformers reads of a model's folder; others, such as ``consolidated.safetensors``, may be
+    anything.
+
+    Raises:
+        UserError: for the first file that is damaged, or that the index names and that is not there.
+    """
+    single = folder / "model.safetensors"
     index = folder / INDEX
-    if not index.is_file() or (folder / "model.safetensors").is_file():
+    if single.is_file():
+        check_weight_files([single])
+        return
+    if not index.is_file():
         return
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is damaged, or no index of weights: {headline(error)}") from error
-    for name in sorted(map(str, names)):
-        if not (folder / name).is_file():
-            raise UserError(f"{index} names {name}, which is not in the folder")
+    files = [folder / str(name) for name in sorted(names, key=str)]
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{index} names {file.name}, which is not in the folder")
+    check_weight_files(files)
 
 
 @contextmanager
@@ -51,7 +66,7 @@ def weights_of(folder: Path) -> Iterator[None]:
     Raises:
         UserError: for a file that is damaged, or whose tensors do not fit what reads them.
     """
-    check_weight_files(folder)
+    check_weight_files(sorted(folder.glob("*.safetensors")))
     try:
         yield
     except UserError:

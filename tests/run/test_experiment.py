@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import serialize
 
 from skyasync.cli.runs import runs
 from skyasync.config.model_files import model_path
@@ -87,7 +88,7 @@ def test_an_error_of_the_function_is_raised_as_it_is():
 
 def named_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes(serialize({}))
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.trainer.runs_dir, cfg.trainer.run_name = str(tmp_path), str(tmp_path), "mine"
     cfg.data.train_data, cfg.environment.env_class = [f"{__name__}:rows"], "gsm8k"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.config.schema import Config
-from skyasync.run.placement import Placement, by_node, plan_slots, share_threads
+from skyasync.run.placement import Placement, by_node, engine_start_limit, plan_slots, share_threads
 from skyasync.workers.roles import ROLES
 
 
@@ -142,3 +142,21 @@ def test_threads_that_are_set_are_kept():
     cfg = config()
     cfg.trainer.policy.threads, cfg.generator.threads = 5, 3
     assert share_threads(cfg, 16, overlap=False) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("processes", "cores", "gpus", "address", "limit_s"),
+    [
+        (2, 2, False, "", 300.0),
+        (1, 2, False, "", 300.0),
+        (12, 2, False, "", 1800.0),
+        (12, 2, True, "", 300.0),
+        (12, 2, False, "10.0.0.1:6379", 300.0),
+    ],
+)
+def test_the_limit_of_an_engines_start_grows_with_the_processes_that_share_the_cores(
+    processes, cores, gpus, address, limit_s
+):
+    cfg = Config()
+    cfg.ray.address = address
+    assert engine_start_limit(cfg, processes, cores, gpus=gpus) == limit_s

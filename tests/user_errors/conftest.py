@@ -64,6 +64,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "bad_tokenizer",
         "no_template",
         "no_weights",
+        "bad_weights",
         "bad_config",
         "two_labels",
         "other_tokens",
@@ -77,6 +78,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "bad_tokenizer" / "tokenizer.json").write_text('{"model": 3}')
     (folder / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     (folder / "no_weights" / "model.safetensors").unlink()
+    (folder / "bad_weights" / "model.safetensors").write_bytes(b"nothing that could be read")
     (folder / "bad_config" / "config.json").write_text("{model_type: llama}")
     plain = json.loads((model / "config.json").read_text())
     (folder / "recurrent" / "config.json").write_text(json.dumps(plain | {"layer_types": ["linear_attention"]}))

@@ -96,6 +96,7 @@ INPUTS = [
     (["trainer.policy.model.path={x}/bad_tokenizer"], "bad_tokenizer", "tokenizer.json"),
     (["trainer.policy.model.path={x}/no_template"], "no_template", "data.apply_chat_template=false"),
     (["trainer.policy.model.path={x}/no_weights"], "no_weights", "safetensors"),
+    (["trainer.policy.model.path={x}/bad_weights"], "bad_weights", "is damaged, or no safetensors file"),
     (["trainer.policy.model.path={x}/bad_config"], "bad_config", "config.json"),
     ([*PPO, "trainer.critic.model.path={x}/none"], "trainer.critic.model.path='", "neither a local folder"),
     ([*PPO, "trainer.critic.model.path={x}/no_weights"], "trainer.critic.model.path=", "safetensors"),

@@ -19,7 +19,7 @@ from skyasync.inference.interface import EngineConfig
 from skyasync.models.fsdp import checkpoint
 from skyasync.models.heads import load_causal_lm
 from skyasync.rollout import partial_rollouts
-from skyasync.utils.weight_files import INDEX, check_weight_files, weights_of
+from skyasync.utils.weight_files import INDEX, check_model_files, weights_of
 from tests.inference.tiny_llama import save_tiny_llama
 
 Header = dict[str, Any]
@@ -119,7 +119,7 @@ def test_a_models_folder_is_rejected_by_every_reader(model: Path, attack: str, t
         data = file.read_bytes()
         (tmp_path / file.name).write_bytes(DAMAGED[attack](data) if file.suffix == ".safetensors" else data)
     for read in (
-        lambda: check_weight_files(tmp_path),
+        lambda: check_model_files(tmp_path),
         lambda: load_causal_lm(str(tmp_path), torch.float32),
         lambda: EmbeddedModel(EngineConfig(str(tmp_path))),
     ):
@@ -132,7 +132,7 @@ def test_a_models_folder_is_rejected_by_every_reader(model: Path, attack: str, t
 def test_an_index_that_names_no_files_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(UserError) as raised:
-        check_weight_files(tmp_path)
+        check_model_files(tmp_path)
     assert one_line(raised.value, INDEX)
 
 

@@ -262,7 +262,8 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     request_timeout_s: float = key(600.0, above=0.0)
     """Seconds after which an unanswered request is an error."""
     engine_start_timeout_s: float = key(300.0, above=0.0)
-    """Maximum duration of an engine's start in seconds."""
+    """Maximum duration of an engine's start in seconds. Without GPUs it is multiplied by the ranks and engines per core
+    of this machine, which start at the same time."""
     max_engine_restarts: int = key(3, low=0)
     """Maximum number of engine restarts per hour; the run continues meanwhile. After one more failure, or with 0 after
     the first, the run ends."""

@@ -38,7 +38,7 @@ from skyasync.models.config import ONE_AT_A_TIME, config_value, load_config
 from skyasync.models.images import Images, ImageTokens
 from skyasync.models.router_replay import Routers
 from skyasync.models.vision import Vision, is_vision
-from skyasync.utils.weight_files import check_weight_files
+from skyasync.utils.weight_files import check_model_files
 from skyasync.weight_sync.adapters import Adapter, frozen_weights_id, with_added
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights, put_changes
 from skyasync.weight_sync.tensors import digest, digests_of, holds, refuse
@@ -118,7 +118,7 @@ class EmbeddedModel:
         auto = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if config.dtype != "auto" and config.dtype not in _DTYPES:
             raise UserError(unknown("dtype", config.dtype, ["auto", *_DTYPES]))
-        check_weight_files(Path(config.model_path))
+        check_model_files(Path(config.model_path))
         with ONE_AT_A_TIME:
             settings = load_config(config.model_path, config.extra.get("config_kwargs", {}))
             factory = AutoModelForImageTextToText if is_vision(settings) else AutoModelForCausalLM
