@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from difflib import get_close_matches
 from itertools import chain, islice
 from pathlib import Path
 
+from skyasync.config.load import origins
 from skyasync.config.schema import Config
 from skyasync.config.schema.data import TASK_SOURCE, eval_sources
 from skyasync.data.datasets import as_prompt, check_rows
 from skyasync.data.sources import FILES, HUB, Row, check_file, parse_line, rows
 from skyasync.errors import UserError, unknown
+from skyasync.observability.metric_names import METRICS
 from skyasync.preflight.parts import check_environment, check_installed
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
@@ -37,12 +40,47 @@ def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, eva
     """
     if train and not cfg.data.train_data:
         raise UserError("there are no training prompts: name data.train_data")
+    if evaluate:
+        check_evaluation(cfg)
     training = cfg.data.train_data if train else []
     for source in training:
         _check_source(source, cfg, known, evaluated=False)
     for source in eval_sources(cfg.data) if evaluate else ():
         _check_source(source, cfg, known, evaluated=True)
     return [_prompts(source, cfg, known) for source in training]
+
+
+def check_evaluation(cfg: Config) -> None:
+    """Raise ``UserError`` for settings of evaluation that a user has set without any held-out prompts."""
+    trainer = cfg.trainer
+    check_metric_name(trainer.ckpt_best_metric, "trainer.ckpt_best_metric")
+    if eval_sources(cfg.data):
+        return
+    if trainer.ckpt_best_metric.startswith("eval/"):
+        raise UserError(
+            f"trainer.ckpt_best_metric={trainer.ckpt_best_metric} needs held-out prompts: set data.val_data or "
+            f"data.val_sets"
+        )
+    for name in ("eval_interval", "eval_minutes"):
+        path = f"trainer.{name}"
+        value = getattr(trainer, name)
+        if value and path in origins(cfg):
+            raise UserError(
+                f"{path}={value:g} has no effect without held-out prompts: set data.val_data or data.val_sets, or "
+                f"remove it"
+            )
+
+
+def check_metric_name(name: str, key: str) -> None:
+    """Raise ``UserError`` for a misspelled name of a metric of evaluation; a component may add others."""
+    if not name.startswith("eval/"):
+        return
+    names = [metric.name for metric in METRICS if metric.name.startswith("eval/") and "<" not in metric.name]
+    if name in names:
+        return
+    similar = get_close_matches(name, names, n=1, cutoff=0.85)
+    if similar:
+        raise UserError(f"{key}={name}: there is no such metric: did you mean {similar[0]}?")
 
 
 def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Config) -> None:

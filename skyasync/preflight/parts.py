@@ -101,8 +101,14 @@ def check_environment(name: str) -> None:
     else:
         check_installed(ENVS, name)
         env = ENVS.get(name)  # not imported for this
-    if isinstance(env, type) and issubclass(env, BaseTextEnv) and env.step is BaseTextEnv.step:
-        raise UserError(f"environment {name!r} does not define step(action)")
+    if not isinstance(env, type):
+        return
+    inherited = issubclass(env, BaseTextEnv) and env.step is BaseTextEnv.step
+    if inherited or not callable(getattr(env, "step", None)):
+        raise UserError(
+            f"environment {name!r} does not define step(action): make {env.__name__} a subclass of "
+            f"skyasync.BaseTextEnv with a method step"
+        )
 
 
 def check_installed(registry: Registry, name: str) -> None:

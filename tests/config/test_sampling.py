@@ -39,7 +39,8 @@ def test_what_biases_the_ratio_to_the_behaviour_policy_is_said(overrides: list[s
         ["generator.eval_sampling_params.repetition_penalty=1.1"],
         [f"{SAMPLING}.repetition_penalty=1.1", f"{SAMPLING}.presence_penalty=1",
          "trainer.algorithm.off_policy_correction=none"],
-        [f"{SAMPLING}.bad_words=[no]", f"{SAMPLING}.temperature=0"],
+        [f"{SAMPLING}.bad_words=[no]", f"{SAMPLING}.temperature=0",
+         "trainer.algorithm.advantage_estimator=reinforce++"],
     ],
 )  # fmt: skip
 def test_no_warning_where_the_ratio_is_right_or_not_used(overrides: list[str]) -> None:

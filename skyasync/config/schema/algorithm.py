@@ -362,6 +362,13 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
             f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
             f"sample at least 2 per prompt, or choose an estimator without a group, such as {', '.join(free)}"
         )
+    greedy = cfg.generator.sampling_params.temperature == 0
+    if greedy and depends_on_pool(algorithm, about, "group_relative", "group"):
+        yield (
+            f"generator.sampling_params.temperature=0 gives all samples of a prompt the same response, and "
+            f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} compares them (every advantage "
+            f"would be 0): set a temperature above 0, usually 1"
+        )
 
 
 def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
