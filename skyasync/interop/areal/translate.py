@@ -174,13 +174,19 @@ def _by_sequence(draft: Draft) -> bool:
 def _rejection(draft: Draft, loss: str, names: Sequence[str]) -> None:
     """The weight of proximal over behaviour policy, and what happens to those out of bounds."""
     prefix, cap = "actor.rejection_sampling.", f"{A}behave_imp_weight_cap"
-    level, action, metric, lower = (draft.theirs(f"{prefix}{name}") for name in ("level", "action", "metric", "lower"))
+    level = draft.theirs(f"{prefix}level")
+    action = draft.theirs(f"{prefix}action")
+    metric = draft.theirs(f"{prefix}metric")
+    lower = draft.theirs(f"{prefix}lower")
     upper = draft.value(cap) if cap in draft.ours else 5.0
     for name in ("level", "action", "lower"):
         draft.left.pop(f"{prefix}{name}", None)
     if metric != "ratio":
         draft.remarks.append(f"tokens are not left out by {prefix}metric={metric}; each has its weight")
-        level, action, lower, upper = "token", "clamp", None, 1e9
+        level = "token"
+        action = "clamp"
+        lower = None
+        upper = 1e9
     if level == "sequence" and draft.theirs(f"{prefix}agg") != "mean":
         draft.remarks.append(f"sequences are judged by the mean of their tokens; there {prefix}agg decides")
     if (level, action, lower, loss) == ("token", "mask", None, "ppo"):
@@ -223,7 +229,8 @@ def _penalty(draft: Draft) -> None:
 
 def _sampling(draft: Draft) -> None:
     """Sampling and its evaluation; the trained log-probabilities have a temperature of their own there."""
-    temperature, trained = draft.theirs("gconfig.temperature"), draft.theirs("actor.temperature") or 1.0
+    temperature = draft.theirs("gconfig.temperature")
+    trained = draft.theirs("actor.temperature") or 1.0
     if not draft.theirs("gconfig.greedy"):
         draft.set_one_of(f"{SAMPLING}.temperature", "gconfig.temperature")
         if temperature != trained:
@@ -236,10 +243,10 @@ def _sampling(draft: Draft) -> None:
         draft.put(f"{evaluation}temperature", None)
         draft.put(samples, draft.value(N), *draft.origin(N))
     elif not draft.theirs("eval_gconfig.greedy"):
-        usual = {f"{evaluation}temperature": 1.0, f"{evaluation}top_p": 1.0, f"{evaluation}max_generate_length": 16384}
-        for path, value in usual.items():
-            if path not in draft.ours:
-                draft.put(path, value, "eval_gconfig")
+        usual = {"temperature": 1.0, "top_p": 1.0, "max_generate_length": 16384}
+        for name, value in usual.items():
+            if f"{evaluation}{name}" not in draft.ours:
+                draft.put(f"{evaluation}{name}", value, "eval_gconfig")
 
 
 def _lengths(draft: Draft) -> None:
@@ -281,10 +288,11 @@ def _checkpoints(draft: Draft) -> None:
         if recovery not in draft.origin(path):
             continue
         draft.drop(path, "it has no effect there with recover.mode=disabled")
-        value = draft.given.get(saver)
-        row = draft.system.table.exact[saver]
-        for key, entry in (converted(row, value, draft.context()) or {}).items() if value is not None else ():
-            draft.put(key, entry, saver)
+        if saver in draft.given:
+            row = draft.system.table.exact[saver]
+            settings = converted(row, draft.given[saver], draft.context()) or {}
+            for key, entry in settings.items():
+                draft.put(key, entry, saver)
 
 
 def _data(draft: Draft) -> None:

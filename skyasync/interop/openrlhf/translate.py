@@ -53,11 +53,12 @@ def finish(draft: Draft) -> None:
         if isinstance(response, int) and "prompt_max_len" not in draft.given:
             draft.put(prompt, total - response, *names)
         elif response is None and total > draft.number(prompt):
-            rest, note = total - int(draft.number(prompt)), "there all that the prompt leaves of it"
+            rest = total - int(draft.number(prompt))
+            note = "there all that the prompt leaves of it"
             draft.put(f"{SAMPLING}.max_generate_length", rest, *names, note=note)
             if prompt not in draft.ours:
-                longest = f"prompts of more than {draft.number(prompt):g} tokens are left out"
-                draft.remarks.append(f"{longest}; there of more than {total}: {prompt}")
+                bound = f"prompts of more than {draft.number(prompt):g} tokens are left out"
+                draft.remarks.append(f"{bound}; there of more than {total}: {prompt}")
     if draft.number(f"{A}overlong_buffer.len"):
         longest = response if isinstance(response, int) else total
         draft.put(f"{A}overlong_buffer.max_len", longest, *draft.origin(f"{A}overlong_buffer.len"))
