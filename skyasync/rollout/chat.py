@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from jinja2 import TemplateError
 
@@ -28,11 +28,14 @@ from skyasync.rollout.tokenizer import Tokenizer
 
 LONG = 4096
 """Tokens whose text takes a tokenizer milliseconds: a thread decodes them, so that the event loop continues."""
-MAX_CACHED = 8192  # prompts
+MAX_CACHED = 8192  # prompts, and as many observations
+SHORT = 256  # tokens of an observation that is remembered
 
 _BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 _THOUGHT: Conversation = [_BEFORE[0], {"role": "assistant", "content": "<think>\nz\n</think>\n\ny"}]
 
+
+T = TypeVar("T")
 
 Tools = Sequence[dict[str, Any]] | None  # in OpenAI's form
 
@@ -49,6 +52,7 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self._applies_template = apply_chat_template
         self._cache: dict[str, Ints] = {}  # by the conversation as JSON
+        self._observations: dict[str, list[int]] = {}  # by the messages as JSON
 
     def prompt(self, conversation: Conversation | str, tools: Tools = None) -> Ints:
         """The tokens that the model continues: the tools, the conversation and the opening of its own message.
@@ -58,15 +62,14 @@ class ChatTokenizer:
         """
         key = json.dumps([conversation, tools], sort_keys=True, default=repr)
         if key not in self._cache:
-            if len(self._cache) > MAX_CACHED:
-                self._cache.clear()
             if tools and not (self._applies_template and knows_tools(self.tokenizer)):
                 names = ", ".join(tool["function"]["name"] for tool in tools)
                 raise UserError(
                     f"the environment has tools ({names}), but the model's chat template shows none: name one that "
                     f"shows tools with data.chat_template"
                 )
-            self._cache[key] = ints(self._frame(cast(Conversation, conversation), tools, generation=True))
+            tokens = ints(self._frame(cast(Conversation, conversation), tools, generation=True))
+            self._remember(self._cache, key, tokens)
         return self._cache[key]
 
     def response(self, conversation: Conversation, message: dict[str, Any], tools: Tools = None) -> Ints:
@@ -106,7 +109,12 @@ class ChatTokenizer:
                 f"several turns need a chat template that ends each message with the tokenizer's eos_token "
                 f"({self.tokenizer.eos_token!r}); set generator.max_turns=1, or the eos_token of the model's folder"
             )
-        rest = tokens_after(self._frame(_BEFORE + messages, generation=True), eos, self._eos_before)
+        key = json.dumps(messages, default=repr)
+        rest = self._observations.get(key)
+        if rest is None:
+            rest = tokens_after(self._frame(_BEFORE + messages, generation=True), eos, self._eos_before)
+            if len(rest) <= SHORT:  # what many episodes are told: that an answer is wrong, the result of a move
+                self._remember(self._observations, key, rest)
         ended = len(action) > 0 and action[-1] == eos
         return rest if ended else [eos, *rest]
 
@@ -120,6 +128,12 @@ class ChatTokenizer:
         tokens = ints(self._frame(conversation, tools, generation=True))
         texts = [_decoded(self.tokenizer, each, skip_special_tokens=False) for each in (tokens, extended)]
         return None if texts[0] == texts[1] else tokens
+
+    @staticmethod
+    def _remember(cache: dict[str, T], key: str, tokens: T) -> None:
+        if len(cache) > MAX_CACHED:
+            cache.clear()
+        cache[key] = tokens
 
     @cached_property
     def _eos_before(self) -> int:

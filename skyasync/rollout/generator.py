@@ -179,19 +179,18 @@ class EpisodeGenerator(TrajectoryGenerator):
     ) -> None:
         """One request for all samples. An environment that answers at once is called here; others are waited for by
         a task per episode, which also plays the turns that follow."""
-        requests: dict[str, _EpisodeTurn] = {}  # by their names, of the episodes that have no answer
         here = self._environments.plays_here(setup.env_name, episodes[0].request.extras) and not setup.graded_by
         unfinished = dict.fromkeys(episodes)
         try:
             async with self._time_limit(unfinished):
                 await self._open_group(episodes, setup)
-                requests = {request_id(episode.trajectory.id, 0): episode for episode in episodes}
-                made = [self._request(episode) for episode in episodes]
-                async with aclosing(self._client.generate_group(made)) as arriving:
+                requests = [self._request(episode) for episode in episodes]
+                unanswered = {r.request_id: episode for r, episode in zip(requests, episodes, strict=True)}
+                async with aclosing(self._client.generate_group(requests)) as arriving:
                     async for outputs in arriving:
                         texts = await setup.texts(outputs, episodes[0].sampling)
                         for output, text in zip(outputs, texts, strict=True):
-                            episode = requests.pop(output.request_id)
+                            episode = unanswered.pop(output.request_id)
                             if not here:
                                 del unfinished[episode]
                                 tasks.start(self._play_alone(episode, output, text))
