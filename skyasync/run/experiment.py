@@ -220,11 +220,15 @@ class BasePPOExp:
 
     def get_dispatch(self) -> RayWorkerDispatch:
         """The processes of all roles; their models load in ``start``."""
+        from skyasync.workers.rank_actors import with_actors
+
+        placements = {role.name: with_actors(role, self.parts.placement.ranks(role.name)) for role in self.roles()}
+        # After the processes have started: this imports torch, as they do at the same time.
         from skyasync.workers.dispatch import RayWorkerDispatch
 
         return RayWorkerDispatch(
             self.cfg,
-            {role.name: self.parts.placement.ranks(role.name) for role in self.roles()},
+            placements,
             self.engine_config().weight_sync_backend,
             self._healthy_engines,
             self._engine_nodes,

@@ -20,7 +20,7 @@ from skyasync.inference.settings import colocated_rank
 from skyasync.workers.roles import POLICY, ROLES, Role
 
 if TYPE_CHECKING:
-    from skyasync.workers.ranks import WorkerPlacement
+    from skyasync.workers.rank_actors import WorkerPlacement
 
 ENGINES, HYBRID_ENGINES = "engines", "hybrid engines"
 
@@ -106,7 +106,7 @@ class Placement:
 
     def ranks(self, role: str) -> WorkerPlacement | None:
         """Where the ranks of a model go; None for a role that nothing needs."""
-        from skyasync.workers.ranks import WorkerPlacement
+        from skyasync.workers.rank_actors import WorkerPlacement
 
         if role not in self.slots.of:
             return None

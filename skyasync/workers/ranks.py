@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from operator import methodcaller
 from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from skyasync.config.resume import keeps_checkpoints
@@ -27,52 +22,16 @@ from skyasync.models import MeshShape
 from skyasync.models.backend import LOOPBACK
 from skyasync.models.batch import TokenBatch
 from skyasync.models.packing import SortedRows, sorted_rows
-from skyasync.registry import UserParts, add_user_parts, resolve_reference, user_parts
+from skyasync.registry import user_parts
 from skyasync.utils.machine import ProcessIdentity
-from skyasync.workers.roles import ROLES, Role
+from skyasync.workers.rank_actors import WorkerPlacement, start_actors
+from skyasync.workers.roles import Role
 
 PROCESS_ENDED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)  # the latter: by Ray's memory monitor
-HEARTBEAT = "heartbeat"
 HEARTBEAT_S = 5.0  # from one to the next
 OWN_DELAY_S = 1.0  # an answer may have arrived while this process was stopped or too busy to read it
 FAILURE_NOTICE_S = 5.0
 """Seconds that Ray may need to notice that a process has failed; only a call that has failed waits for it."""
-
-
-@dataclass(frozen=True)
-class WorkerPlacement:
-    """Where the ranks of one model run.
-
-    Args:
-        bundles: of the placement group, one for each rank.
-        num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share one.
-    """
-
-    group: PlacementGroup
-    bundles: Sequence[int] = (0,)
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-
-
-class _WorkerActor:
-    """Forwards to the worker it holds, whose libraries are imported in this process while the caller does other
-    things."""
-
-    def __init__(self, worker: str) -> None:
-        if worker:
-            resolve_reference(worker, kind="worker")
-
-    def construct(self, role: str, parts: UserParts, *args: object, **options: object) -> None:
-        add_user_parts(parts)
-        self._worker = ROLES[role].worker_class()(*args, role=role, **options)
-
-    def call(self, method: str, *args: object) -> object:
-        return methodcaller(method, *args)(self._worker)
-
-    @ray.method(concurrency_group=HEARTBEAT)
-    def heartbeat(self) -> ProcessIdentity:
-        """Answered by a thread of its own while a call is running."""
-        return ProcessIdentity.mine()
 
 
 class HeartbeatTimeoutError(RuntimeError):
@@ -82,7 +41,8 @@ class HeartbeatTimeoutError(RuntimeError):
 class RankGroup:
     """The actors of one role. Every call goes to all ranks in the same order, so that collectives line up.
 
-    Making it starts their processes; ``busy_s`` is the wall time with at least one call in progress.
+    Making it starts their processes, unless the placement has them. ``busy_s`` is the wall time with at least one call
+    in progress.
     """
 
     def __init__(self, role: Role, placement: WorkerPlacement) -> None:
@@ -98,22 +58,7 @@ class RankGroup:
         self._heartbeats: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # rank -> time of the request
         self._hidden_size, self._shares_prefixes = 0, False  # of the model
         self._shape = MeshShape(self.ranks)
-        reference = role.worker if isinstance(role.worker, str) else ""
-        # In Ray's errors and process titles.
-        name = role.worker.rpartition(":")[2] if isinstance(role.worker, str) else role.worker.__name__
-        # Groups have Ray run all calls in threads: those of the first one, and each of the others, in one.
-        remote: Any = ray.remote  # whose types know nothing of these
-        actor_class = remote(max_restarts=0, concurrency_groups={HEARTBEAT: 1})(type(name, (_WorkerActor,), {}))
-        self._actors: list[Any] = [
-            actor_class.options(
-                num_cpus=placement.num_cpus,
-                num_gpus=placement.num_gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=placement.group, placement_group_bundle_index=bundle
-                ),
-            ).remote(reference)
-            for bundle in placement.bundles
-        ]
+        self._actors: list[Any] = list(placement.actors) or start_actors(role, placement)
 
     async def start(self, cfg: Config, total_steps: int = 0) -> None:
         """Make the workers, let the ranks find each other and load what they hold."""

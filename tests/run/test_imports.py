@@ -20,6 +20,7 @@ CONTROLLER = (
     "skyasync.weight_sync.colocation",
 )
 OF_MODELS = {"transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}
+BEFORE_THE_RANKS_START = ("skyasync.run.placement", "skyasync.inference.ray_engine", "skyasync.workers.rank_actors")
 PROGRAM = ("skyasync", "skyasync.run.experiment", "skyasync.run.launch", "skyasync.cli.train")
 
 
@@ -40,3 +41,8 @@ def test_the_controller_imports_no_library_of_models() -> None:
 @pytest.mark.slow
 def test_the_program_imports_torch_only_in_its_processes() -> None:
     assert not imported(PROGRAM) & {"torch", "transformers"}
+
+
+@pytest.mark.slow
+def test_the_controller_starts_the_ranks_before_it_imports_torch() -> None:
+    assert "torch" not in imported(BEFORE_THE_RANKS_START)

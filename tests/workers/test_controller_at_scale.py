@@ -29,6 +29,7 @@ from skyasync.inference.interface import (
 from skyasync.models import MeshShape
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers.shared_memory import SharedMemoryTransfer
+from skyasync.workers import rank_actors
 from skyasync.workers import ranks as ranks_module
 from skyasync.workers.dispatch import Dispatch
 from skyasync.workers.ranks import RankGroup, WorkerPlacement
@@ -114,7 +115,8 @@ class Ray:
 def step(engines: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], int, float]:
     """Calls of engines and ranks, of Python functions, and processor seconds of one step."""
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(ranks_module, "ray", Ray(calls))
+    for module in (ranks_module, rank_actors):
+        monkeypatch.setattr(module, "ray", Ray(calls))
     placement = WorkerPlacement(None, range(ranks))  # type: ignore[arg-type]
     group = RankGroup(ROLES[POLICY], placement)
     group._shape = MeshShape(ranks)
