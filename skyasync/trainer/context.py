@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict, TypeVar
@@ -33,6 +34,9 @@ if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong set
 
 T = TypeVar("T")
 Metrics = dict[str, float]
+
+PLAN_CODE: ContextVar[bool] = ContextVar("PLAN_CODE", default=False)
+"""Whether the code that runs is a plan's, and not of a step of the trainer (see ``plan_tasks``)."""
 
 
 class Client(EngineStatsSource, Protocol):
@@ -219,12 +223,15 @@ class Phases:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around what is a step's own work."""
+        """Around what is a step's own work; tasks that it makes are not the plan's."""
         this = object()
         self._under_way.add(this)
+        plan_code = PLAN_CODE.get()
+        PLAN_CODE.set(False)
         try:
             yield
         finally:
+            PLAN_CODE.set(plan_code)
             self._under_way.discard(this)
             self._last_s = self.now()
 

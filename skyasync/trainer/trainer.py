@@ -49,7 +49,7 @@ from skyasync.trainer.extensions.reporting import Profiler, Reporter
 from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.trainer.hooks import AlgorithmHooks, with_advantages
 from skyasync.trainer.learner import Learner
-from skyasync.trainer.plan_tasks import PlanTasks, RunStopped, trainer_step
+from skyasync.trainer.plan_tasks import PlanTasks, RunStopped
 from skyasync.trainer.plans import PLANS
 from skyasync.trainer.weight_updates import WeightSyncing, WeightUpdates
 from skyasync.utils.task_group import afterwards
@@ -255,7 +255,6 @@ class RayPPOTrainer(AlgorithmHooks):
                 return
             yield batch
 
-    @trainer_step
     async def generate(self, prompts: PromptBatch) -> Rollout:
         """Prompts to groups of trajectories; each token has the policy version that computed it."""
         self._check_running("generate")
@@ -268,7 +267,6 @@ class RayPPOTrainer(AlgorithmHooks):
         groups, rejected, metrics, positions = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
         return self.assemble(groups, metrics, positions, rejected)
 
-    @trainer_step
     async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
         """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
         metrics: Metrics = {}
@@ -330,7 +328,6 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- training
 
-    @trainer_step
     async def train_on(self, rollout: Rollout) -> Metrics:
         """Groups to advantages to one or more updates; the policy is then one step newer."""
         self._check_running("train_on")
@@ -358,7 +355,6 @@ class RayPPOTrainer(AlgorithmHooks):
             await self.reporter.keep_bad(rollout(), self.learner.parts)
             raise
 
-    @trainer_step
     async def learn_from(self, groups: list[Group]) -> None:
         """The part of ``train_on`` that changes the weights: prepare, then mini-batch by mini-batch."""
         batch, trainer = await self.prepare(groups), self.cfg.trainer
@@ -370,7 +366,6 @@ class RayPPOTrainer(AlgorithmHooks):
                         await self.optimizer_step()
         self.metrics.update(self.learner.finish(batch))
 
-    @trainer_step
     async def prepare(self, groups: list[Group]) -> TrainingBatch | None:
         """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth training on.
 
@@ -397,17 +392,14 @@ class RayPPOTrainer(AlgorithmHooks):
         scored = self.apply_reward_kl_penalty(await self.learner.scored(batch))
         return self.add_teacher_advantages(with_advantages(self.compute_advantages_and_returns(scored)))
 
-    @trainer_step
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
         """Add the gradient of a part of a prepared batch; ``complete``: it is all that the next update trains."""
         await self.learner.forward_backward(part, complete=complete)
 
-    @trainer_step
     async def optimizer_step(self) -> Metrics:
         """Change the weights by the gradient that has been added up."""
         return await self.learner.optimizer_step()
 
-    @trainer_step
     async def finish_step(self, rollout: Rollout) -> None:
         """The policy is one step newer: count it, and write down what it was trained on.
 
@@ -451,7 +443,6 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- weight sync
 
-    @trainer_step
     async def sync_policy_weights_to_inference_engines(self) -> None:
         """Give the newest weights to engines that are idle, in the steps in which that is scheduled."""
         if self.weight_updates.scheduled(last=self.global_step >= self.total_steps):
@@ -459,7 +450,6 @@ class RayPPOTrainer(AlgorithmHooks):
                 await self.weight_updates.weight_sync.sync(self.global_step)
             await notify(self, "on_weight_update", self.policy_version)
 
-    @trainer_step
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
         """Give the newest weights to busy engines; ``partial_rollout`` decides what becomes of their requests."""
         updates = self.weight_updates
@@ -475,7 +465,6 @@ class RayPPOTrainer(AlgorithmHooks):
 
     # ---------------------------------------------------------------- end of a step
 
-    @trainer_step
     async def end_step(self, status: Metrics) -> None:
         """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done.
 
@@ -509,7 +498,6 @@ class RayPPOTrainer(AlgorithmHooks):
             raise RunStopped
         await self._begin_step(step + 1)
 
-    @trainer_step
     async def evaluate(self) -> Metrics:
         """Score the held-out prompts under the engines' policy, which no plan changes meanwhile."""
         metrics: Metrics = {}
@@ -537,7 +525,6 @@ class RayPPOTrainer(AlgorithmHooks):
         await notify(self, "on_evaluate", metrics)
         return metrics
 
-    @trainer_step
     async def save_checkpoint(self, *, patient: bool = True) -> Path | None:
         """Model, optimizer, data position and versions; complete or absent.
 

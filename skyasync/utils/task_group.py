@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from types import CoroutineType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -45,10 +45,16 @@ async def together() -> AsyncIterator[StrictTaskGroup]:
             yield tasks
         return
     except BaseExceptionGroup as group:
-        first, *others = group.exceptions
-    for other in dict.fromkeys(repr(other) for other in others if other is not first):  # many may fail alike
+        errors = group.exceptions
+    raise_first(errors)  # outside the handler, which would put the group in the place of the error's own context
+
+
+def raise_first(errors: Sequence[BaseException]) -> NoReturn:
+    """Raise the first error. The others are notes on it, once each: many may fail alike."""
+    first, *others = errors
+    for other in dict.fromkeys(repr(other) for other in others if other is not first):
         first.add_note(f"at the same time: {other}")
-    raise first  # outside the handler, which would put the group in the place of the error's own context
+    raise first
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
