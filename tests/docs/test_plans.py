@@ -26,6 +26,13 @@ class Versions(TrainerCallback):
         self.evaluated.append(metrics["eval/version"])
 
 
+def test_a_plan_is_its_loop_alone_in_at_most_nine_lines() -> None:
+    text = next(block.text for block in blocks() if "class TwoUpdatesPerSync" in block.text)
+    lines = text[text.index("class TwoUpdatesPerSync") :].strip().splitlines()
+    assert len(lines) <= 9
+    assert "running" not in text
+
+
 @pytest.mark.parametrize("steps", [3, 4])
 def test_two_updates_per_sync_are_those_of_the_setting(steps: int) -> None:
     shown: dict[str, Any] = {}

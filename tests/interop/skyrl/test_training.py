@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skyasync import TrainerCallback
 from skyasync.envs import ENVS
 from skyasync.interop.skyrl import make
 from tests.interop.harness import ROWS, train
@@ -54,3 +57,31 @@ def test_the_tutorials_printed_classes_alone_train_one_step_off() -> None:
     assert run.learned and sorted(run.rows) == [1, 2, 3, 4]
     assert [run.rows[step]["staleness/max"] for step in run.rows] == [0.0, 1.0, 1.0, 1.0]
     assert run.trainer.policy_version == 4
+
+
+class StopsAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if trainer.global_step == self._step:
+            trainer.stop("enough")
+
+
+class StoppedExp(printed.AsyncPPOExp):
+    def get_callbacks(self) -> list[Any]:
+        return [StopsAfter(3)]
+
+
+def test_the_printed_classes_stopped_in_the_middle_of_an_epoch_and_resumed_train_the_rest(tmp_path: Path) -> None:
+    shared = (
+        *WITH_REWARD, "trainer.epochs=2", "trainer.max_training_steps=0", "trainer.step_timeout_s=60",
+        f"trainer.ckpt_path={tmp_path}", "trainer.ckpt_interval=1",
+    )  # fmt: skip
+    first = train(*shared, exp=StoppedExp)
+    assert sorted(first.rows) == [1, 2, 3]
+    second = train(*shared, "trainer.resume_mode=latest", exp=printed.AsyncPPOExp)
+    assert sorted(second.rows) == [4, 5, 6, 7, 8]
+    progress = second.trainer.context.progress
+    assert (progress.step, progress.position, progress.trained_early) == (8, 2 * len(ROWS), frozenset())
+    assert second.trainer.policy_version == 8
