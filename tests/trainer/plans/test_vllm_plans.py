@@ -18,6 +18,7 @@ import torch
 from skyasync.inference.interface import EngineConfig, EngineStats, InferenceEngine
 from skyasync.rollout.types import PromptId, TrajectoryId
 from skyasync.trainer import RayPPOTrainer
+from skyasync.trainer.plans import PLANS
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
 from tests.trainer.plans.local_run import (
@@ -29,6 +30,7 @@ from tests.trainer.plans.local_run import (
     engine_config,
     without_times,
 )
+from tests.trainer.plans.test_step_time import Stopwatch, seconds
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -66,6 +68,18 @@ async def test_adapters_arrive_added_to_the_weights(model: str, engine: Any) -> 
     run = await LocalRun(RayPPOTrainer, cfg, engine=engine).train()
     assert all(run.tracker.rows[step]["sync/logprob_gap_mean"] < 1e-3 for step in (1, 2))
     assert run.tracker.rows[2]["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("plan", ["sync", "one_step_off", "fully_async", "streamed"])
+async def test_the_rows_add_up_to_what_a_watch_says(plan: str, model: str, engine: Any) -> None:
+    cfg = config(model, steps=12, train_length=40, plan=plan, max_staleness=2, eval_interval=5)
+    cfg.generator.backend = "vllm"
+    cfg.generator.n_samples_per_prompt = 8
+    run = LocalRun(PLANS[plan], cfg, engine=engine)
+    run.trainer.context.tracker = watch = Stopwatch()
+    await run.train()
+    first, *later = (watch.rows[step] for step in range(1, 13))
+    assert sum(map(seconds, later)) == pytest.approx(later[-1]["time"] - first["time"], rel=0.01)
 
 
 # ---------------------------------------------------------------- weight updates in flight
