@@ -113,7 +113,7 @@ def test_the_engine_of_the_tiny_example_samples_as_its_evaluation(monkeypatch: p
     settings = {**_of_recipe(configuration([])), "generator": {"sampling_params": {"max_generate_length": 12}}}
     asked = _asked_of_engines(monkeypatch, settings, ["Sort: 21"])
     assert asked["generator.sampling_params.max_generate_length"] == 12
-    assert asked["generator.eval_sampling_params.temperature"] is None, "as in training"
+    assert asked["generator.eval_sampling_params"]["temperature"] is None, "as in training"
     assert asked["trainer.max_prompt_length"] == 32
     assert _of_recipe(configuration(["trainer.policy.model.path=owner/model", "data.train_data=rows.jsonl"])) == {}
 

@@ -26,9 +26,8 @@ skyasync [--config FILE.yaml ...] [--help [GROUP]] [key=value ...]
 - `${trainer.seed}` refers to another key (OmegaConf's syntax); a literal `${` is written `\\${`.
 - Unknown keys, wrong types, values out of bounds and contradictions are rejected before anything is loaded, one
   line each with the nearest right key, and exit status 2.
-- Evaluation decodes greedily by default. What is `null` in `generator.eval_sampling_params` is taken from
-  `generator.sampling_params`. With several samples per prompt set a temperature above 0, or `null` for
-  that of training.
+- Evaluation samples as training does, with the entries of `generator.eval_sampling_params` instead. It is greedy
+  unless they have a temperature: with several samples per prompt set one above 0, or `null` for that of training.
 - A run writes its resolved configuration; `--config` on that file repeats it.
 - After the experiment's `prepare()` the configuration is read-only: changing it is an error that names the key. Copies
   (`copy.deepcopy`, `dataclasses.replace`) can be changed.

@@ -204,20 +204,6 @@ def key(default: T, doc: str = "", **limits: Any) -> T:  # noqa: ANN401  (the fi
     return field(default=default, metadata=metadata)
 
 
-def inheriting(group: type[T]) -> type[T]:
-    """Make a subclass of a group a dataclass in which every field that it does not define itself may be null, and is.
-
-    What null stands for is for the reader of the group to say.
-    """
-    own = inspect.get_annotations(group)
-    group.__annotations__ = dict(own)
-    for inherited in dataclasses.fields(group.__mro__[1]):
-        if inherited.name not in own:
-            group.__annotations__[inherited.name] = f"{inherited.type} | None"
-            setattr(group, inherited.name, field(default=None, metadata=inherited.metadata))
-    return dataclass(group)
-
-
 _READ: dict[type, Keys] = {}  # not functools.cache, for whose types a dataclass is not hashable
 
 

@@ -131,8 +131,11 @@ def smaller(cfg: Config) -> dict[str, Any]:
         "generator.max_num_seqs": min(generator.max_num_seqs, SEQUENCES),
         "generator.sampling_params.max_generate_length": min(generator.sampling_params.max_generate_length, RESPONSE),
         "generator.sampling_params.min_tokens": min(generator.sampling_params.min_tokens, RESPONSE),
-        "generator.eval_sampling_params.max_generate_length": None,  # as in sampling_params
-        "generator.eval_sampling_params.min_tokens": None,
+        "generator.eval_sampling_params": {
+            name: value
+            for name, value in generator.eval_sampling_params.items()
+            if name not in ("max_generate_length", "min_tokens")  # which are as in training
+        },
         "ray.address": "",
     }
     if generator.engines:

@@ -78,10 +78,11 @@ def consistent(config: Config) -> Config:
             *groups, name = path.split(".")
             group = attrgetter(".".join(["trainer.algorithm", *groups]))
             setattr(group(config), name, getattr(group(plain), name))
-    for sampling in (generator.sampling_params, generator.eval_sampling_params):
-        sampling.logit_bias, sampling.structured_outputs, sampling.repetition_detection = {}, {}, {}
-        for name in UNMIRRORED:
-            setattr(sampling, name, getattr(plain.generator.sampling_params, name))
+    sampling = generator.sampling_params
+    sampling.logit_bias, sampling.structured_outputs, sampling.repetition_detection = {}, {}, {}
+    for name in UNMIRRORED:
+        setattr(sampling, name, getattr(plain.generator.sampling_params, name))
+    generator.eval_sampling_params = {}
     generator.eval_n_samples_per_prompt = 1
     generator.oversample_per_prompt = 0
     trainer.algorithm.truncated_responses = plain.trainer.algorithm.truncated_responses
@@ -113,7 +114,6 @@ def consistent(config: Config) -> Config:
     generator.n_samples_per_prompt = max(2, generator.n_samples_per_prompt)
     generator.max_model_len = 0
     generator.sampling_params.min_tokens = plain.generator.sampling_params.min_tokens
-    generator.eval_sampling_params.min_tokens = plain.generator.eval_sampling_params.min_tokens
     config.environment.reward_funcs, config.environment.reward_weights, config.environment.domains = [], [], {}
     config.data.reasoning_gym = config.data.val_sets = config.environment.judges = {}
     trainer.eval_k, trainer.eval_answer = [], "auto"

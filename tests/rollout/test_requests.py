@@ -22,7 +22,8 @@ def test_a_training_request_lists_the_samples_group_by_group():
 
 def test_an_evaluation_has_its_own_sampling_number_and_identities():
     cfg = Config().generator
-    cfg.eval_n_samples_per_prompt, cfg.eval_sampling_params.temperature = 3, 0.0
+    cfg.eval_n_samples_per_prompt = 3
+    cfg.eval_sampling_params = {"temperature": 0.0}
     found = lists(eval_prompts([prompt(5)]), cfg, is_eval=True)
     assert [str(i) for i in found["trajectory_ids"]] == ["eval-i5-r0", "eval-i5-r1", "eval-i5-r2"]
     assert found["sampling_params"].temperature == 0.0
@@ -44,7 +45,7 @@ def test_an_evaluation_samples_as_training_does_but_greedily_where_nothing_else_
     cfg.sampling_params = SamplingConfig(max_generate_length=1024, top_p=0.9, temperature=0.7, stop=["###"], seed=3)
     found = lists([prompt(0)], cfg, is_eval=True)["sampling_params"]
     assert found == replace(lists([prompt(0)], cfg)["sampling_params"], temperature=0.0)
-    cfg.eval_sampling_params.temperature, cfg.eval_sampling_params.top_p = None, 1.0
+    cfg.eval_sampling_params = {"temperature": None, "top_p": 1.0}
     found = lists([prompt(0)], cfg, is_eval=True)["sampling_params"]
     assert (found.temperature, found.top_p, found.max_tokens, found.stop) == (0.7, 1.0, 1024, ("###",))
 

@@ -173,7 +173,7 @@ def test_the_engines_longest_sequence_fits_every_turn_unless_it_is_set(
         cfg.trainer.policy.model.path = str(tmp_path)
     cfg.trainer.max_prompt_length, cfg.generator.max_model_len, cfg.generator.max_turns = 100, max_model_len, turns
     cfg.generator.sampling_params.max_generate_length = 20
-    cfg.generator.eval_sampling_params.max_generate_length = 50
+    cfg.generator.eval_sampling_params["max_generate_length"] = 50
     assert BasePPOExp(cfg).engine_config().max_model_len == expected
 
 

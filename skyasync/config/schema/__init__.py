@@ -24,7 +24,7 @@ from skyasync.config.schema.models import (
     TeacherConfig,
 )
 from skyasync.config.schema.placement import ParallelConfig, PlacementConfig
-from skyasync.config.schema.sampling import EvalSamplingConfig, SamplingConfig
+from skyasync.config.schema.sampling import SamplingConfig
 from skyasync.config.schema.trainer import TrainerConfig
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EnvironmentConfig",
-    "EvalSamplingConfig",
     "GeneratorConfig",
     "LoraConfig",
     "ModelConfig",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import key
 from skyasync.config.parts import engines_with
-from skyasync.config.schema.sampling import EvalSamplingConfig, SamplingConfig, backend
+from skyasync.config.schema.sampling import SamplingConfig, backend
 from skyasync.config.values import written
 from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import resolve_reference
@@ -222,7 +222,9 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     eval_n_samples_per_prompt: int = key(1, low=1)
     """Number of responses per prompt in evaluation."""
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
-    eval_sampling_params: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    eval_sampling_params: dict[str, Any] = key({})
+    """Settings of sampling_params that evaluation has instead, by name. Without a temperature evaluation is greedy (0);
+    null is the value of training."""
     generate_batch_size: int = key(0, low=0)
     """Maximum number of prompts that are submitted and not yet trained, in fully_async and its variants; 0 is what
     max_staleness allows."""

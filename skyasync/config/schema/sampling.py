@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from skyasync.config.frozen import SettingsGroup
-from skyasync.config.keys import inheriting, key
+from skyasync.config.keys import Keys, entry_problem, key
 from skyasync.config.parts import reads_behaviour, supported
 from skyasync.config.values import written
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 INT32 = 2**31 - 1
+EVALUATION_TEMPERATURE = 0.0  # greedy, unless ``generator.eval_sampling_params`` has another one
 
 #: Those that look at the response so far, which a request that continues from its tokens takes for its prompt.
 COUNTS_RESPONSE = ("presence_penalty", "frequency_penalty", "bad_words", "structured_outputs")
@@ -76,14 +77,6 @@ class SamplingConfig(SettingsGroup):
     """End a response that repeats itself, as if cut by its length: max_pattern_size, min_count (vllm only)."""
 
 
-@inheriting
-class EvalSamplingConfig(SamplingConfig):
-    """What is null is as in ``sampling_params``; read it through ``skyasync.config.schema.sampling.evaluation``."""
-
-    temperature: float | None = key(0.0, low=0.01, high=100.0, also=(0.0,))  # type: ignore[assignment]
-    """Sampling temperature in evaluation; 0 is greedy, null is that of training."""
-
-
 def backend(cfg: Config) -> str:
     """The engine that ``generator.backend`` stands for."""
     if cfg.generator.engines:
@@ -98,7 +91,7 @@ def backend(cfg: Config) -> str:
 
 def evaluation(generator: GeneratorConfig) -> SamplingConfig:
     """The sampling of evaluation: training's, with what ``eval_sampling_params`` sets (by default the temperature)."""
-    return dataclasses.replace(generator.sampling_params, **_own(generator))
+    return dataclasses.replace(generator.sampling_params, **evaluation_overrides(generator))
 
 
 def samples_as_scored(sampling: SamplingConfig) -> bool:
@@ -116,13 +109,17 @@ def check_sampling(cfg: Config) -> Iterator[str]:
     from skyasync.inference.interface import ENGINES, LARGEST_BIAS
 
     generator, sampling = cfg.generator, cfg.generator.sampling_params
+    wrong = list(_wrong_overrides(generator))
+    if wrong:
+        yield from wrong
+        return
     engine, engines = backend(cfg), ENGINES.builtins()
     rare = {name for about in engines.values() for name in about.can["sampling"]}
     can = ENGINES.about(engine).can
     foreign = sorted((rare - set(can["sampling"])) | set(can["lacks"]))
     lacking = False
     # Of evaluation what is set there: a wrong value is reported once, by the key that has it.
-    groups = {"sampling_params": sampling, "eval_sampling_params": SamplingConfig(**_own(generator))}
+    groups = {"sampling_params": sampling, "eval_sampling_params": SamplingConfig(**evaluation_overrides(generator))}
     for group, settings in groups.items():
         for token, bias in settings.logit_bias.items():
             path = f"generator.{group}.logit_bias"
@@ -158,7 +155,7 @@ def check_sampling(cfg: Config) -> Iterator[str]:
             )
     samples = generator.eval_n_samples_per_prompt
     if samples > 1 and evaluation(generator).temperature == 0:
-        if generator.eval_sampling_params.temperature is None:
+        if "temperature" not in evaluation_overrides(generator):
             yield (
                 "generator.sampling_params.temperature=0 (greedy) draws the same response again and again, in "
                 "training, where a group then teaches nothing, and in evaluation: raise it"
@@ -200,10 +197,22 @@ def sampling_warnings(cfg: Config) -> Iterator[str]:
         )
 
 
-def _own(generator: GeneratorConfig) -> dict[str, Any]:
-    """The settings of ``eval_sampling_params`` that are not null."""
-    own = vars(generator.eval_sampling_params)
-    return {f.name: own[f.name] for f in dataclasses.fields(SamplingConfig) if own[f.name] is not None}
+def evaluation_overrides(generator: GeneratorConfig) -> dict[str, Any]:
+    """The settings of sampling that evaluation has instead of training's."""
+    overrides = {"temperature": EVALUATION_TEMPERATURE} | generator.eval_sampling_params
+    return {name: value for name, value in overrides.items() if value is not None}
+
+
+def _wrong_overrides(generator: GeneratorConfig) -> Iterator[str]:
+    """Entries of ``eval_sampling_params`` that ``sampling_params`` does not have, or that have another type."""
+    path = "generator.eval_sampling_params"
+    for name, value in generator.eval_sampling_params.items():
+        if name not in Keys.of(SamplingConfig):
+            yield path + entry_problem(SamplingConfig, name, value)
+        elif value is not None:  # else it is the value of training
+            problem = entry_problem(SamplingConfig, name, value)
+            if problem:
+                yield f"{path}.{name}{problem}"
 
 
 def _used(sampling: SamplingConfig, names: Sequence[str]) -> list[str]:

@@ -144,7 +144,7 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
     cfg.trainer.eval_before_train, cfg.trainer.eval_interval = False, 2
     cfg.generator.n_samples_per_prompt = 4
     cfg.generator.sampling_params.max_generate_length = train_length
-    cfg.generator.eval_sampling_params.max_generate_length = 12
+    cfg.generator.eval_sampling_params["max_generate_length"] = 12
     cfg.trainer.epochs = 100
     for name, value in trainer.items():
         assert hasattr(cfg.trainer, name)
