@@ -200,6 +200,8 @@ class EpisodeGenerator(TrajectoryGenerator):
                             if not ended:
                                 tasks.start(self._play_alone(episode))
         except BaseException as error:
+            if not unfinished:
+                raise
             for episode in unfinished:
                 self._abandon(episode)
             for episode in unfinished:

@@ -1,6 +1,7 @@
 """The client with scripted engines, in simulation."""
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 
@@ -337,3 +338,71 @@ async def test_a_request_that_is_made_after_a_pause_does_not_overtake_it():
     client = InferenceClient([engine])
     await asyncio.gather(client.cut(), client.generate(request("r")))
     assert engine.calls == [("pause", "abort"), "generate"]
+
+
+@virtual_time
+async def test_a_group_is_answered_sample_by_sample_as_the_engine_finishes_them():
+    client, loop = InferenceClient([Engine()]), asyncio.get_running_loop()
+    began = loop.time()
+    async with aclosing(client.generate_group([request(f"r{i}", tokens=i + 1) for i in range(3)])) as arriving:
+        answers = [(loop.time() - began, output.request_id, len(output.token_ids)) async for (output,) in arriving]
+    assert answers == [(1.0, "r0", 1), (2.0, "r1", 2), (3.0, "r2", 3)]
+    assert not client._inflight and client.pool.router.in_flight.tolist() == [0]
+
+
+@virtual_time
+async def test_leaving_a_group_early_aborts_the_samples_without_an_answer():
+    engine = Engine()
+    client = InferenceClient([engine])
+    async with aclosing(client.generate_group([request(f"r{i}") for i in range(3)])) as arriving:
+        await anext(arriving)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert engine.calls == [("abort", ["r1", "r2"])]
+    assert not client._inflight and client.pool.router.in_flight.tolist() == [0]
+
+
+@virtual_time
+async def test_an_error_of_one_sample_is_raised_by_its_group():
+    class Choosy(Engine):
+        def answer(self, asked):
+            return refusal(asked, ValueError("no")) if asked.request_id == "r1" else super().answer(asked)
+
+    client = InferenceClient([Choosy()])
+    with pytest.raises(RequestFailedError, match="request 'r1' cannot be answered"):
+        async with aclosing(client.generate_group([request(f"r{i}") for i in range(3)])) as arriving:
+            async for _ in arriving:
+                pass
+
+
+@virtual_time
+async def test_a_sample_that_is_not_answered_in_time_is_named():
+    client = InferenceClient([Engine(seconds=4.0)], request_timeout_s=5.0)
+    with pytest.raises(TimeoutError, match="request r1 was not answered within 5 s"):
+        async with aclosing(client.generate_group([request("r0"), request("r1")])) as arriving:
+            async for _ in arriving:
+                pass
+
+
+@virtual_time
+async def test_samples_of_a_group_spread_over_engines_like_single_requests():
+    single, together = [Engine(), Engine(), Engine()], [Engine(), Engine(), Engine()]
+    await asyncio.gather(*map(InferenceClient(single).generate, [request(f"r{i}") for i in range(9)]))
+    async with aclosing(InferenceClient(together).generate_group([request(f"r{i}") for i in range(9)])) as arriving:
+        async for _ in arriving:
+            pass
+    assert [requests_of(engine) for engine in together] == [requests_of(engine) for engine in single]
+
+
+@virtual_time
+async def test_requests_that_are_collected_leave_in_one_message():
+    engine = Engine()
+    client = InferenceClient([engine])
+    with client.collecting():
+        tasks = []
+        for number in range(3):
+            tasks.append(asyncio.create_task(client.generate(request(f"r{number}"))))
+            await asyncio.sleep(0.5)
+        assert engine.messages == []
+    await asyncio.gather(*tasks)
+    assert engine.messages == [["r0", "r1", "r2"]]
