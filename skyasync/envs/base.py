@@ -22,6 +22,7 @@ from skyasync.envs.tools import answer_to, read_tool_calls
 from skyasync.errors import NonFiniteRewardError, UserError, unknown
 from skyasync.inference.interface import SamplingParams
 
+FLOAT_BITS = 1023  # of an integer that any float holds
 MAX_OBSERVATION_CHARS = 200_000  # a longer observation is a mistake: it would fill any context
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # UTF-16 writes some characters as a pair of these
@@ -233,6 +234,8 @@ def _without_half_pairs(value: Any) -> Any:
 
 
 def _number(value: object, what: str) -> float:
+    if isinstance(value, int) and value.bit_length() > FLOAT_BITS:
+        raise NonFiniteRewardError(f"{what} is an integer of {value.bit_length()} bits; it must be a finite number")
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else InvalidEnvOutputError
         raise kind(f"{what} is {reprlib.repr(value)}; it must be a finite number")

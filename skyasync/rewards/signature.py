@@ -80,6 +80,7 @@ def seen(read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int]
 # ---------------------------------------------------------------- results
 
 REWARD_KEYS = ("reward", "score")
+MOST_NUMBERS, LONGEST_NAME = 256, 200  # of a mapping; each becomes a metric of the run
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def as_score(function: str, returned: object) -> Score:
     """
     if not isinstance(returned, Mapping):
         return Score(_number(f"reward function {function}", returned, " or a mapping with the key 'reward'"))
+    _check_names(function, returned)
     key = next((key for key in REWARD_KEYS if key in returned), None)
     if key is None:
         close = nearest("reward", map(str, returned), count=1)
@@ -135,10 +137,32 @@ def as_score(function: str, returned: object) -> Score:
     return Score(reward, numbers)
 
 
+def _check_names(function: str, returned: Mapping[object, object]) -> None:
+    """Raises UserError for more numbers than a run can plot, or names that no metric can have."""
+    if len(returned) > MOST_NUMBERS:
+        raise UserError(f"reward function {function} returned {len(returned)} numbers; {MOST_NUMBERS} are the most")
+    for name in returned:
+        text = str(name)
+        if len(text) > LONGEST_NAME or not text.isprintable():
+            raise UserError(
+                f"reward function {function} returned a number named {text[:LONGEST_NAME]!r}, which is no metric's "
+                f"name: it has {len(text)} characters ({LONGEST_NAME} printable ones are the most)"
+            )
+
+
+def _is_finite(value: Real) -> bool:
+    """Whether a number fits into a float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _number(what: str, value: object, alternative: str = "") -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
-        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else UserError
-        text = repr(value)
+        kind = NonFiniteRewardError if isinstance(value, Real) and not _is_finite(value) else UserError
+        too_large = isinstance(value, int) and not _is_finite(value)
+        text = f"an integer of {value.bit_length()} bits" if too_large else repr(value)
         raise kind(f"{what} is {text if len(text) <= 80 else f'{text[:77]}...'}: {hint}")
     return float(value)

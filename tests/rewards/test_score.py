@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from skyasync.errors import UserError
+from skyasync.envs.base import check_metrics
+from skyasync.errors import NonFiniteRewardError, UserError
 from skyasync.rewards.signature import Score, as_score
 
 
@@ -38,8 +39,20 @@ def test_a_number_or_a_mapping_with_one(returned, score):
         ({"reward": None}, "'reward' of reward function f is None: it must be a finite number"),
         ({"reward": 1.0, "why": "good"}, "'why' of reward function f is 'good': it must be a finite number"),
         ({"reward": 1.0, "n": math.nan}, "'n' of reward function f is nan"),
+        ({"reward": 1.0, "k" * 10_000_000: 2.0}, "which is no metric's name: it has 10000000 characters"),
+        ({"reward": 1.0, "a\nb": 2.0}, r"a number named 'a\\nb', which is no metric's name"),
+        ({"reward": 1.0} | {f"m{number}": 1.0 for number in range(300)}, "f returned 301 numbers; 256 are the most"),
     ],
 )
 def test_anything_else_is_refused_by_the_functions_name(returned, message):
     with pytest.raises(UserError, match=message):
         as_score("f", returned)
+
+
+@pytest.mark.parametrize("digits", [400, 5000])  # beyond a float, and beyond what Python writes as text
+def test_an_integer_that_no_float_holds_is_one_line(digits):
+    for value in (10**digits, -(10**digits)):
+        with pytest.raises(NonFiniteRewardError, match=r"f is an integer of \d+ bits: it must be a finite number"):
+            as_score("f", value)
+        with pytest.raises(NonFiniteRewardError, match=r"the metric m is an integer of \d+ bits"):
+            check_metrics({"m": value})
