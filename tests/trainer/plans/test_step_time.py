@@ -71,6 +71,7 @@ def slow_run(plan: Any, folder: Path, **settings: Any) -> tuple[Run, float]:
     run.engines.__class__ = SlowEngines
     run.dispatch.__class__ = SlowDispatch
     run.tracker.__class__ = TimedTracker
+    run.timeline.elapsed_s = lambda: 0.0  # whose clock is a real one
 
     async def train() -> float:
         await run.trainer.run()
