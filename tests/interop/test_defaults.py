@@ -87,6 +87,8 @@ def test_a_default_is_in_the_translation_unless_it_is_ours(system: str) -> None:
         "openrlhf": ["warmup_ratio: 0.03", "scheduler: cosine_with_min_lr", "adam_betas: [0.9, 0.95]"],
         "skyrl": ["off_policy_correction: none", "use_kl_loss: true", "weight_decay: 0.01"],
         "roll": ["scheduler: linear", "loss_reduction: sequence_mean", "top_p: 0.7"],
+        "verl": ["dtype: bfloat16", "policy_loss_type: dual_clip", "off_policy_correction: none"],
+        "trl": ["dtype: bfloat16", "scheduler: linear", "epochs: 3", "off_policy_correction: none"],
         "areal": ["warmup_ratio: 0.001", "ratio_anchor: behaviour", "off_policy_correction: none"],
     }
     assert [line for line in expected[system] if line not in text] == []

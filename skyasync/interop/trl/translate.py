@@ -6,7 +6,7 @@ import re
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, N, NoCounterpartError, as_list
-from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, SAMPLING, A, Draft
+from skyasync.interop.draft import MINI, PLACEMENT, PLAN, SAMPLING, A, Draft
 
 
 def _rewards(value: Value, context: ConversionContext) -> list[Value]:
@@ -37,12 +37,11 @@ def finish(draft: Draft) -> None:
     if samples not in draft.ours:
         draft.put(samples, draft.value(N), *draft.origin(N))
     draft.put("generator.eval_sampling_params.temperature", None)
-    if "Async" in draft.recipe.command:
-        draft.put(PLAN, "fully_async")
-        draft.put("generator.backend", "vllm")
-        draft.put("trainer.max_staleness", draft.given.get("max_staleness", 4), "max_staleness")
-        draft.put(CORRECTION, "none")
-        draft.put("trainer.allow_uncorrected", True)
+    asynchronous = "Async" in draft.recipe.command
+    if asynchronous:
+        _asynchronous(draft)
+    _passes(draft)
+    _warm_up(draft)
     if "eval_steps" in draft.given and draft.theirs("eval_strategy") in ("no", "epoch"):
         draft.put("trainer.eval_interval", 0, "eval_strategy")
         draft.left["eval_steps"] = "it has no effect there without eval_strategy=steps"
@@ -55,7 +54,8 @@ def finish(draft: Draft) -> None:
         draft.put(f"{A}max_seq_len", draft.value(f"{SAMPLING}.max_generate_length"), "loss_type")
     if draft.value(f"{A}advantage_estimator") == "normalized":
         draft.put(f"{A}reward_norm_mean", "group")
-    enabled = not rloo and bool(draft.theirs("vllm_importance_sampling_correction")) and bool(draft.theirs("use_vllm"))
+    corrects = bool(draft.theirs("vllm_importance_sampling_correction")) and bool(draft.theirs("use_vllm"))
+    enabled = corrects and not rloo and not asynchronous
     mode, low, high, cap = (f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap"))
     bounds: list[Value] = [draft.theirs(low) or 0.0, draft.given.get(cap, draft.given.get(high, 3.0))]
     draft.set_correction(enabled, bounds, mode, low, high, cap)
@@ -73,6 +73,16 @@ def finish(draft: Draft) -> None:
         draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
         draft.left.pop("dataset_config", None)
     draft.set_split("data.train_data", "dataset_train_split")
+    draft.remark_filters()
+    if "max_prompt_length" not in draft.given:
+        longest = int(draft.number("trainer.max_prompt_length"))
+        draft.remarks.append(f"trainer.max_prompt_length: prompts above {longest} tokens are left out, there none is")
+    if (
+        draft.value(f"{A}advantage_estimator") in ("grpo", "normalized")
+        and draft.value(f"{A}reward_norm_std") != "none"
+    ):
+        epsilon = "population standard deviation + 1e-8" if asynchronous else "standard deviation + 1e-4"
+        draft.remarks.append(f"advantages are divided by the standard deviation + 1e-6, there by the {epsilon}")
 
 
 def _processes(draft: Draft) -> int:
@@ -116,3 +126,41 @@ def _rloo(draft: Draft) -> None:
         draft.put(f"{A}use_kl_in_reward", True, "beta")
         draft.put(f"{A}kl_loss_coef", beta, "beta")
         draft.put(f"{A}kl_estimator_type", "k1")
+
+
+#: Defaults of AsyncGRPOConfig that are not GRPOConfig's.
+_ASYNC_DEFAULTS: dict[str, Value] = {
+    "trainer.policy.optimizer_config.scheduler": "constant",
+    f"{SAMPLING}.max_generate_length": 2048,
+    "trainer.max_staleness": 4,
+}
+
+
+def _asynchronous(draft: Draft) -> None:
+    """TRL's asynchronous GRPO: the ratio is to the engine's log-probabilities, its engines are servers."""
+    draft.put(PLAN, "fully_async")
+    draft.put("generator.backend", "vllm")
+    draft.put(f"{A}ratio_anchor", "behaviour")
+    for path, value in _ASYNC_DEFAULTS.items():
+        if path not in draft.ours or not draft.ours[path].given:
+            draft.put(path, value, *draft.origin(path))
+    for path in ("generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size"):
+        if not draft.named(*draft.origin(path)):
+            draft.ours.pop(path, None)
+
+
+def _passes(draft: Draft) -> None:
+    """The type of the passes: without mixed precision it is that of the weights."""
+    weights = draft.theirs("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
+    if draft.given.get("bf16") is False and not draft.given.get("fp16") and weights == "bfloat16":
+        draft.put("trainer.policy.model.dtype", "bfloat16", "bf16")
+
+
+def _warm_up(draft: Draft) -> None:
+    """A number of steps below 1 is a ratio of all steps."""
+    prefix = "trainer.policy.optimizer_config."
+    steps = draft.value(f"{prefix}num_warmup_steps")
+    if isinstance(steps, float) and 0 < steps < 1:
+        draft.ours.pop(f"{prefix}num_warmup_steps")
+        draft.put(f"{prefix}warmup_ratio", steps, "warmup_steps")
+    draft.remark_warm_up()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from skyasync.config.values import Value
-from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, as_list
+from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, as_list, converted
 from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, A, Draft
 
 _ACTOR = "actor_rollout_ref.actor."
@@ -20,6 +20,17 @@ def _reward_file(value: Value, context: ConversionContext) -> list[Value]:
 
 CONVERSIONS: dict[str, Conversion] = {"reward_file": _reward_file}
 
+#: What the programs of asynchronous plans set in files of their own, where a recipe does not.
+_PROGRAM_DEFAULTS: dict[str, dict[str, Value]] = {
+    "one_step_off": {"algorithm.rollout_correction.bypass_mode": True},
+    "fully_async": {
+        "algorithm.rollout_correction.bypass_mode": True,
+        "async_training.staleness_threshold": 0.1,
+        "async_training.trigger_parameter_sync_step": 4,
+        "async_training.partial_rollout": True,
+    },
+}
+
 
 def finish(draft: Draft) -> None:
     """Which KL is meant, the number of engines, the correction's bounds, the plan of its program."""
@@ -27,6 +38,11 @@ def finish(draft: Draft) -> None:
     draft.set_one_of(f"{A}kl_loss_coef", f"{_ACTOR}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef")
     draft.set_one_of(f"{A}kl_estimator_type", f"{_ACTOR}kl_loss_type" if in_loss else "algorithm.kl_penalty")
     draft.set_kl(bool(in_loss), draft.number(f"{A}kl_loss_coef") if in_loss or in_reward else 0)
+    draft.set_kl_clamp("k3", "k3_straight_through")
+    draft.remark_kl_in_reward()
+    draft.remark_filters()
+    for section, optimizer in (("policy", f"{_ACTOR}optim."), ("critic", "critic.optim.")):
+        _warm_up(draft, section, optimizer)
     kind, threshold = (f"algorithm.rollout_correction.rollout_is{end}" for end in ("", "_threshold"))
     bounds = re.findall(r"[\d.]+", str(draft.theirs(threshold)))
     limits: list[Value] = [float(bound) for bound in bounds] if len(bounds) == 2 else [0, draft.theirs(threshold)]
@@ -56,9 +72,10 @@ def finish(draft: Draft) -> None:
     if draft.value(rewards) == []:
         why = f"without one the data_source chooses among verl's functions: write {rewards}"
         draft.left.setdefault("custom_reward_function.path", why)
-    for plan in ("one_step_off", "fully_async"):
+    for plan in _PROGRAM_DEFAULTS:
         if plan in draft.recipe.command:
             draft.put(PLAN, plan)
+            _program_defaults(draft, plan)
     # As many engines as fit on the devices: those of the rollout alone, or else the policy's.
     own = ("rollout.nnodes", "rollout.n_gpus_per_node")
     devices = draft.number(f"{PLACEMENT}policy_num_nodes") * draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
@@ -89,3 +106,22 @@ def _batches(draft: Draft) -> None:
         if isinstance(prompts, int) and "trainer.total_training_steps" not in draft.given:
             draft.put("trainer.max_training_steps", int(prompts // draft.number(BATCH)), name)
             draft.left.pop(name, None)
+
+
+def _program_defaults(draft: Draft, plan: str) -> None:
+    """The defaults of the program that has this plan."""
+    for name, value in _PROGRAM_DEFAULTS[plan].items():
+        if name in draft.given:
+            continue
+        row = draft.system.table.exact[name]
+        for path, entry in (converted(row, value, draft.context()) or {}).items():
+            draft.put(path, entry, name)
+
+
+def _warm_up(draft: Draft, section: str, optimizer: str) -> None:
+    """Steps of the warm-up, where both they and a ratio are given, decide there."""
+    steps = draft.given.get(f"{optimizer}lr_warmup_steps")
+    if isinstance(steps, int) and steps >= 0:
+        ratio = f"trainer.{section}.optimizer_config.warmup_ratio"
+        draft.drop(ratio, f"it has no effect there: {optimizer}lr_warmup_steps decides")
+    draft.remark_warm_up(section)
