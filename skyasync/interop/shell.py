@@ -110,6 +110,7 @@ class _Reader:
     arguments: list[str] = field(default_factory=list)
     depth: int = 0
     sources: list[Path] = field(default_factory=list)  # the scripts that are being read, the innermost last
+    alternative: bool = False  # it is not known whether this branch runs or an earlier one of its condition
     budget: Budget = field(default_factory=lambda: Budget("the script"))
 
     # Statements: ``runs`` is whether the branch that they stand in is taken. Each returns whether it succeeds.
@@ -158,14 +159,18 @@ class _Reader:
             condition = [child for child in parts[:then] if child.is_named]
             known = self.holds(condition[-1]) if len(condition) == 1 else None if condition else True
             active = _and(_not(taken), known)
+            before = self.alternative
+            self.alternative = before or (active is None and taken is None)
             taken = _not(_and(_not(taken), _not(active)))
             for child in parts[then:]:
                 if child.is_named and child.type not in ("elif_clause", "else_clause"):
                     self.run(child, _and(runs, active))
+            self.alternative = before
 
     def _case(self, node: Node, runs: Known) -> None:
         [word, *items] = node.named_children
         value, taken = self.joined(word), False
+        outer, first = self.alternative, True
         for item in items:
             if item.type != "case_item":
                 continue
@@ -173,8 +178,11 @@ class _Reader:
             matched = any(fnmatchcase(value, self.joined(pattern)) for pattern in patterns)
             active = None if "$" in value else matched and not taken
             taken = taken or matched
+            self.alternative = outer or (active is None and not first)
             for child in item.named_children[len(patterns) :]:
                 self.run(child, _and(runs, active))
+                first = False
+        self.alternative = outer
 
     def _assign(self, node: Node, runs: Known) -> None:
         if node.type != "variable_assignment" or node.named_children[0].type != "variable_name":
@@ -183,7 +191,7 @@ class _Reader:
         variables, value = self.script.variables, node.child_by_field_name("value")
         if runs is None:
             self.script.branches = True
-            if variables.get(name) and not plus:
+            if variables.get(name) and (self.alternative or not plus):
                 return
         before = variables.get(name, "") if plus else ""
         if value is not None and value.type == "array":

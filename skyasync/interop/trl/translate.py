@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from math import ceil
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, N, NoCounterpartError, as_list
@@ -28,6 +30,9 @@ def finish(draft: Draft) -> None:
         for name, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
             if f"trainer.policy.lora.{name}" not in draft.ours:
                 draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
+        targets = "trainer.policy.lora.target_modules"
+        if targets not in draft.ours:
+            draft.put(targets, ["q_proj", "v_proj"], "use_peft", note="peft's choice for most models")
     else:
         draft.drop_group("trainer.policy.lora.", "it has no effect there without use_peft")
     rloo = re.search(r"RLOO|\brloo\b", draft.recipe.command) is not None
@@ -68,6 +73,7 @@ def finish(draft: Draft) -> None:
         if "generation_batch_size" not in draft.given and isinstance(generations, int):
             draft.set_prompts(BATCH, per_device * generations, device, generation)
         draft.set_prompts(MINI, per_device * steps, device, accumulation)
+    _count_steps(draft)
     config = draft.given.get("dataset_config")
     if config and isinstance(sources := draft.value("data.train_data"), list):
         draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
@@ -77,12 +83,7 @@ def finish(draft: Draft) -> None:
     if "max_prompt_length" not in draft.given:
         longest = int(draft.number("trainer.max_prompt_length"))
         draft.remarks.append(f"trainer.max_prompt_length: prompts above {longest} tokens are left out, there none is")
-    if (
-        draft.value(f"{A}advantage_estimator") in ("grpo", "normalized")
-        and draft.value(f"{A}reward_norm_std") != "none"
-    ):
-        epsilon = "population standard deviation + 1e-8" if asynchronous else "standard deviation + 1e-4"
-        draft.remarks.append(f"advantages are divided by the standard deviation + 1e-6, there by the {epsilon}")
+    _scale(draft, asynchronous)
 
 
 def _processes(draft: Draft) -> int:
@@ -164,3 +165,34 @@ def _warm_up(draft: Draft) -> None:
         draft.ours.pop(f"{prefix}num_warmup_steps")
         draft.put(f"{prefix}warmup_ratio", steps, "warmup_steps")
     draft.remark_warm_up()
+
+
+#: Keys that count optimizer steps there, and steps of a whole batch here.
+_STEPS = (
+    "trainer.max_training_steps",
+    "trainer.ckpt_interval",
+    "trainer.eval_interval",
+)
+
+
+def _count_steps(draft: Draft) -> None:
+    """A step here is a batch of generated responses, with several optimizer steps where it has mini-batches."""
+    mini = draft.number(MINI) or draft.number(BATCH)
+    updates = ceil(draft.number(BATCH) / mini) * int(draft.number("trainer.update_epochs_per_batch"))
+    for path in _STEPS if updates > 1 else ():
+        steps = draft.value(path)
+        if path in draft.ours and isinstance(steps, int) and steps > 0:
+            note = f"{steps} optimizer steps, {updates} of them in a step here"
+            setting = draft.ours[path]
+            draft.ours[path] = replace(setting, value=ceil(steps / updates), note=note)
+
+
+def _scale(draft: Draft, asynchronous: bool) -> None:
+    """What is added to the standard deviation that divides the advantages: 1e-4, and 1e-8 in the asynchronous GRPO."""
+    estimator = draft.value(f"{A}advantage_estimator")
+    if estimator not in ("grpo", "normalized") or draft.value(f"{A}reward_norm_std") == "none":
+        return
+    draft.put(f"{A}extra.eps", 1e-8 if asynchronous else 1e-4)
+    if asynchronous:  # whose standard deviation is the population's
+        draft.put(f"{A}advantage_estimator", "normalized")
+        draft.put(f"{A}extra.unbiased", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import ceil
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, as_list, converted
@@ -41,8 +42,6 @@ def finish(draft: Draft) -> None:
     draft.set_kl_clamp("k3", "k3_straight_through")
     draft.remark_kl_in_reward()
     draft.remark_filters()
-    for section, optimizer in (("policy", f"{_ACTOR}optim."), ("critic", "critic.optim.")):
-        _warm_up(draft, section, optimizer)
     kind, threshold = (f"algorithm.rollout_correction.rollout_is{end}" for end in ("", "_threshold"))
     bounds = re.findall(r"[\d.]+", str(draft.theirs(threshold)))
     limits: list[Value] = [float(bound) for bound in bounds] if len(bounds) == 2 else [0, draft.theirs(threshold)]
@@ -91,6 +90,8 @@ def finish(draft: Draft) -> None:
     if draft.value(PLAN) == "fully_async":
         _batches(draft)
     draft.set_staleness("async_training.staleness_threshold")
+    for section, optimizer in (("policy", f"{_ACTOR}optim."), ("critic", "critic.optim.")):
+        _warm_up(draft, section, optimizer)
 
 
 def _batches(draft: Draft) -> None:
@@ -119,9 +120,15 @@ def _program_defaults(draft: Draft, plan: str) -> None:
 
 
 def _warm_up(draft: Draft, section: str, optimizer: str) -> None:
-    """Steps of the warm-up, where both they and a ratio are given, decide there."""
-    steps = draft.given.get(f"{optimizer}lr_warmup_steps")
+    """Steps of the warm-up have precedence over a ratio there, and count whole batches: here optimizer steps."""
+    name = f"{optimizer}lr_warmup_steps"
+    steps = draft.given.get(name)
     if isinstance(steps, int) and steps >= 0:
-        ratio = f"trainer.{section}.optimizer_config.warmup_ratio"
-        draft.drop(ratio, f"it has no effect there: {optimizer}lr_warmup_steps decides")
+        draft.drop(f"trainer.{section}.optimizer_config.warmup_ratio", f"it has no effect there: {name} decides")
     draft.remark_warm_up(section)
+    mini = draft.number(MINI) or draft.number(BATCH)
+    updates = ceil(draft.number(BATCH) / mini) * int(draft.number("trainer.update_epochs_per_batch"))
+    path = f"trainer.{section}.optimizer_config.num_warmup_steps"
+    if updates > 1 and isinstance(steps, int) and steps > 0 and path in draft.ours:
+        note = f"optimizer steps, {updates} of them in a step there, whose first step has no rate"
+        draft.put(path, steps * updates, name, note=note)
