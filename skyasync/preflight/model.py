@@ -25,6 +25,7 @@ from skyasync.errors import UserError
 from skyasync.inference.interface import ENGINES
 from skyasync.models.config import ATTENDING, EXPERTS
 from skyasync.models.images import FAMILIES, reads_images
+from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.utils.machine import Machine
 from skyasync.utils.weight_files import check_model_files
 
@@ -50,6 +51,7 @@ granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_dense hun
 llama4_text mamba mamba2 mpt nanochat nemotron nemotron_h olmoe opt persimmon phi phimoe recurrent_gemma stablelm xglm
 zamba zamba2 zaya
 """
+TEMPLATE_S = 20.0  # to render a message, which takes milliseconds
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
@@ -373,3 +375,26 @@ def bytes_per_parameter(cfg: Config) -> float:
     state = _STATE[policy.optimizer_config.name]
     previous = 4 if policy.optimizer_config.max_grad_cosine else 0  # gradient
     return 4 + previous + (state / 2 if rounded else state + 4)
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """Render one message in a thread: a template comes with the model's files, and may loop for ever.
+
+    Errors of the template are those of the prompts, which are rendered next.
+
+    Raises:
+        UserError: if that takes longer than ``TEMPLATE_S``.
+    """
+
+    def render() -> None:
+        with suppress(Exception):
+            tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], tokenize=False)
+
+    thread = threading.Thread(target=render, name="chat template", daemon=True)
+    thread.start()
+    thread.join(TEMPLATE_S)
+    if thread.is_alive():
+        raise UserError(
+            f"the chat template of {tokenizer.name_or_path} has not rendered one message within {TEMPLATE_S:g} s: name "
+            f"another one with data.chat_template"
+        )

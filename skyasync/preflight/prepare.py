@@ -53,6 +53,7 @@ from skyasync.preflight.model import (
     check_parallel,
     check_routers,
     check_same_tokens,
+    check_template,
 )
 from skyasync.preflight.parts import check_parts
 from skyasync.registry import absolute_reference
@@ -130,6 +131,8 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     path = trainer.policy.model.path
     if not own_tokenizer and Path(path, "tokenizer.json").is_file():
         tokenizer = with_template(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
+        if cfg.data.apply_chat_template:
+            check_template(tokenizer)
         check_lengths(prompts, tokenizer, cfg)
     resume, checkpoints = Resume.of(trainer), Checkpoints(checkpoints_of(trainer))
     # The checkpoint is there, not damaged at a glance, and of this run. Those passed over are reported at the load.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from skyasync.errors import NonFiniteRewardError, UserError, nearest
 from skyasync.other_frameworks import other_frameworks
@@ -150,10 +150,10 @@ def _check_names(function: str, returned: Mapping[object, object]) -> None:
             )
 
 
-def _is_finite(value: Real) -> bool:
-    """Whether a number fits into a float."""
+def _is_finite(value: object) -> bool:
+    """Whether a real number fits into a float."""
     try:
-        return math.isfinite(value)
+        return math.isfinite(cast(float, value))
     except OverflowError:
         return False
 
@@ -162,7 +162,9 @@ def _number(what: str, value: object, alternative: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
         hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
         kind = NonFiniteRewardError if isinstance(value, Real) and not _is_finite(value) else UserError
-        too_large = isinstance(value, int) and not _is_finite(value)
-        text = f"an integer of {value.bit_length()} bits" if too_large else repr(value)
+        if isinstance(value, int) and not _is_finite(value):
+            text = f"an integer of {value.bit_length()} bits"  # Python does not write one of 5,000 digits
+        else:
+            text = repr(value)
         raise kind(f"{what} is {text if len(text) <= 80 else f'{text[:77]}...'}: {hint}")
     return float(value)

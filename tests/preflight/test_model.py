@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 from skyasync.config import Config
 from skyasync.errors import UserError
 from skyasync.preflight.model import MODEL, check_model, hub_folder
+from tests.inference.tiny_llama import save_tiny_llama
 
 
 @pytest.mark.parametrize("role", ["ref", "critic", "teacher", "reward"])
@@ -32,3 +35,26 @@ def test_a_hub_that_is_busy_does_not_lack_the_model(status: int, answer: str, mo
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     with pytest.raises(UserError, match=f"it answers {answer}"):
         hub_folder("some-owner/some-model")
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+USUAL = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [LOOPS, "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}" + LOOPS, USUAL, "{{"])
+def test_a_chat_template_that_does_not_end_is_rejected(template: str, tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path, tied=True)
+    # A process of its own: the thread of a template that does not end would take half of the tests' processor.
+    program = (
+        "from skyasync.preflight import model\n"
+        "from skyasync.rollout.tokenizer import load_tokenizer\n"
+        "from skyasync.errors import UserError\n"
+        "model.TEMPLATE_S = 1.0\n"
+        f"tokenizer = load_tokenizer({str(tmp_path)!r})\n"
+        f"tokenizer.chat_template = {template!r}\n"
+        "try:\n    model.check_template(tokenizer)\nexcept UserError as error:\n    print(error)\n"
+        "import os; os._exit(0)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ("has not rendered one message within 1 s" in run.stdout) == (LOOPS in template)
