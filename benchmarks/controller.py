@@ -43,6 +43,7 @@ from skyasync.config.schema import GeneratorConfig
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.envs.episodes import EnvSettings
 from skyasync.envs.pool import EnvPool, local_pool, ray_pool
+from skyasync.heap import freeze_start
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine
 from skyasync.rollout.collate import collate_in_turns
@@ -128,10 +129,10 @@ async def measure(env: str, prompts: int, samples: int, repeats: int, profile: c
     limits = EpisodeLimits(TURNS if env == "turns" else 1)
     generator = EpisodeGenerator(client, pool, _tokenizer(), 1024, limits)
     costs = [await _batch(env, prompts, samples, generator, engine, None)]
-    gc.collect()
-    gc.freeze()  # as in the controller's process
+    freeze_start()  # as in the controller's process
     for _ in range(repeats):
         costs.append(await _batch(env, prompts, samples, generator, engine, profile))
+    gc.unfreeze()
     pool.pool.close()
     return costs[1:]
 

@@ -38,6 +38,7 @@ START_S = 120.0  # for a new process, and for what it imports before its first c
 GRACE_S = 1.0  # for a coroutine to end after it has been cancelled
 CLOSE_S = 30.0  # for a call that ends another one, if calls have no limit
 HEARTBEAT_S = 5.0  # an exchange without answers ends after this, which shows that the process is alive
+TURN_ANSWERS = 64  # passed on in one turn of the event loop
 MOST_HUNG = 4  # calls that may hang in a process before it is replaced
 
 _warned: set[str] = set()  # types of transient errors that this process has logged
@@ -378,13 +379,17 @@ class RpcClient:
             self._exchanges -= 1
         if self.lost is not None:
             return
-        for answer in answers:
-            _, future = self.unanswered.pop(answer.number)
+        for place, answer in enumerate(answers, 1):
+            _, future = self.unanswered.pop(answer.number, (None, None))
+            if future is None:  # the process was ended during a pause of this loop
+                continue
             with suppress(asyncio.InvalidStateError):  # its caller may have been cancelled
                 if answer.error is None:
                     future.set_result(answer.result)
                 else:
                     future.set_exception(answer.error)
+            if place % TURN_ANSWERS == 0:  # let the callers, and others, have their turn
+                await asyncio.sleep(0)
         if self.unanswered and not self._exchanges and not self._outbox:
             self._start(self._exchange([]))
         self._notify(self)
