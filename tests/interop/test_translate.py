@@ -422,7 +422,8 @@ def test_a_trl_run_evaluates_with_the_sampling_of_training() -> None:
 def test_a_skyrl_run_evaluates_greedily_with_its_response_length_unless_it_says_how() -> None:
     group = "generator.eval_sampling_params."
     usual = of("generator.sampling_params.max_generate_length=4096", system="skyrl")
-    assert f"{group}temperature" not in usual and f"{group}max_generate_length" not in usual, "as by default here"
+    assert usual.get(f"{group}temperature", 0.0) == 0.0, "greedy, as by default here"
+    assert usual.get(f"{group}max_generate_length", 4096) == 4096, "as in training"
     own = of("generator.sampling_params.max_generate_length=4096", f"{group}top_p=0.7", system="skyrl")
     assert (own[f"{group}temperature"], own[f"{group}max_generate_length"]) == (1.0, 1024)
 
