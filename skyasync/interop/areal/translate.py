@@ -98,11 +98,11 @@ def _norms(draft: Draft) -> None:
     """What rewards and advantages are normalized by; a level that is left out is the batch."""
     prefix, estimator = "actor.reward_norm", f"{A}advantage_estimator"
     paths = [f"{A}reward_norm_{end}" for end in ("mean", "std")]
-    asked = any(name.startswith(prefix) and draft.given[name] is not None for name in draft.given)
-    if not asked:
+    has_norm = any(name.startswith(prefix) and draft.given[name] is not None for name in draft.given)
+    if not has_norm:
         draft.put(estimator, "normalized")
     for path in paths:
-        if not asked:
+        if not has_norm:
             draft.put(path, "none")
         elif path not in draft.ours:
             draft.put(path, "batch", f"{prefix}.{path.rpartition('_')[2]}_level")
@@ -119,7 +119,7 @@ def _norms(draft: Draft) -> None:
         origin = [name for path in paths for name in draft.origin(path)]
         for path in paths:
             draft.drop(path, "not with a critic: see trainer.algorithm.reward_normalization")
-        if asked and mean == deviation != "none":
+        if has_norm and mean == deviation != "none":
             draft.put(f"{A}reward_normalization", mean, *origin)
             for name in origin:
                 draft.left.pop(name, None)
@@ -138,13 +138,13 @@ def _norms(draft: Draft) -> None:
 def _loss(draft: Draft) -> None:
     """Which policy the ratio is to, and what weighs stale tokens: only rejection sampling brings a weight."""
     path, cap = f"{A}policy_loss_type", f"{A}behave_imp_weight_cap"
-    kinds = {
+    losses = {
         "sapo": "actor.use_sapo_loss" if draft.theirs("actor.use_sapo_loss") else "",
         "gspo": "actor.importance_sampling_level" if _by_sequence(draft) else "",
         "m2po": "actor.m2_threshold" if draft.theirs("actor.m2_threshold") is not None else "",
         "dual_clip": "actor.c_clip" if draft.theirs("actor.c_clip") is not None else "",
     }
-    loss, name = next(((kind, name) for kind, name in kinds.items() if name), ("ppo", ""))
+    loss, name = next(((kind, name) for kind, name in losses.items() if name), ("ppo", ""))
     if loss == "sapo" and _by_sequence(draft):
         draft.put(f"{A}extra.sequence_level", True, "actor.importance_sampling_level")
     elif loss == "gspo":

@@ -114,7 +114,7 @@ def _penalty(draft: Draft) -> None:
 
 def _norms(draft: Draft, *, agents: bool) -> None:
     """What rewards are compared with: their group with grpo, else what their norms say."""
-    kinds = ("norm_mean_type", "norm_std_type")
+    norm_types = ("norm_mean_type", "norm_std_type")
     if draft.theirs("adv_estimator") == "grpo" and not agents and draft.value(N) != 1:
         for end in ("mean", "std"):
             draft.drop(f"{A}reward_norm_{end}", "grpo compares a group's rewards by their mean and deviation")
@@ -122,11 +122,11 @@ def _norms(draft: Draft, *, agents: bool) -> None:
             draft.put(_ESTIMATOR, "grpo", "adv_estimator")
     else:
         _rewards_of_agents(draft)
-        norms = (*kinds, *(f"reward_normalization.{name}" for name in ("method", "grouping", *kinds)))
-        asked = any(draft.given.get(name) not in (None, "identity") for name in norms)
-        if asked or draft.value(_ESTIMATOR) == "grpo":
+        norms = (*norm_types, *(f"reward_normalization.{name}" for name in ("method", "grouping", *norm_types)))
+        has_norm = any(draft.given.get(name) not in (None, "identity") for name in norms)
+        if has_norm or draft.value(_ESTIMATOR) == "grpo":
             draft.put(_ESTIMATOR, "normalized", *draft.named("adv_estimator", *norms))
-            _without_norms(draft, *kinds)
+            _without_norms(draft, *norm_types)
     mean, deviation = (draft.value(f"{A}reward_norm_{end}") for end in ("mean", "std"))
     if draft.value(_ESTIMATOR) == "normalized" and (mean, deviation) == ("group", "batch"):
         origin = draft.origin(f"{A}reward_norm_std")

@@ -139,9 +139,9 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         """Name the layers that an update has not loaded completely; call this before the reload is finalized.
 
         Many loaders skip a tensor whose name they do not know, and vLLM leaves the layer's former weights in place.
-        vLLM counts the elements that each layer has received. Fewer than its parameters have are right for tied output
-        layers, for embeddings (padded to a multiple of 64) and for attention (scales of a quantized cache), and in a
-        quantized model, some of whose parameters are computed.
+        vLLM counts the elements that each layer has received. Some layers rightly receive fewer than they have: tied
+        output layers, padded embeddings, and attention with scales of a quantized cache. A quantized model is not
+        checked, because some of its parameters are computed.
         """
         if getattr(self.model_config, "quantization", None) is not None:
             return []
