@@ -192,8 +192,9 @@ def test_a_best_checkpoint_that_is_written_again_after_a_resume_is_judged_again(
         run = run_of(tmp_path, trainer__ckpt_best_metric="policy/score", trainer__ckpt_interval=2, **settings)
         step = run.dispatch.optimizer_step
 
-        async def scoring(schedule_step: int, scale: float = 1.0) -> dict[str, float]:
-            return await step(schedule_step, scale) | {"score": scores.get(run.trainer.global_step + 1, 0.0)}
+        async def scoring(schedule_step: int, scale: float, role: str) -> dict[str, float]:
+            metrics = await step(schedule_step, scale, role)
+            return metrics | {"score": scores.get(run.trainer.global_step + 1, 0.0)}
 
         run.dispatch.optimizer_step = scoring  # type: ignore[method-assign]
         run.train()
