@@ -22,6 +22,7 @@ from skyasync.planning.memory import GIB, Lengths
 from skyasync.planning.plan import MemoryPlan, MemoryUse, parse_size
 from skyasync.run.placement import ENGINES
 from skyasync.utils.machine import Machine, this_machine
+from skyasync.workers.roles import POLICY
 
 SIZES = {"--gpu-memory": "gpu_memory", "--host-memory": "host_memory"}
 EXAMPLES = {"--gpus": "8", "--card": "H100"} | dict.fromkeys(SIZES, "80GiB")
@@ -175,6 +176,8 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
     yield f"machine      {devices}, host {_size(machine.host_memory)}"
     yield "processes    " + ", ".join(f"{count} {role}" for role, count in plan.processes.items())
     bundles = Counter(" + ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in plan.slots.bundles)
+    if machine.gpus > plan.gpus_requested > 0:
+        yield f"unused       {machine.gpus - plan.gpus_requested} of {machine.gpus} GPUs{_larger_run(plan)}"
     yield "bundles      " + ", ".join(f"{count} x {bundle}" for bundle, count in bundles.items())
     checkpointing = "on" if rank.checkpointing else "off"
     yield (
@@ -195,7 +198,21 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
     if speed:
         yield f"estimate     by the published peak and bandwidths of {machine.card}:"
         yield f"             an update is {speed.update:,.3g} s of arithmetic, and {speed.collectives:,.3g} s of links"
+        slowest = speed.update / USUAL_FRACTIONS[0]
+        fastest = speed.update / USUAL_FRACTIONS[1]
+        percent = " to ".join(f"{fraction:.0%}" for fraction in USUAL_FRACTIONS)
+        yield f"             training reaches {percent} of the peak: {fastest:,.3g} to {slowest:,.3g} s an update"
         yield f"             an engine makes {speed.tokens:,.0f} tokens/s, and a batch takes {speed.generation:,.3g} s"
+
+
+def _larger_run(plan: MemoryPlan) -> str:
+    """Settings with which the same run would use more of the machine's GPUs; "" if no multiple fits."""
+    factor = plan.machine.gpus // plan.gpus_requested
+    if factor < 2:
+        return ""
+    ranks = plan.processes[POLICY] * factor
+    engines = plan.processes[ENGINES] * factor
+    return f": for example trainer.placement.policy_num_gpus_per_node={ranks} generator.num_inference_engines={engines}"
 
 
 def _table(place: MemoryUse, *, plain: bool) -> Table:
@@ -217,6 +234,10 @@ def _size(count: int) -> str:
 # ---------------------------------------------------------------- how fast a run can be at most
 
 # A roofline by a card's published peak and bandwidths. No prediction: real runs reach a part of it.
+
+#: Fractions of the peak that training usually reaches: small models without and large models with compiled layers. One
+#: H100 trained models of 0.6B and 1.7B at 0.14 and 0.22 (docs/benchmarks.md).
+USUAL_FRACTIONS = (0.15, 0.45)
 
 
 @dataclass(frozen=True)

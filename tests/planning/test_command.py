@@ -50,9 +50,12 @@ def test_a_plan_that_fits_says_so_in_plain_text(model: str, capsys: pytest.Captu
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_card_by_its_name_has_memory_and_speeds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--gpus=2", "--card", "L4", "--host-memory=64GiB", model, "data.train_data=[x]"]) == 0
+    assert run(["plan", "--gpus=8", "--card", "L4", "--host-memory=64GiB", model, "data.train_data=[x]"]) == 0
     out = capsys.readouterr().out
-    assert "2 GPUs of 22.5 GiB" in out and "by the published peak and bandwidths of L4" in out and "tokens/s" in out
+    assert "8 GPUs of 22.5 GiB" in out and "by the published peak and bandwidths of L4" in out and "tokens/s" in out
+    assert "training reaches 15% to 45% of the peak" in out
+    larger = "trainer.placement.policy_num_gpus_per_node=4 generator.num_inference_engines=4"
+    assert f"unused       6 of 8 GPUs: for example {larger}" in out
 
 
 @pytest.mark.matrix
