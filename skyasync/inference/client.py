@@ -1,9 +1,9 @@
 """One client in front of several engines: it routes, batches calls, and owns every wait.
 
-Invariant: each request is answered exactly once or raises; one that no engine answers in time raises ``TimeoutError``
-with its id. Requests made in one turn of the event loop, or while the client is ``collecting``, travel to their engine
-in one message. The samples of a prompt are one group: one caller, one wait and one timer, but each is routed, cut and
-continued by itself.
+Invariant: each request is answered exactly once or raises; one whose engine makes no progress for too long raises
+``TimeoutError`` with its id (``progress_limit``). Requests made in one turn of the event loop, or while the client is
+``collecting``, travel to their engine in one message. The samples of a prompt are one group: one caller and one wait,
+but each is routed, cut and continued by itself.
 
 A request that ``cut`` has ended early, or whose engine has failed, continues here: prompt and tokens so far are sent as
 a new request, which the engines start with the weights they have then. Its caller gets one answer, with the pieces
@@ -21,8 +21,8 @@ while all sleep, they wait here, and no time counts.
 
 | who waits                | for what                       | woken by                                               |
 |--------------------------|--------------------------------|--------------------------------------------------------|
-| ``generate_group``       | a result of its group          | ``_send`` (answer, error), a failure, or the timeout   |
-| a queued request         | an engine; its group waits     | ``_advance``, ``give_up``, or its timeout              |
+| ``generate_group``       | a result of its group          | ``_send`` (answer, error), a failure, or its limit     |
+| a queued request         | an engine; its group waits     | ``_advance``, ``give_up``, or its limit                |
 | ``_send`` (a task each)  | the engine's stream of answers | the engine; its failure fails the requests             |
 | a call of all engines    | every healthy engine's answer  | the engines; a failure                                 |
 """
@@ -50,6 +50,7 @@ from skyasync.inference.interface import (
     RequestFailedError,
 )
 from skyasync.inference.pool import EnginePool, LostWork
+from skyasync.inference.progress_limit import ProgressLimit
 from skyasync.inference.stop_strings import cut_at_stop_string
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 
@@ -77,7 +78,7 @@ class InferenceClient:
 
     Args:
         engines: at least one; they hold the same weights.
-        request_timeout_s: how long a request may go unanswered, pauses of the engines included.
+        request_timeout_s: how long a request may wait while its engine makes no progress, pauses included.
         tokenizer: gives the model's; needed where requests with stop strings are cut.
         start_at_once: engines that load at the same time, in order; 0 is all. Engines that share a device measure its
             free memory when they load, and must do so one after the other.
@@ -111,6 +112,7 @@ class InferenceClient:
         self._queue: dict[InflightRequest, None] = {}  # those that have no engine yet, in order
         self._polling = [asyncio.Lock() for _ in engines]
         self._inflight = InflightTable()
+        self._limit = ProgressLimit(request_timeout_s, self._inflight, self.pool)
         self._cut: set[str] = set()  # the engines' ids of what has been ended early, and continues
         self.updating = self._paused = False
         self._cutting = False  # from a cut to the end of its pause
@@ -140,7 +142,7 @@ class InferenceClient:
         """Answer one request, and have what is ended early continued.
 
         Raises:
-            TimeoutError: naming the request, after ``request_timeout_s``.
+            TimeoutError: naming the request, after ``request_timeout_s`` without progress of its engine.
             ValueError: if a request with this id is in flight already.
             RequestFailedError: if this request cannot be answered; the engines continue.
             Exception: whatever the engine raised, with its traceback.
@@ -179,10 +181,9 @@ class InferenceClient:
                 else:
                     self._continue(request, partial, group)
             self._advance()
-            self._start_timer(group)
             while group.requests:
                 finished = []
-                for piece in await self._answered(group):
+                for piece in await group.answered():
                     answer = self._take(piece)
                     if answer is not None:
                         finished.append(answer)
@@ -204,24 +205,12 @@ class InferenceClient:
         if self.pool.end is not None:
             raise self.pool.end
         piece = InflightRequest(request, caller_id, group)
+        piece.since_s = asyncio.get_running_loop().time()
         group.in_flight[piece] = self._queue[piece] = None
         self._inflight[name] = piece
+        self._limit.start()
         if self._cutting:  # it may arrive before the engine ends all requests, or after
             self._cut.add(name)
-
-    async def _answered(self, group: InflightGroup) -> list[InflightRequest]:
-        try:
-            async with asyncio.timeout_at(group.deadline) as group.timer:
-                return await group.answered()
-        except TimeoutError as error:
-            if not (group.timer and group.timer.expired()):
-                raise
-            name = next(iter(group.in_flight)).request.request_id
-            raise TimeoutError(
-                f"request {name} was not answered within {self.request_timeout_s:g} s (generator.request_timeout_s)"
-            ) from error
-        finally:
-            group.timer = None
 
     def _take(self, piece: InflightRequest) -> GenerationOutput | None:
         """The whole answer that the piece completes; None if it was cut, and the rest is requested."""
@@ -237,7 +226,6 @@ class InferenceClient:
         if answer.finish_reason == "abort" and answer.request_id in self._cut:
             self._cut.discard(answer.request_id)
             self._continue(request, answer, group)
-            self._start_timer(group)
             return None
         self._cut.discard(answer.request_id)
         del group.requests[name]
@@ -262,10 +250,8 @@ class InferenceClient:
             answer = piece.result if isinstance(piece.result, GenerationOutput) else None
             self.pool.router.ended(charge, answer, asyncio.get_running_loop().time())
         piece.abandon()
-
-    def _start_timer(self, group: InflightGroup) -> None:
-        limit = asyncio.get_running_loop().time() + self.request_timeout_s
-        group.restart_timer(limit if self.pool.router.open.any() else None)
+        if not self._inflight:
+            self._limit.stop()
 
     def _advance(self) -> None:
         """Give the first requests of the queue to engines; stop at one that no engine can take."""
@@ -277,6 +263,7 @@ class InferenceClient:
             )
             for piece, charge in zip(samples, charges, strict=False):
                 del self._queue[piece]
+                piece.since_s = now
                 self._inflight.send(piece, charge)
                 self._outgoing(charge.engine).requests.append(piece)
             if len(charges) < len(samples):
@@ -338,6 +325,7 @@ class InferenceClient:
             if not waiting:
                 return
             async for outputs in engine.generate([inflight.request for inflight in waiting.values()]):
+                self._limit.answered(index)
                 tokens = 0
                 for output in outputs:
                     failed = output.finish_reason == "error"
@@ -436,8 +424,6 @@ class InferenceClient:
         """These engines (None: all) free their memory. Their requests continue at the others, or wait here."""
         chosen = [index for index in self.pool.awake if engines is None or index in engines]
         self.pool.router.open[chosen] = False
-        for inflight in self._queue:
-            self._start_timer(inflight.group)
         await asyncio.gather(*(self._withdraw(index) for index in chosen))
         self.pool.asleep.update(chosen)
         await self.pool.all(lambda engine: engine.sleep(), [i for i in chosen if self.pool.router.healthy[i]])
@@ -450,8 +436,9 @@ class InferenceClient:
             self.pool.asleep.difference_update(chosen)
             return
         self.pool.router.open[chosen] = True
+        now = asyncio.get_running_loop().time()
         for inflight in self._queue:
-            self._start_timer(inflight.group)
+            inflight.since_s = now
         self._advance()
         await self._share(chosen)
 
@@ -496,6 +483,7 @@ class InferenceClient:
             task.cancel()
         await asyncio.gather(*calls, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
         self._fail_all(RuntimeError(SHUT_DOWN))  # what had no engine
+        await self._limit.close()
 
     # ---------------------------------------------------------------- failures, and engines that come and go
 

@@ -26,29 +26,44 @@ class InflightGroup:
     Attributes:
         requests: by their ids, those without a whole answer.
         in_flight: the requests of the group at engines or in the queue: these, or the rest of a response that was cut.
-        deadline: event loop time at which a request has been unanswered for too long; None: no time counts.
-        timer: of the current wait.
     """
 
     def __init__(self, requests: Iterable[GenerationRequest]) -> None:
         self.requests = {request.request_id: request for request in requests}
         self.in_flight: dict[InflightRequest, None] = {}
-        self.deadline: float | None = None
-        self.timer: asyncio.Timeout | None = None
         self._answered: list[InflightRequest] = []
+        self._error: TimeoutError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def answer(self, piece: InflightRequest) -> None:
         """Wake the caller: this piece has its result."""
         self._answered.append(piece)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
+
+    def expire(self, error: TimeoutError) -> None:
+        """End the wait of the caller with this error; without effect if it does not wait now."""
+        if self._wake():
+            self._error = error
+
+    def _wake(self) -> bool:
+        """Whether the caller waits, and is woken."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return False
+        waiter.set_result(None)
+        return True
 
     async def answered(self) -> list[InflightRequest]:
-        """The requests that got their result since the last call, at least one."""
+        """The requests that got their result since the last call, at least one.
+
+        Raises:
+            TimeoutError: of ``expire``.
+        """
         if not self._answered:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if self._error is not None:
+            raise self._error
         answered, self._answered = self._answered, []
         return answered
 
@@ -56,11 +71,6 @@ class InflightGroup:
     def cancelled(self) -> bool:
         """The caller no longer waits, even if it has not come to leave yet."""
         return self._waiter is not None and self._waiter.cancelled()
-
-    def restart_timer(self, deadline: float | None) -> None:
-        self.deadline = deadline
-        if self.timer is not None:
-            self.timer.reschedule(deadline)
 
 
 @dataclass(eq=False, slots=True)
@@ -73,6 +83,7 @@ class InflightRequest:
 
     Attributes:
         charge: where it is; None while it waits for an engine.
+        since_s: event loop time since which it has been there, or in the queue.
         result: the answer, or the error in its place; the first one counts.
     """
 
@@ -80,6 +91,7 @@ class InflightRequest:
     caller_id: str
     group: InflightGroup
     charge: Charge | None = None
+    since_s: float = 0.0
     received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
     result: GenerationOutput | BaseException | None = None
     _end: asyncio.Future[None] | None = None

@@ -26,6 +26,7 @@ from skyasync.observability.usage import EngineStatsSource
 from skyasync.rollout.generator_api import Generator
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
+from skyasync.trainer.generation_limit import GenerationLimit
 from skyasync.trainer.rollouts import Refill, RewardModelScorer
 from skyasync.utils.task_group import within
 
@@ -304,6 +305,7 @@ class RunContext:
     def __init__(self, cfg: Config, prompts: PromptStream, tracker: Tracker, client: Client) -> None:
         self.cfg, self.prompts, self.tracker, self.client = cfg, prompts, tracker, client
         self.progress, self.phases = Progress(), Phases(cfg.trainer.step_timeout_s)
+        self.generation_limit = GenerationLimit(cfg.trainer.step_timeout_s, client)
         self.length = RunLength(cfg.trainer, prompts, self.progress)
         self.schedule = Schedule(cfg.trainer, self.phases.now)
         self.refill, self.reward_model = Refill(cfg.trainer), RewardModelScorer(self)
@@ -311,3 +313,10 @@ class RunContext:
         self.run_dir: RunDirectory | None = None
         self.on_policy = False
         self.stop_reason = ""
+
+    @asynccontextmanager
+    async def generating(self, phase: str) -> AsyncIterator[None]:
+        """As ``Phases.limited``; time in which the engines generate does not count."""
+        with self.phases.under_way():
+            async with self.generation_limit.limited(f"the {phase} of step {self.phases.step}"):
+                yield

@@ -299,7 +299,7 @@ class RayPPOTrainer(AlgorithmHooks):
 
     async def _run_generator(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
         requests = rollout_requests(prompts, self.cfg.generator)
-        async with self.context.phases.limited("generation"):
+        async with self.context.generating("generation"):
             return await run_generator(self.generator, requests, version)
 
     def assemble(
@@ -512,7 +512,7 @@ class RayPPOTrainer(AlgorithmHooks):
                 for requests in eval_requests(self.eval_dataset, self.cfg):
                     if not self.shares_devices:
                         self.weight_updates.check_awake(type(self).__name__)
-                    async with self.context.phases.limited("evaluation"):
+                    async with self.context.generating("evaluation"):
                         sampled, _ = await run_generator(self.generator, requests, self.policy_version)
                     await self.context.reward_model.add_scores(sampled)
                     groups += sampled

@@ -178,7 +178,7 @@ async def test_an_unanswered_request_is_an_error_that_names_it():
 @virtual_time
 async def test_a_request_that_is_not_answered_in_time_is_a_timeout_that_names_it_and_the_key():
     client = InferenceClient([Engine(seconds=100.0)], request_timeout_s=30.0)
-    with pytest.raises(TimeoutError, match=r"request r was not answered within 30 s \(generator\.request_timeout_s\)"):
+    with pytest.raises(TimeoutError, match=r"request r was .* for 30 s \(generator\.request_timeout_s\)"):
         await client.generate(request("r"))
     assert asyncio.get_running_loop().time() == pytest.approx(30)
 
@@ -227,7 +227,7 @@ async def test_a_request_that_timed_out_is_aborted():
     with pytest.raises(TimeoutError):
         await client.generate(request("r"))
     await asyncio.sleep(1)
-    assert engine.calls == [("abort", ["r"])]
+    assert [call for call in engine.calls if call != ("stats",)] == [("abort", ["r"])]
 
 
 @virtual_time
@@ -377,8 +377,14 @@ async def test_an_error_of_one_sample_is_raised_by_its_group():
 
 @virtual_time
 async def test_a_sample_that_is_not_answered_in_time_is_named():
-    client = InferenceClient([Engine(seconds=4.0)], request_timeout_s=5.0)
-    with pytest.raises(TimeoutError, match="request r1 was not answered within 5 s"):
+    class Slower(Engine):
+        async def generate(self, requests):
+            async for outputs in super().generate(requests):
+                yield outputs
+                self.seconds *= 2
+
+    client = InferenceClient([Slower(seconds=4.0)], request_timeout_s=5.0)
+    with pytest.raises(TimeoutError, match="request r1 was not answered: engine 0 generated nothing for 5 s"):
         async with aclosing(client.generate_group([request("r0"), request("r1")])) as arriving:
             async for _ in arriving:
                 pass

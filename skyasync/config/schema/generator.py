@@ -262,7 +262,8 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
     threads: int = key(0, low=0, when="not generator.engines")
     """CPU threads per engine; 0 shares the machine's cores according to the plan."""
     request_timeout_s: float = key(600.0, above=0.0)
-    """Seconds after which an unanswered request is an error."""
+    """Seconds without progress of its engine after which an unanswered request is an error. Time in queues does not
+    count while the engine generates."""
     engine_start_timeout_s: float = key(300.0, above=0.0)
     """Maximum duration of an engine's start in seconds. Without GPUs it is multiplied by the ranks and engines per core
     of this machine, which start at the same time."""

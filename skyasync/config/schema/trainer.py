@@ -193,7 +193,8 @@ class TrainerConfig(FaultToleranceConfig):
     seed: int = key(42, low=0)
     """Random seed of the run; with vLLM, sampling also depends on timing."""
     step_timeout_s: float = key(1800.0, above=0.0)
-    """Maximum duration of a phase of a step in seconds; exceeding it is an error."""
+    """Maximum duration of a phase of a step in seconds; exceeding it is an error. In generation and evaluation only
+    time counts in which the engines generate nothing."""
     save_samples: int = key(4, low=0)
     """Number of trajectories per step that are written to samples.jsonl, and per evaluation and set to
     eval_samples.jsonl."""

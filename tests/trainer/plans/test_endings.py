@@ -67,7 +67,7 @@ def test_an_engine_that_never_answers_ends_the_run_within_its_limit_naming_reque
 
         run.generator.generate = calls_the_engine
         error = await error_of(TimeoutError, run, within=60)
-        assert "was not answered within 30 s (generator.request_timeout_s)" in str(error)
+        assert "was not answered: engine 0 generated nothing for 30 s (generator.request_timeout_s)" in str(error)
         assert str(error).startswith("request e0-i")
 
     run_virtual(scenario())
