@@ -241,6 +241,8 @@ def begin(system: System, recipe: SourceRecipe) -> Draft:
             given.append((name, row))
         elif name in draft.keys and system.has_our_keys:
             given.append((name, TableRow((name,), (name,), "", "key", (Target(name),))))
+        elif entry := _entry_row(draft, name):
+            given.append((name, entry))
         else:
             draft.unknown.append(name)
     given_rows = {id(row) for _, row in given}
@@ -253,6 +255,16 @@ def begin(system: System, recipe: SourceRecipe) -> Draft:
             if row.default and row.kind == "key" and bool(row.function) == later and id(row) not in given_rows:
                 _carry(draft, row.names[0], row, value_of(row.default), given=False)
     return draft
+
+
+def _entry_row(draft: Draft, name: str) -> TableRow | None:
+    """The row of an entry of their mapping, where the mapping is one of ours; None for any other key."""
+    group, _, entry = name.rpartition(".")
+    row = draft.system.table.exact.get(group)
+    if row is None or len(row.free) != 1:
+        return None
+    target = f"{row.free[0].path}.{entry}"
+    return TableRow((name,), (name,), "", "key", (Target(target),)) if draft.keys.holder(target) else None
 
 
 def _is_filled_in(entry: Value, key: Key) -> bool:

@@ -17,7 +17,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.interop.conversion import BATCH, as_list
 from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, SAMPLING, A, Draft, DraftSetting, begin
 from skyasync.interop.recipe import SourceRecipe, detect, read_recipe
-from skyasync.interop.system import systems
+from skyasync.interop.system import TableRow, systems
 
 HELP = f"""\
 usage: skyasync translate [--from SYSTEM] FILE ... [FLAGS]
@@ -30,6 +30,7 @@ it is run. SYSTEM is one of {", ".join(systems())}; without it the keys decide.
     skyasync plan --config ours.yaml
 """
 _LOGGER = "trainer.logger"
+_CHANGE_NO_RESULT = ("generator.weight_sync_backend", "trainer.resume_mode")
 _SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)  # keys whose values are not repeated
 
 
@@ -73,8 +74,17 @@ def translated(recipe: SourceRecipe, system: str) -> str:
             raise UserError("\n".join(problems))
         unread = [entry for entry in named if " has no effect with " in entry[0]]
         for problem, path in unread or named[:1]:
+            _remark_default(draft, path, problem)
             draft.drop(path, problem)
     return "\n".join(_lines(draft)) + "\n"
+
+
+def _remark_default(draft: Draft, path: str, problem: str) -> None:
+    """Say that one of their defaults is left out; of keys that were given this is said at the key."""
+    setting = draft.ours[path]
+    default = setting.theirs and not draft.named(*setting.theirs)
+    if default and path not in _CHANGE_NO_RESULT and " has no effect" not in problem:
+        draft.remarks.append(f"{path}={written(setting.value)}, {draft.system.title}'s default, is left out: {problem}")
 
 
 def _allow_uncorrected(draft: Draft, problems: Sequence[str]) -> bool:
@@ -209,6 +219,11 @@ def _lines(draft: Draft) -> Iterator[str]:
         yield f"#   {remark}"
 
 
+def _difference(row: TableRow, value: Value) -> str:
+    """The row's note if it is about this value, or about what is different there."""
+    return row.note if row.note.startswith((written(value), "there ")) else ""
+
+
 def _tree(draft: Draft) -> Iterator[str]:
     """The settings as nested YAML in the schema's order, each with the keys that it came from."""
     order: dict[str, int] = {}  # of keys and groups; a group stands where its first key does
@@ -250,6 +265,6 @@ def _origin(draft: Draft, setting: DraftSetting, path: str) -> str:
         origin = f"{draft.system.title}'s default" if setting.theirs else "follows from the others"
     note = setting.note
     row = draft.system.table.find(given[0]) if given else None
-    if not note and row and row.note.startswith(written(draft.given[given[0]])) and path == row.targets[0].path:
-        note = row.note
+    if not note and row and row.targets and path == row.targets[0].path:
+        note = _difference(row, draft.given[given[0]])
     return f"{origin}: {note}" if note else origin

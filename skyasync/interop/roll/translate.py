@@ -83,6 +83,8 @@ def _variant(draft: Draft) -> None:
         draft.put(path, "dual_clip", "dual_clip_loss", *named)
     if named and "pg_worker" not in str(draft.given.get("actor_train.worker_cls")):
         draft.remarks.append(f"{named[0]} counts; there with a worker_cls that reads it alone, such as ActorPGWorker")
+    if draft.value(path) == "topr":
+        draft.remarks.append(f"{path}=topr: positive samples have a positive advantage, there a positive reward")
 
 
 def _lengths(draft: Draft) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,7 +61,10 @@ def read(text: str, path: Path) -> SourceProgram:
     except ValueError as error:  # a zero byte
         raise UserError(f"{path}: not Python: {error}") from None
     calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
-    expressions = _Expressions(dict(_names(tree, path)))  # which joins expressions of the tree: it is not walked again
+    options = dict(_options(calls))
+    expressions = _Expressions(
+        dict(_names(tree, path)), options
+    )  # which joins expressions of the tree: it is not walked again
     program = SourceProgram()
     settings = program.settings
     made = [_name(call.func) for call in calls]
@@ -94,6 +97,22 @@ def read(text: str, path: Path) -> SourceProgram:
     trainers = [name for name in made if re.fullmatch(r"\w*(GRPO|RLOO)(Config|Trainer)", name)]
     program.trainer = max(trainers, default="")
     return program
+
+
+def _options(calls: Iterable[ast.Call]) -> Iterator[tuple[str, ast.expr]]:
+    """Arguments of the command line that argparse reads, with their defaults."""
+    for call in calls:
+        words = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+        flags = [word for word in words if isinstance(word, str) and word.startswith("--")]
+        if _name(call.func) != "add_argument" or not flags:
+            continue
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        default = given.get("default")
+        if default is None and isinstance(action := given.get("action"), ast.Constant):
+            default = {"store_true": ast.Constant(False), "store_false": ast.Constant(True)}.get(str(action.value))
+        name = given.get("dest", ast.Constant(flags[0][2:].replace("-", "_")))
+        if default is not None and isinstance(name, ast.Constant):
+            yield str(name.value), default
 
 
 def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
@@ -149,9 +168,13 @@ def _name(node: ast.expr) -> str:
 
 @dataclass
 class _Expressions:
-    """Expressions as values. ``names``: what each name of the program stands for."""
+    """Expressions as values.
+
+    ``names``: what each name of the program stands for; ``options``: defaults of its flags.
+    """
 
     names: dict[str, ast.expr]
+    options: dict[str, ast.expr] = field(default_factory=dict)
     changes: dict[str, str] = field(default_factory=dict)  # of "": what was done to the rows of the data set just read
     _open: list[str] = field(default_factory=list)  # names that are being replaced, so that x = f(x) ends
     _budget: Budget = field(default_factory=lambda: Budget("the program"))
@@ -169,8 +192,13 @@ class _Expressions:
             return [self.value(entry) for entry in node.elts]
         if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
             return {key.value: self.value(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
-        if isinstance(node, ast.Attribute) and node.attr in ("bfloat16", "float16", "float32"):
-            return node.attr
+        if isinstance(node, ast.Attribute):
+            if node.attr in ("bfloat16", "float16", "float32"):
+                return node.attr
+            if isinstance(node.value, ast.Name) and node.value.id == "args" and node.attr in self.options:
+                return self.value(self.options[node.attr])
+        if isinstance(node, ast.IfExp) and (equal := self._is_equal(node.test)) is not None:
+            return self.value(node.body if equal else node.orelse)
         if isinstance(node, ast.BinOp):
             return self._number(node)
         dataset = self._dataset(node)
@@ -184,6 +212,14 @@ class _Expressions:
         text = ast.unparse(node)
         self._budget.spend(len(text))
         return text
+
+    def _is_equal(self, test: ast.expr) -> bool | None:
+        """Whether a flag's default is the text that it is compared with; None for any other condition."""
+        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or test.ops[1:]:
+            return None
+        if not isinstance(test.left, ast.Attribute) or test.left.attr not in self.options:
+            return None
+        return self.value(test.left) == self.value(test.comparators[0])
 
     def _replaced(self, node: ast.expr) -> ast.expr | None:
         """What a name stands for; None for anything else."""

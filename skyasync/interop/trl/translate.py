@@ -73,7 +73,15 @@ def finish(draft: Draft) -> None:
         if "generation_batch_size" not in draft.given and isinstance(generations, int):
             draft.set_prompts(BATCH, per_device * generations, device, generation)
         draft.set_prompts(MINI, per_device * steps, device, accumulation)
+    elif not any(isinstance(draft.given.get(name), int) for name in (generation, "generation_batch_size")):
+        draft.left[accumulation] = f"write {BATCH} and {MINI} by hand, in prompts"
     _count_steps(draft)
+    if draft.number("trainer.max_training_steps") > 0:  # which has precedence over epochs there
+        draft.drop("trainer.epochs", "it has no effect there: max_steps decides")
+    if {"environment_factory", "reward_funcs"} <= {*draft.given}:
+        draft.silent.pop("environment_factory", None)
+        draft.carried.pop("environment_factory", None)
+        draft.left["environment_factory"] = "write it as environment.env_class, which judges as well: module:Class"
     config = draft.given.get("dataset_config")
     if config and isinstance(sources := draft.value("data.train_data"), list):
         draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")

@@ -75,3 +75,21 @@ def test_log_probabilities_of_other_policies_are_said() -> None:
     plain = ["temperature=1.0", "top_p=1.0", "top_k=-1"]
     plain_text = translated(SourceRecipe(flags([f"actor_infer.generating_args.{word}" for word in plain])), "roll")
     assert "# What differs" not in plain_text
+
+
+def test_bounds_of_a_truncated_weight_and_strengths_are_carried_over() -> None:
+    worker = "actor_train.worker_cls=roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker"
+    bounds = ("actor_train.tis_lower_bound=0.2", "actor_train.tis_upper_bound=1.5")
+    found = roll(worker, "actor_train.pg_variant=tis", *bounds)
+    assert (found[f"{A}tis_low"], found[f"{A}tis_high"]) == (0.2, 1.5)
+    assert roll(worker, "actor_train.pg_variant=kimi15", "actor_train.kimi15_tau=0.3")[f"{A}kimi15_tau"] == 0.3
+
+
+def test_what_makes_a_sample_positive_is_said() -> None:
+    text = translated(SourceRecipe(flags(["actor_train.pg_variant=topr"]), ""), "roll")
+    assert "there a positive reward" in text
+
+
+def test_a_note_about_what_differs_stands_at_its_setting() -> None:
+    text = translated(SourceRecipe(flags(["difficulty_mask=true"]), ""), "roll")
+    assert "type: mean  # difficulty_mask: there masked, here left out" in text
