@@ -213,9 +213,13 @@ class Status:
 
 
 @contextlib.contextmanager
-def status_file(folder: Path, engine: str = "") -> Iterator[None]:
-    """Write that the run continues, and after the block how it ended."""
-    began = round(time.time(), 3)
+def status_file(folder: Path, engine: str = "", began_s: float | None = None) -> Iterator[None]:
+    """Write that the run continues, and after the block how it ended.
+
+    Args:
+        began_s: seconds since 1970 when the run began, which includes its checks; by default now.
+    """
+    began = round(time.time() if began_s is None else began_s, 3)
     pid, host = os.getpid(), socket.gethostname()
     status = Status(RUNNING, began=began, pid=pid, born=born(pid), host=host, engine=engine)
     _write(folder, status)

@@ -50,7 +50,8 @@ def _run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | Non
     engine = chosen_engine(experiment.cfg)
     folder.error.unlink(missing_ok=True)  # of the command before
     try:
-        with status_file(folder.path, engine), to_the_end(folder.timeline), _live_page(experiment, folder):
+        status = status_file(folder.path, engine, experiment.began_s)
+        with status, to_the_end(folder.timeline), _live_page(experiment, folder):
             return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
         if not started:
