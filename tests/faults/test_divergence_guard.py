@@ -219,9 +219,9 @@ def spiking(plan: type[RayPPOTrainer], folder: Path, kls: dict[int, float], **se
     )  # fmt: skip
     step, count = run.dispatch.optimizer_step, [0]
 
-    async def reporting(schedule_step: int, scale: float = 1.0) -> dict[str, float]:
+    async def reporting(schedule_step: int, scale: float, role: str) -> dict[str, float]:
         count[0] += 1
-        return await step(schedule_step, scale) | {"approx_kl": kls.get(count[0], 0.0)}
+        return await step(schedule_step, scale, role) | {"approx_kl": kls.get(count[0], 0.0)}
 
     run.dispatch.optimizer_step = reporting  # type: ignore[method-assign]
     return run
@@ -341,8 +341,8 @@ def test_a_metric_of_the_users_loss_that_a_step_had_may_be_absent_after_a_resume
         run.trainer.cfg.trainer.spike_limits["policy/mine"] = 1.0
         step = run.dispatch.optimizer_step
 
-        async def own(schedule_step: int, scale: float = 1.0) -> dict[str, float]:
-            found = await step(schedule_step, scale)
+        async def own(schedule_step: int, scale: float, role: str) -> dict[str, float]:
+            found = await step(schedule_step, scale, role)
             return found | ({"mine": 0.5} if run.trainer.global_step + 1 in names else {})
 
         run.dispatch.optimizer_step = own  # type: ignore[method-assign]
