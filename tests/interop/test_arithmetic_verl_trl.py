@@ -445,3 +445,20 @@ def test_a_batch_that_cannot_be_computed_is_said(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ARGUMENTS.replace("default=16", "required=True"))
     found = Translation(read_recipe([str(tmp_path / "train.py")]), tmp_path)
     assert "write trainer.train_batch_size" in found.why("gradient_accumulation_steps")
+
+
+def test_a_step_of_the_separate_mode_is_a_weight_sync_there(tmp_path: Path) -> None:
+    words = (
+        "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4",
+        "data.train_batch_size=256", f"{ACTOR}ppo_mini_batch_size=64", "trainer.total_training_steps=100",
+        "trainer.test_freq=5", "trainer.v1.separate_async.num_warmup_batches=1", f"{ROLLOUT}n=8",
+        "trainer.v1.sampler.max_off_policy_threshold=8",
+    )  # fmt: skip
+    found = of_words(tmp_path, *words)
+    trainer = found.config.trainer
+    assert (trainer.plan, trainer.sync_interval) == ("fully_async", 4)
+    assert (trainer.train_batch_size, trainer.policy_mini_batch_size) == (64, 0)
+    assert (trainer.max_training_steps, trainer.eval_interval) == (400, 20)
+    assert (trainer.async_generation_ratio + 1) * trainer.train_batch_size == 2 * 256
+    assert trainer.max_staleness == 7
+    assert "num_warmup_batches" in found.why("trainer.v1.sampler.max_off_policy_threshold")

@@ -89,7 +89,9 @@ def finish(draft: Draft) -> None:
             draft.left.pop(name, None)
     if draft.value(PLAN) == "fully_async":
         _batches(draft)
-    if "fully_async" in draft.recipe.command or _STALENESS in draft.given:
+    if draft.given.get("trainer.v1.trainer_mode") == "separate_async":
+        _separate(draft)
+    elif "fully_async" in draft.recipe.command or _STALENESS in draft.given:
         _staleness(draft)
     for section, optimizer in (("policy", f"{_ACTOR}optim."), ("critic", "critic.optim.")):
         _warm_up(draft, section, optimizer)
@@ -242,7 +244,36 @@ def _staleness(draft: Draft) -> None:
             draft.put(ratio, batches, _STALENESS, _SYNC)
         draft.put("trainer.max_staleness", ceil(batches), _STALENESS, _SYNC)
         draft.silent.pop(_STALENESS, None)
-    for path in ("trainer.eval_interval", "trainer.ckpt_interval"):
+    _count_syncs(draft, "trainer.eval_interval", "trainer.ckpt_interval")
+
+
+def _separate(draft: Draft) -> None:
+    """The mode whose step is a weight sync there: a batch is divided among the updates between two of them."""
+    prefix = "trainer.v1.separate_async."
+    interval, warmup = f"{prefix}parameter_sync_step", f"{prefix}num_warmup_batches"
+    between = draft.given.get(interval, 4)
+    warmup_batches = draft.given.get(warmup, 1)
+    if not isinstance(between, int) or not isinstance(warmup_batches, int) or between < 1:
+        return
+    batch = draft.number(BATCH)
+    draft.put("trainer.sync_interval", between, interval)
+    if batch % between == 0:
+        note = f"data.train_batch_size over the {between} steps between two weight syncs"
+        draft.put(BATCH, int(batch // between), *draft.origin(BATCH), interval, note=note)
+    batches = between * (1 + warmup_batches) - 1
+    draft.put("trainer.async_generation_ratio", float(batches), warmup, interval)
+    draft.put("trainer.max_staleness", batches, warmup, interval)
+    draft.silent.pop(warmup, None)
+    bound = "trainer.v1.sampler.max_off_policy_threshold"
+    if bound in draft.given:
+        draft.left[bound] = f"the batches that are generated ahead bound it: {warmup}"
+    _count_syncs(draft, "trainer.eval_interval", "trainer.ckpt_interval", "trainer.max_training_steps")
+
+
+def _count_syncs(draft: Draft, *paths: str) -> None:
+    """What is counted in weight syncs there, in steps here, and whose policy the proximal one is."""
+    between = draft.number("trainer.sync_interval")
+    for path in paths:
         syncs = draft.value(path)
         if between > 1 and path in draft.ours and isinstance(syncs, int) and syncs > 0:
             note = f"{syncs} weight syncs there, {between:g} steps from one to the next"
