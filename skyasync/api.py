@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import pandas
 
     from skyasync.callbacks import RunExtension
+    from skyasync.observability.alarms import Alarm
     from skyasync.trainer import RayPPOTrainer
 
 Row = Mapping[str, Any]
@@ -126,6 +127,7 @@ def train(
             experiment.callbacks = checked_callbacks(callbacks)
         metrics = experiment.run() or {}
     from skyasync.observability import jsonl
+    from skyasync.observability.alarms import alarms_of
 
     folder = experiment.run_dir
     assert folder is not None
@@ -137,6 +139,7 @@ def train(
         model=experiment.exported,
         report=report if report.is_file() else None,
         settings={**_of_recipe(cfg), **(settings or {})},
+        alarms=alarms_of(folder.path),
     )
 
 
@@ -166,6 +169,8 @@ class TrainResult:
         model: the trained policy, a Hugging Face folder.
         report: the page about the run; None without ``trainer.report``.
         settings: those that the run was given, and those of the tiny example if it was that.
+        alarms: problems that the last steps show, causes first; each has a ``name`` and a ``text`` that says what to
+            change. Empty for a healthy run, and before 10 steps.
     """
 
     metrics: dict[str, float] = field(repr=False)
@@ -174,6 +179,7 @@ class TrainResult:
     model: Path
     report: Path | None
     settings: dict[str, Any] = field(repr=False)
+    alarms: list[Alarm] = field(default_factory=list)
 
     def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
         """One response of the trained policy to each prompt (text, or a conversation).

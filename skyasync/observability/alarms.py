@@ -2,16 +2,24 @@
 
 Invariant: a pure function of the rows of ``metrics.jsonl``. An alarm compares the last ``WINDOW`` steps with the first
 ones, or with a limit that no healthy recipe comes near; before so many steps there is none. The recorded rows of
-healthy runs raise none at any of their steps, and rows of runs with a fault raise its alarm (tests hold both).
+healthy runs raise none at any of their steps, and rows of runs with a fault raise its alarm (tests hold both). Of
+several alarms the first may be the cause of the others, never the other way round.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from statistics import fmean, median, variance
 from typing import Any
+
+from skyasync.observability import jsonl
+
+log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
@@ -25,6 +33,10 @@ OFTEN = 3
 GAP, NEAR_LIMIT = 0.05, 0.5  # nats; share of sync/logprob_gap_limit
 LOST_ENTROPY, NO_ENTROPY = 0.2, 0.05  # of what it was in the first steps
 FALL = 0.1  # of the held-out score
+METRICS, RESTARTS = "metrics.jsonl", "restarts.jsonl"  # of a run's folder
+SPARING = 50  # seconds between looks at a run, per second that a look takes
+#: Alarms of a run that learns nothing: its speed does not matter.
+NOT_LEARNING = frozenset(("collapse", "groups_equal", "gradient", "reward_flat"))
 
 
 @dataclass(frozen=True)
@@ -34,11 +46,17 @@ class Alarm:
     name: str
     text: str
 
+    @property
+    def nothing_learned(self) -> bool:
+        """Whether the run learns nothing."""
+        return self.name in NOT_LEARNING
+
 
 class _Course:
     """A metric's values, in the order of the steps."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], restarts: Sequence[Row]) -> None:
+        self.restarts = restarts
         self.rows = [row for row in rows if row["step"] > 0]
         self.scores = [float(row["eval/score"]) for row in rows if row.get("eval/score") is not None]  # step 0 too
 
@@ -55,6 +73,14 @@ class _Course:
         both = self.first_and_last(name)
         return both[1] if both else None
 
+    def constant_reward(self) -> float | None:
+        """The reward of every sample so far; None if it is 0, as after a failure of another kind, or differs."""
+        rewards = self.values("reward/mean")
+        mixed = self.values("reward/mixed_groups")
+        if len(rewards) < WINDOW or not mixed or max(mixed) > 0:
+            return None
+        return rewards[0] if rewards[0] != 0 and min(rewards) == max(rewards) else None
+
     def reward_risen(self) -> bool:
         """Whether it is above the first steps by more than chance, and has not fallen since its best."""
         rewards = self.values("reward/mean")
@@ -68,15 +94,90 @@ class _Course:
 
 
 def alarms(rows: Sequence[Row], restarts: Sequence[Row] = ()) -> list[Alarm]:
-    """The alarms of a run at its last row.
+    """The alarms of a run at its last row, causes before their consequences.
 
     Args:
         rows: of ``metrics.jsonl``.
         restarts: of ``restarts.jsonl``: workers and controllers that were started again.
     """
-    course = _Course(rows)
-    raised = [Alarm(name, text) for name, check in _CHECKS.items() for text in check(course)]
-    return raised + [Alarm("restarts", text) for text in _restarts(course, restarts)]
+    course = _Course(rows, restarts)
+    return [Alarm(name, text) for name, check in _CHECKS for text in check(course)]
+
+
+def alarms_of(folder: Path) -> list[Alarm]:
+    """The alarms of the run in a folder at its last step."""
+    return alarms(jsonl.read_rows(folder / METRICS), jsonl.read_rows(folder / RESTARTS))
+
+
+def alarm_lines(run_alarms: Sequence[Alarm]) -> list[str]:
+    """One line per alarm; those after the first may be its consequences."""
+    lines = []
+    for number, alarm in enumerate(run_alarms):
+        lead = "may follow from it" if number else "alarm"
+        lines.append(f"{lead}: {alarm.text}")
+    return lines
+
+
+class AlarmWatch:
+    """Finds the alarms of a run that goes on, each once.
+
+    A look reads all rows of the run. It is left out if nothing was written, and looks take at most one in
+    ``SPARING`` seconds.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._next_s = 0.0
+        self._written: tuple[int, int] | None = None
+        self._reported: set[str] = set()
+
+    def line(self) -> str:
+        """The first alarm that is new, with the names of the other new ones; "" if there is none."""
+        now = self._clock()
+        if now < self._next_s:
+            return ""
+        try:
+            stat = (self._folder / METRICS).stat()
+            written = (stat.st_mtime_ns, stat.st_size)
+            if written == self._written:
+                return ""
+            self._written = written
+            new = [alarm for alarm in alarms_of(self._folder) if alarm.name not in self._reported]
+        except FileNotFoundError:  # no step has ended
+            return ""
+        except Exception as error:  # the run continues without its alarms
+            log.warning("no alarms of %s: %s: %s", self._folder, type(error).__name__, error)
+            self._next_s = float("inf")
+            return ""
+        self._next_s = now + SPARING * (self._clock() - now)
+        if not new:
+            return ""
+        self._reported.update(alarm.name for alarm in new)
+        line = alarm_lines(new)[0]
+        consequences = ", ".join(alarm.name for alarm in new[1:])
+        return f"{line} May follow from it: {consequences}." if consequences else line
+
+
+def _collapse(course: _Course) -> Iterator[str]:
+    """A single update that ends all learning: rewards below all earlier ones, and equal within every group."""
+    rows = [row for row in course.rows if None not in (row.get("reward/mean"), row.get("reward/mixed_groups"))]
+    informative = [number for number, row in enumerate(rows) if row["reward/mixed_groups"] >= FEW_MIXED]
+    if len(rows) < WINDOW or not informative:
+        return
+    before = rows[: informative[-1] + 1]
+    after = rows[informative[-1] + 1 :]
+    if len(after) < WINDOW // 2:
+        return
+    reward_before = fmean(row["reward/mean"] for row in before[-WINDOW:])
+    reward_after = fmean(row["reward/mean"] for row in after)
+    if max(row["reward/mean"] for row in after) < min(row["reward/mean"] for row in before):
+        yield (
+            f"The policy collapsed before step {after[0]['step']}: the mean reward fell from {reward_before:.2f} to "
+            f"{reward_after:.2f} and has stayed there, the same for all samples of a prompt. Updates were too large: "
+            f"lower trainer.policy.optimizer_config.lr (here by a factor of 10 or more), lengthen its warm-up "
+            f"(trainer.policy.optimizer_config.num_warmup_steps), and start again from an earlier checkpoint."
+        )
 
 
 def _reward_flat(course: _Course) -> Iterator[str]:
@@ -90,7 +191,19 @@ def _reward_flat(course: _Course) -> Iterator[str]:
         )
 
 
+def _reward_constant(course: _Course) -> Iterator[str]:
+    reward = course.constant_reward()
+    if reward is not None:
+        yield (
+            f"In 100% of the groups all samples have the same reward: it is {reward:.3g} in all "
+            f"{len(course.values('reward/mean'))} steps, whatever the response, so nothing is learned. Check the "
+            f"reward function with some samples (skyasync rollout)."
+        )
+
+
 def _groups_equal(course: _Course) -> Iterator[str]:
+    if course.constant_reward() is not None:  # that is a fault of the reward, not of the prompts
+        return
     mixed = course.last("reward/mixed_groups")
     if mixed is not None and mixed < FEW_MIXED and not course.reward_risen():
         yield (
@@ -157,9 +270,11 @@ def _sample_size(course: _Course) -> Iterator[str]:
 def _truncation(course: _Course) -> Iterator[str]:
     both = course.first_and_last("response/truncated")
     if both and both[1] > CUT and both[1] >= both[0]:
+        start = next(row for row in course.rows if row.get("response/truncated") is not None)
         yield (
-            f"{both[1]:.0%} of the responses are cut by their length ({both[0]:.0%} in the first steps). Raise "
-            f"generator.sampling_params.max_generate_length, or penalise length (trainer.algorithm.overlong_buffer)."
+            f"{both[1]:.0%} of the responses are cut by their length ({start['response/truncated']:.0%} in step "
+            f"{start['step']}). Raise generator.sampling_params.max_generate_length, or penalise length "
+            f"(trainer.algorithm.overlong_buffer)."
         )
 
 
@@ -198,11 +313,11 @@ def _score_fell(course: _Course) -> Iterator[str]:
         )
 
 
-def _restarts(course: _Course, restarts: Sequence[Row]) -> Iterator[str]:
+def _restarts(course: _Course) -> Iterator[str]:
     counted = [float(row.get("engines/deaths") or 0) for row in course.rows[-WINDOW - 1 :]]
     failures = round(sum(max(0.0, after - before) for before, after in pairwise(counted)))
     since = course.rows[-WINDOW]["step"] if len(course.rows) >= WINDOW else 0
-    again = [str(row.get("what", "a process")) for row in restarts if row["step"] >= since]
+    again = [str(row.get("what", "a process")) for row in course.restarts if row["step"] >= since]
     if failures or again:
         what = ([f"engines ({failures})"] if failures else []) + again
         yield (
@@ -211,16 +326,21 @@ def _restarts(course: _Course, restarts: Sequence[Row]) -> Iterator[str]:
         )
 
 
-_CHECKS: dict[str, Callable[[_Course], Iterator[str]]] = {
-    "reward_flat": _reward_flat,
-    "groups_equal": _groups_equal,
-    "entropy": _entropy,
-    "kl": _divergence,
-    "logprob_difference": _difference,
-    "effective_sample_size": _sample_size,
-    "truncation": _truncation,
-    "engines_idle": _engines_idle,
-    "trainer_idle": _trainer_idle,
-    "gradient": _no_gradient,
-    "score": _score_fell,
-}
+#: In the order in which one can be the cause of the next: what changes the policy or its samples, what then stops
+#: learning, its results, and last the speed.
+_CHECKS: Sequence[tuple[str, Callable[[_Course], Iterator[str]]]] = (
+    ("collapse", _collapse),
+    ("groups_equal", _reward_constant),
+    ("logprob_difference", _difference),
+    ("kl", _divergence),
+    ("effective_sample_size", _sample_size),
+    ("truncation", _truncation),
+    ("entropy", _entropy),
+    ("groups_equal", _groups_equal),
+    ("gradient", _no_gradient),
+    ("reward_flat", _reward_flat),
+    ("score", _score_fell),
+    ("restarts", _restarts),
+    ("engines_idle", _engines_idle),
+    ("trainer_idle", _trainer_idle),
+)

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyasync.observability import jsonl
+from skyasync.observability.alarms import RESTARTS, Alarm, alarm_lines, alarms
 from skyasync.observability.lines import duration
 
 logger = logging.getLogger(__name__)
@@ -255,8 +256,11 @@ def run_times(rows: Sequence[Row], ended_s: float) -> str:
     return ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
 
 
-def render(summary: Summary) -> Group:
-    """The summary for a terminal: figures, the breakdown of a step, the sentence."""
+def render(summary: Summary, run_alarms: Sequence[Alarm] = ()) -> Group:
+    """The summary for a terminal: figures, the breakdown of a step, alarms, and what limits the speed.
+
+    The speed of a run that learns nothing is left out.
+    """
     lines = []
     if summary.first and summary.last and summary.best:
         first, last, best = summary.first, summary.last, summary.best
@@ -284,15 +288,24 @@ def render(summary: Summary) -> Group:
             share = seconds * summary.steps / summary.total_s
             table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{share:.0%}")
         parts += [Text(), table]
-    return Group(*parts, Text(), Text(summary.limit, style="bold cyan"))
+    for line in alarm_lines(run_alarms):
+        parts += [Text(), Text(line, style="bold yellow")]
+    if not any(alarm.nothing_learned for alarm in run_alarms):
+        parts += [Text(), Text(summary.limit, style="bold cyan")]
+    return Group(*parts)
 
 
 def print_summary(metrics_path: Path | str) -> bool:
-    """Print the summary of one ``metrics.jsonl``; False if it has no rows or cannot be summed up (a warning)."""
+    """Print the summary of one ``metrics.jsonl``, with the run's alarms.
+
+    Returns:
+        False if it has no rows or cannot be summed up (a warning).
+    """
     try:
         rows = jsonl.read_rows(metrics_path)
         if rows:
-            Console().print(render(summarise(rows)))
+            restarts = jsonl.read_rows(Path(metrics_path).with_name(RESTARTS))
+            Console().print(render(summarise(rows), alarms(rows, restarts)))
     except Exception as error:  # the run is over; its own outcome must be what the user sees
         logger.warning("no summary of %s: %s: %s", metrics_path, type(error).__name__, error)
         return False

@@ -32,6 +32,7 @@ from skyasync.callbacks import RunExtension, Watched
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.errors import RayEndedError, Terminated, UserError
 from skyasync.heap import freeze_start
+from skyasync.observability.alarms import AlarmWatch
 from skyasync.observability.progress import ProgressRecorder, ProgressReport, warnings_to
 from skyasync.observability.terminal import ProgressView
 from skyasync.registry import UserParts, add_user_parts, user_parts
@@ -204,6 +205,7 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
     trainer, run_dir = experiment.cfg.trainer, experiment.run_dir
+    watch = AlarmWatch(run_dir.path) if run_dir is not None else None
     with (
         _hearing_sigterm() as heard,
         ProgressView(mode=trainer.terminal, folder=logs.folder, steps="console" not in trainer.logger) as view,
@@ -212,7 +214,7 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
         while True:
             controller: Any = actor_class.remote(experiment, user_parts())
             try:
-                return _run(controller, experiment, view, heard)
+                return _run(controller, experiment, view, heard, watch)
             except ray.exceptions.RayError as error:
                 if part := ended():
                     lost = RayEndedError(f"{part}: no run can continue without it; the same command resumes this one")
@@ -244,6 +246,7 @@ def _run(
     experiment: BasePPOExp,
     view: ProgressView,
     heard: threading.Event,
+    watch: AlarmWatch | None,
 ) -> dict[str, float] | None:
     """Run the controller and poll its progress, until it or Ray ends; then stop it and free what it had reserved."""
     import ray
@@ -269,6 +272,10 @@ def _run(
             if (report := heartbeat.ask(seen)) is not None:
                 view.update(report)
                 seen = max([seen, *(step for step, _ in report.rows)])
+            if watch is not None and not done:  # the summary at the end has all alarms
+                line = watch.line()
+                if line:
+                    view.say([line], error=False)
         return get(running)
     except ray.exceptions.RayActorError as error:
         if _controller_failed(error):

@@ -35,7 +35,7 @@ from aiohttp.typedefs import Handler
 from skyasync.errors import UserError
 from skyasync.inference.origin_check import foreign_origin, is_loopback
 from skyasync.observability import jsonl
-from skyasync.observability.alarms import alarms
+from skyasync.observability.alarms import RESTARTS, alarms
 from skyasync.observability.metric_names import entry_of
 from skyasync.observability.plots import labels
 from skyasync.observability.report.page import LIVE_SCRIPT, page
@@ -171,7 +171,7 @@ def exposition(folders: Mapping[str, Path]) -> str:
             families.setdefault(series_name(name), {}).setdefault(label, float(value))
         running = families.setdefault("skyasync_running", {})
         running[label] = float(read_status(folder).state == RUNNING)
-        for alarm in alarms(rows, jsonl.read_rows(folder / "restarts.jsonl")):
+        for alarm in alarms(rows, jsonl.read_rows(folder / RESTARTS)):
             families.setdefault("skyasync_alarm", {})[f'{label},alarm="{alarm.name}"'] = 1.0
     meanings |= {"skyasync_running": "1 during the run.", "skyasync_alarm": "1 for each alarm that is raised."}
     lines = []

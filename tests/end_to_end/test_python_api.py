@@ -128,11 +128,42 @@ def test_the_readmes_lines_train(tmp_path: Path, models: dict[str, str]) -> None
 
 def _output(folder: Path, program: str) -> str:
     """The last line of its output."""
+    return _printed(folder, program).splitlines()[-1]
+
+
+def _printed(folder: Path, program: str) -> str:
     ended = subprocess.run(
         [sys.executable, program], cwd=folder, env=outside_environment(), capture_output=True, text=True, timeout=280
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.splitlines()[-1]
+    return ended.stdout
+
+
+#: A reward that is the same for every response.
+CONSTANT = """
+import json
+
+from skyasync import train
+
+rows = [{{"prompt": f"Sort: {{number}}"}} for number in range(16)]
+result = train({model!r}, rows, lambda response: 1.0, steps=12, settings={settings!r})
+print(json.dumps([alarm.name for alarm in result.alarms]))
+"""
+
+
+@pytest.mark.recipe
+def test_a_run_that_learns_nothing_says_so_while_it_runs_at_its_end_and_in_its_result(
+    tmp_path: Path, models: dict[str, str]
+) -> None:
+    (tmp_path / "constant.py").write_text(CONSTANT.format(model=models["tied"], settings=SMALL))
+    output = _printed(tmp_path, "constant.py")
+    assert json.loads(output.splitlines()[-1])[0] == "groups_equal"
+    alarm = "alarm: In 100% of the groups all samples have the same reward"
+    during, _, end = output.partition("where the time of training goes")
+    lines = [line for line in during.splitlines() if line.startswith("alarm: ")]
+    assert len(lines) == 1 and lines[0].startswith(alarm)
+    assert alarm in " ".join(end.split())
+    assert "would overlap" not in output and "bottleneck" not in output
 
 
 @pytest.mark.recipe

@@ -43,6 +43,8 @@ _REWARD = ["environment.env_class=reward", "environment.env_class_from_rows=fals
 _ENTROPY = ["trainer.algorithm.use_entropy_loss=true", "trainer.algorithm.entropy_loss_coef=1e-9"]  # its metric
 #: By the alarm that each must raise.
 ILL = {
+    # The first update alone destroys the policy.
+    "collapse": [*_SHORT, "trainer.plan=sync", f"{_FAST}0.3", "trainer.max_training_steps=16"],
     "reward_flat": [*_SHORT, "trainer.plan=sync", f"{_FAST}0", "trainer.max_training_steps=32"],
     "groups_equal": [*_SHORT, "trainer.plan=sync", *_REWARD, f"environment.reward_funcs=[{_HERE}:always]"],
     "entropy": [*_SHORT, "trainer.plan=sync", f"{_FAST}1e-2", "trainer.policy.optimizer_config.scheduler=constant",

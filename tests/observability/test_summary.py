@@ -5,7 +5,9 @@ import pytest
 from rich.console import Console
 
 from skyasync.observability import summary
+from skyasync.observability.jsonl import write_rows
 from skyasync.observability.summary import Evaluation, render, run_times, summarise
+from tests.observability.alarm_rows import rows_of
 
 
 def step(number, step_s=2.0, **values):
@@ -187,3 +189,22 @@ def test_the_seconds_of_a_run_add_up_with_the_evaluation_before_training():
 def test_a_run_without_steps_has_no_times():
     assert run_times([{"step": 0, "time": 130.0, "eval/score": 0.5}], 140.0) == ""
     assert run_times([], 140.0) == ""
+
+
+@pytest.mark.parametrize("name", ["groups_equal", "collapse", "gradient", "reward_flat"])
+def test_a_run_that_learns_nothing_ends_with_its_alarms_and_no_advice_on_speed(name, tmp_path, capsys):
+    rows = [{"time/step_s": 1.0, "idle/trainer": 0.6, "idle/engines": 0.4} | row for row in rows_of(name)]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    assert summary.print_summary(tmp_path / "metrics.jsonl")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "alarm: " in shown
+    assert summarise(rows).limit not in shown
+
+
+def test_alarms_of_speed_leave_the_sentence_about_it_and_restarts_are_among_them(tmp_path, capsys):
+    write_rows(tmp_path / "metrics.jsonl", [step(number, idle__trainer=0.7) for number in range(1, 13)])
+    write_rows(tmp_path / "restarts.jsonl", [{"step": 11, "what": "a process of the policy"}])
+    assert summary.print_summary(tmp_path / "metrics.jsonl")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "alarm: Processes failed in the last 10 steps and were restarted: a process of the policy." in shown
+    assert "generation is the bottleneck" in shown

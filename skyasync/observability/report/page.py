@@ -15,7 +15,7 @@ from typing import Any
 
 from skyasync.config.values import written
 from skyasync.observability import jsonl
-from skyasync.observability.alarms import alarms
+from skyasync.observability.alarms import RESTARTS, alarms
 from skyasync.observability.lines import duration
 from skyasync.observability.plots import Row, labels, series
 from skyasync.observability.report import figures, settings
@@ -39,10 +39,11 @@ _WARNINGS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """``grave`` for what ended the run, or spoils it."""
+    """``grave`` for what ended the run, or spoils it; ``nothing_learned`` for an alarm after which speed is nothing."""
 
     text: str
     grave: bool = False
+    nothing_learned: bool = False
 
 
 def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]:
@@ -66,8 +67,8 @@ def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]
         when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
         result.append(Finding(f"{_WARNINGS.get(name, name)} ({name}: {when})"))
 
-    restarts = jsonl.read_rows(folder / "restarts.jsonl")
-    result += [Finding(alarm.text) for alarm in alarms(rows, restarts)]
+    restarts = jsonl.read_rows(folder / RESTARTS)
+    result += [Finding(alarm.text, nothing_learned=alarm.nothing_learned) for alarm in alarms(rows, restarts)]
     return sorted(result, key=lambda finding: not finding.grave)
 
 
