@@ -62,19 +62,28 @@ def saves(trainer: TrainerConfig) -> bool:
     return keeps_checkpoints(trainer) or trainer.ckpt_on_exit
 
 
-def settle_run_name(trainer: TrainerConfig) -> None:
-    """Set ``run_name`` to the newest attempt. A run that ended before its first checkpoint is started again as
-    ``<run_name>-2``, and so on; the same command continues the newest of them."""
+def settle_run_name(trainer: TrainerConfig) -> str:
+    """Set ``run_name`` to the newest attempt, and return a line for the user if there are other folders than that.
+
+    A run that ended before its first checkpoint is started again as ``<run_name>-2``, and so on. The same command
+    continues the newest of them, unless the folder ``<run_name>`` is gone: then the name is free for a new run.
+    """
     if trainer.resume_mode != "auto" or not trainer.run_name or trainer.ckpt_path or _has_checkpoints(trainer):
-        return
+        return ""
     root = Path(trainer.runs_dir).expanduser() / trainer.run_name
     checkpoints = root.parent.glob(f"{glob.escape(root.name)}-*/checkpoints/step_*")
     attempts = [
         path for path in checkpoints if not path.suffix and path.parts[-3].removeprefix(f"{root.name}-").isdecimal()
     ]
-    if attempts:
-        newest = max(attempts, key=lambda path: (written_ns(path) or 0, int(path.parts[-3].rpartition("-")[2])))
-        trainer.run_name = str(Path(trainer.run_name).with_name(newest.parts[-3]))
+    if not attempts:
+        return ""
+    newest = max(attempts, key=lambda path: (written_ns(path) or 0, int(path.parts[-3].rpartition("-")[2])))
+    name = trainer.run_name
+    attempt = str(Path(name).with_name(newest.parts[-3]))
+    if not root.exists():
+        return f"a new run {name}, since it has no folder; trainer.run_name={attempt} continues {attempt}"
+    trainer.run_name = attempt
+    return f"the run {name} ended before its first checkpoint, and {attempt} is its newest attempt"
 
 
 def written_ns(folder: Path) -> int | None:

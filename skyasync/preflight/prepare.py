@@ -101,7 +101,7 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     settle_references(cfg)
     check_parts(cfg, [PLANS.find(trainer.plan)] if is_ours("get_trainer") else [])
 
-    settle_run_name(trainer)
+    attempt = settle_run_name(trainer)
     name = trainer.run_name or default_run_name(trainer.plan.rpartition(":")[2])
     check_name(trainer.runs_dir, name)
     refuse_foreign_checkpoints(trainer)
@@ -142,8 +142,9 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     if is_ours("get_judges"):
         experiment.judge_keys = check_judges(cfg)
 
-    if line := settle_resume_mode(trainer):
-        print(line)
+    for line in (attempt, settle_resume_mode(trainer)):
+        if line:
+            print(line)
     if line := about_recipe(cfg):
         print(f"note: {line}", file=sys.stderr)
     run_dir = None
