@@ -31,6 +31,7 @@ T = TypeVar("T")
 REGISTRIES = (
     "skyasync.algorithms:ADVANTAGE_ESTIMATORS",
     "skyasync.algorithms:CORRECTIONS",
+    "skyasync.algorithms:KL_CONTROLLERS",
     "skyasync.algorithms:KL_ESTIMATORS",
     "skyasync.algorithms:LOSS_REDUCTIONS",
     "skyasync.algorithms:POLICY_LOSSES",

@@ -1,6 +1,6 @@
 """The off-policy mathematics of reinforcement learning: pure functions on ``[batch, length]`` tensors with masks.
 
-Here are its five registries: which modules hold their parts, what these may take, what they can do.
+Here are its six registries: which modules hold their parts, what these may take, what they can do.
 
 Invariant: importing this package imports no torch, and neither does asking what is registered and what it needs; a
 module is loaded when one of its names is asked for. The functions import nothing of the library but its registries and
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skyasync.registry import Registry
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "CORRECTIONS", "KL_ESTIMATORS", "LOSS_REDUCTIONS", "POLICY_LOSSES"]
+__all__ = ["ADVANTAGE_ESTIMATORS", "CORRECTIONS", "KL_CONTROLLERS", "KL_ESTIMATORS", "LOSS_REDUCTIONS", "POLICY_LOSSES"]
 
 _HERE = "skyasync.algorithms"
 _LOSSES = sorted(file.stem for file in Path(__file__).with_name("losses").glob("[!_]*.py"))
@@ -42,6 +42,8 @@ ADVANTAGE_ESTIMATORS = Registry(
 )
 
 KL_ESTIMATORS = Registry("KL estimator", [f"{_HERE}.kl"], inputs="current reference", needs="current reference")
+
+KL_CONTROLLERS = Registry("KL controller", [f"{_HERE}.kl"])
 
 CORRECTIONS = Registry("off-policy correction", [f"{_HERE}.corrections"], inputs="proximal behaviour advantages mask")
 

@@ -19,11 +19,11 @@ and Thinking Machines Lab 2025, "On-Policy Distillation" (discount 0: a token is
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from skyasync.algorithms import KL_ESTIMATORS
-from skyasync.algorithms.binding import setting
+from skyasync.algorithms import KL_CONTROLLERS, KL_ESTIMATORS
+from skyasync.algorithms.binding import bind, configured, setting
 from skyasync.algorithms.masked import log_ratio, masked_mean
 from skyasync.lazy_torch import torch
 
@@ -126,25 +126,45 @@ def penalize_rewards(
 
 
 @dataclass
-class FixedKLController:
-    """A constant coefficient."""
+class KLController:
+    """The coefficient of the KL penalty in the reward. A subclass of your own is made with its first value.
+
+    Args:
+        value: the coefficient; ``kl_loss_coef`` at first. Checkpoints have it, and nothing else of a controller.
+    """
 
     value: float
+
+    def update(self, kl: float, samples: int) -> None:
+        """Change ``value`` after a batch.
+
+        Args:
+            kl: mean KL of the batch, in nats per token; may be infinite or NaN.
+            samples: how many trajectories the batch has.
+        """
+        raise NotImplementedError
+
+
+@KL_CONTROLLERS.register("fixed")
+@dataclass
+class FixedKLController(KLController):
+    """A constant coefficient."""
 
     def update(self, kl: float, samples: int) -> None:
         """Does nothing."""
 
 
+@KL_CONTROLLERS.register("adaptive")
+@configured(target="kl_ctrl.kl_target", horizon="kl_ctrl.horizon")
 @dataclass
-class AdaptiveKLController:
+class AdaptiveKLController(KLController):
     """A coefficient that moves in proportion to how far the KL is from ``target``.
 
     ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``. Source: Ziegler et al. 2019, section 2.2.
     """
 
-    value: float
-    target: float
-    horizon: int
+    target: float = field(default=0.1, kw_only=True)
+    horizon: int = field(default=10000, kw_only=True)
 
     def update(self, kl: float, samples: int) -> None:
         """``kl``: the mean KL of a batch of ``samples`` trajectories; one that is not finite moves nothing."""
@@ -154,12 +174,10 @@ class AdaptiveKLController:
         self.value *= 1 + error * samples / self.horizon
 
 
-def kl_controller(cfg: object) -> FixedKLController | AdaptiveKLController:
-    """The controller that ``kl_ctrl`` asks for, starting at ``kl_loss_coef``."""
-    start = setting(cfg, "kl_loss_coef", 0.001)
-    if setting(cfg, "kl_ctrl.type", "fixed") == "fixed":
-        return FixedKLController(start)
-    return AdaptiveKLController(start, setting(cfg, "kl_ctrl.kl_target", 0.1), setting(cfg, "kl_ctrl.horizon", 10000))
+def kl_controller(cfg: object) -> KLController:
+    """The controller that ``kl_ctrl.type`` names, starting at ``kl_loss_coef``."""
+    controller: type[KLController] = KL_CONTROLLERS[setting(cfg, "kl_ctrl.type", "fixed")]
+    return bind(controller, cfg)({"value": setting(cfg, "kl_loss_coef", 0.001)})
 
 
 # ---------------------------------------------------------------- teachers

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 
 from skyasync.agents.parsers import VLLM, check_parsers
+from skyasync.algorithms import KL_CONTROLLERS
 from skyasync.callbacks import RunExtension, TrainerCallback
 from skyasync.config.schema import Config
 from skyasync.config.schema.environment import judges
@@ -49,6 +50,8 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     if ":" in cfg.trainer.strategy:
         resolve_reference(cfg.trainer.strategy, kind="trainer.strategy")
     check_sampler(cfg.data.sampler)
+    if cfg.trainer.algorithm.use_kl_in_reward:
+        check_kl_controller(cfg.trainer.algorithm.kl_ctrl.type)
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
         if not _takes(TRACKERS[name], [None]):
@@ -86,6 +89,22 @@ def check_sampler(name: str) -> None:
         own = inspect.getattr_static(sampler, method)
         if not _takes(own, inspect.signature(original).parameters):
             raise UserError(f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}")
+
+
+def check_kl_controller(name: str) -> None:
+    """Raises ``UserError`` unless it is a ``KLController`` that is made with a coefficient."""
+    from skyasync.algorithms.kl import KLController
+
+    controller = KL_CONTROLLERS.find(name)
+    if not isinstance(controller, type) or not issubclass(controller, KLController):
+        raise UserError(f"KL controller {name!r} must be a subclass of skyasync.algorithms.kl.KLController")
+    if not _takes(controller, [None]):
+        raise UserError(f"KL controller {name!r} must be made with a coefficient: def __init__(self, value)")
+    update = inspect.getattr_static(controller, "update")
+    if update is KLController.update:
+        raise UserError(f"KL controller {name!r} has no method update(self, kl, samples)")
+    if not _takes(update, [None, "kl", "samples"]):
+        raise UserError(f"KL controller {name!r}: update{_parameters(update)} must take (self, kl, samples)")
 
 
 def check_environment(name: str) -> None:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from skyasync import UserError, load_config
+from skyasync.algorithms import KL_CONTROLLERS
 from skyasync.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
+    KLController,
     bernoulli_kl,
     kl_controller,
     kl_estimate,
     penalize_rewards,
 )
 from skyasync.config.schema.algorithm import KLControlConfig
+from skyasync.preflight.parts import check_parts
 from tests.algorithms.batches import config
+from tests.docs.pages import blocks
 
 
 def policies() -> tuple[Tensor, Tensor, Tensor]:
@@ -94,6 +101,70 @@ def test_the_adaptive_controller_moves_towards_its_target_by_at_most_a_fifth() -
     assert controller.value == pytest.approx(0.12)
     controller.update(0.09, 50)
     assert controller.value == pytest.approx(0.12 * 0.95)
+
+
+def test_the_controller_of_the_page_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = (block for block in blocks() if "class Halving(KLController)" in block.text)
+    (tmp_path / "controllers.py").write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    reference = "trainer.algorithm.kl_ctrl.type=controllers.py:Halving"
+    assert reference in block.text
+    cfg = load_config([reference, "trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_loss_coef=0.4"])
+    check_parts(cfg, [])
+    controller = kl_controller(cfg.trainer.algorithm)
+    controller.update(0.5, 8)
+    assert controller.value == 0.4
+    controller.update(0.001, 8)
+    assert controller.value == 0.2
+
+
+def test_a_controller_is_found_by_its_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubling(KLController):
+        def update(self, kl: float, samples: int) -> None:
+            self.value *= 2
+
+    monkeypatch.setitem(KL_CONTROLLERS, "doubling", Doubling)
+    controller = kl_controller(config(kl_loss_coef=0.1, kl_ctrl=KLControlConfig("doubling")))
+    controller.update(0.0, 1)
+    assert controller.value == 0.2
+
+
+class NoUpdate(KLController):
+    pass
+
+
+class NoCoefficient(KLController):
+    def __init__(self) -> None:
+        super().__init__(0.1)
+
+
+class OtherUpdate(KLController):
+    def update(self, kl: float) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("controller", "problem"),
+    [
+        (int, "must be a subclass of skyasync.algorithms.kl.KLController"),
+        (NoUpdate, "has no method update"),
+        (NoCoefficient, r"must be made with a coefficient: def __init__\(self, value\)"),
+        (OtherUpdate, r"update\(self, kl.*\).* must take \(self, kl, samples\)"),
+    ],
+)
+def test_a_wrong_controller_is_an_error_of_the_start_check(
+    controller: type, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KL_CONTROLLERS, "wrong", controller)
+    cfg = load_config(["trainer.algorithm.use_kl_in_reward=true"])
+    cfg.trainer.algorithm.kl_ctrl.type = "wrong"
+    with pytest.raises(UserError, match=f"KL controller 'wrong'.*{problem}"):
+        check_parts(cfg, [])
+
+
+def test_an_unknown_controller_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match="adaptive"):
+        load_config(["trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_ctrl.type=adaptve"])
 
 
 def test_the_fixed_controller_never_moves() -> None:

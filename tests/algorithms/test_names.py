@@ -28,6 +28,7 @@ TENSORS = {
     },
     "CORRECTIONS": {"proximal", "behaviour", "advantages", "mask"},
     "ADVANTAGE_ESTIMATORS": {"rewards", "values", "mask", "group_ids", "lengths"},
+    "KL_CONTROLLERS": {"value"},
     "KL_ESTIMATORS": {"current", "reference"},
     "LOSS_REDUCTIONS": {"mask", "group_ids"},
 }  # fmt: skip

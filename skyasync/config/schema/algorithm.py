@@ -40,8 +40,13 @@ CRITIC = When(
 
 @dataclass
 class KLControlConfig(SettingsGroup):
-    type: str = key("fixed", choices=("fixed", "adaptive"), when="trainer.algorithm.use_kl_in_reward")
-    """How the KL coefficient in the reward changes: fixed, or adaptive."""
+    type: str = key(
+        "fixed",
+        registry=_REGISTRIES + "KL_CONTROLLERS",
+        open_ended=True,
+        when="trainer.algorithm.use_kl_in_reward",
+    )
+    """The controller that changes the KL coefficient in the reward: fixed, adaptive, or a class of your own."""
     kl_target: float = key(0.1, above=0.0, when="trainer.algorithm.kl_ctrl.type=adaptive")
     """Mean KL per token that the adaptive controller aims at."""
     horizon: int = key(10000, low=1, when="trainer.algorithm.kl_ctrl.type=adaptive")
@@ -392,8 +397,8 @@ def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
         settings.append(f"{name}advantage_batch_normalize=true")
     if algorithm.reward_normalization == "batch":
         settings.append(f"{name}reward_normalization=batch")
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type == "adaptive":
-        settings.append(f"{name}kl_ctrl.type=adaptive")
+    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.type != "fixed":
+        settings.append(f"{name}kl_ctrl.type={algorithm.kl_ctrl.type}")
     for function in functions(algorithm):
         if function.about.selector is not None:
             settings.append(f"{name}{function.key}={function.name}, which chooses among all tokens,")

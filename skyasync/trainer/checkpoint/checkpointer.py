@@ -269,7 +269,7 @@ class Checkpointer:
 
     async def _load_models(self, folder: Path, state: TrainState) -> None:
         await self._context.dispatch.load(folder)
-        if self._cfg.algorithm.kl_ctrl.type == "adaptive":
+        if self._cfg.algorithm.kl_ctrl.type != "fixed":
             self._learner.kl_controller.value = state.kl_coef
 
     async def _undamaged(self, resume: Resume, checkpoints: Checkpoints) -> Path | None:
