@@ -21,7 +21,7 @@ class Trainer:
         self.error, self.seconds, self.callbacks, self.last_metrics = error, seconds, [], {"reward/mean": 1.0}
         self.started = asyncio.Event()
 
-    async def train(self):
+    async def run(self):
         self.started.set()
         await asyncio.sleep(self.seconds)
         if self.error:
