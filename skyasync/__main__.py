@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from skyasync.cli.commands import SUBCOMMANDS, usage
 from skyasync.errors import UserError, unknown
@@ -20,7 +21,7 @@ def command(argv: Sequence[str]) -> None:
     """Run the subcommand named first, or train. A user's error ends the program with one line."""
     first, rest = (argv[0], argv[1:]) if argv else ("", [])
     if first in ("--help", "-h", "help") and not rest:
-        print(usage(), end="")
+        _print_usage()
     elif first in SUBCOMMANDS:
         _carry_out(first, rest)
     elif re.fullmatch(r"[a-z][a-z_-]*", first):
@@ -36,6 +37,13 @@ def program() -> None:
     command(sys.argv[1:])
 
 
+def _print_usage() -> None:
+    try:
+        print(usage(), end="", flush=True)
+    except BrokenPipeError as error:
+        _end_without_reader(error)
+
+
 def _carry_out(subcommand: str, argv: Sequence[str]) -> None:
     try:
         status = SUBCOMMANDS[subcommand].carry_out(argv)
@@ -49,12 +57,17 @@ def _carry_out(subcommand: str, argv: Sequence[str]) -> None:
         if not SUBCOMMANDS[subcommand].runs:  # else it is of another user's run
             raise
         _exit_with(UserError(f"{error.filename}: {error.strerror}"))
-    except BrokenPipeError:
-        if not _reader_gone():
-            raise
-        raise SystemExit(128 + signal.SIGPIPE) from None
+    except BrokenPipeError as error:
+        _end_without_reader(error)
     if status:
         raise SystemExit(status)
+
+
+def _end_without_reader(error: BrokenPipeError) -> NoReturn:
+    """End as a program does by SIGPIPE if nothing reads its output; else raise the error."""
+    if not _reader_gone():
+        raise error
+    raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _reader_gone() -> bool:

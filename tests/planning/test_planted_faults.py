@@ -115,7 +115,6 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
         ["environment.reward_funcs=[{x}/parts.py:misspelt]"],
         ["solutoin", "question, answer"],
     ),
-    "reward that returns a pair": (["environment.reward_funcs=[{x}/parts.py:with_length]"], ["with_length", "number"]),
     "reward file that cannot be imported": (
         ["environment.reward_funcs=[{x}/imports.py:score]"],
         ["imports.py", "sympyy"],
@@ -158,6 +157,7 @@ STEPS: dict[str, tuple[list[str], list[str]]] = {
         ["environment.reward_funcs=[{x}/parts.py:late]", "environment.max_retries=0"],
         ["parts.py:late", "no answer to compare with"],
     ),
+    "reward that returns a pair": (["environment.reward_funcs=[{x}/parts.py:with_length]"], ["with_length", "number"]),
     "template without tools": (
         ["environment.env_class={x}/parts.py:Tools", "environment.reward_funcs=[]"],
         ["look_up", "data.chat_template"],
