@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from skyasync.config.schema import Config
 from skyasync.models.fsdp import checkpoint
-from skyasync.weight_sync import full_tensors as file_names
 from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 from skyasync.weight_sync.tensors import from_message
 from skyasync.weight_sync.transfers.file import read_metadata, read_weights, remove_weights
@@ -107,7 +106,7 @@ def test_tensors_that_can_only_be_split_together_are(monkeypatch):
         both = {"a", "b"} <= weights.keys()
         return {"ab": torch.cat([weights["a"], weights["b"]])} if both else weights
 
-    monkeypatch.setattr(file_names, "revert_weight_conversion", undo)
+    monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", undo)
     weights = {"a": torch.ones(2), "b": torch.zeros(3)}
     tensors = FullTensors(weights, torch.bfloat16, FileLayout(None, specs_in(weights, torch.bfloat16)))
     assert tensors.specs == {"ab": (torch.bfloat16, (5,))} == {n: (t.dtype, tuple(t.shape)) for n, t in tensors}
