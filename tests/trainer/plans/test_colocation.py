@@ -33,10 +33,10 @@ class Watched(LocalRun):
         self.caches_alive: list[bool] = []
         update = self.dispatch.forward_backward
 
-        async def watched(batch: Any) -> dict[str, float]:
+        async def watched(batch: Any, role: str) -> dict[str, float]:
             gc.collect()
             self.caches_alive.append(any(cache() is not None for cache in self.caches))
-            return await update(batch)
+            return await update(batch, role)
 
         self.dispatch.forward_backward = watched  # type: ignore[method-assign]
         self.caches: list[weakref.ref[Any]] = []
