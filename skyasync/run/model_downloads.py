@@ -47,7 +47,9 @@ def download(name: str) -> str:
     except Exception as error:  # its kind depends on the client library of the installed version
         from skyasync.config.model_files import config_file
 
-        if config_file(name) is not None:  # in the cache: without a connection the model loads from there
+        config = config_file(name)
+        # Without a connection a model loads from the cache, if that has its weights and not its configuration alone.
+        if config is not None and any(config.parent.glob("*.safetensors")):
             return ""
         return f"{type(error).__name__}: {error}"
     return ""

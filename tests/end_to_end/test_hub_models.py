@@ -33,6 +33,23 @@ def test_models_in_folders_are_not_downloaded_and_a_shared_one_is_downloaded_onc
     assert hub_models(cfg, roles_with_ranks(cfg)) == [NAME, "owner/reward"]
 
 
+def test_without_a_connection_a_cache_with_the_configuration_alone_is_an_error(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--owner--tiny"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    (snapshot / "config.json").write_text("{}")
+    program = "from skyasync.run.model_downloads import download; print(bool(download('owner/tiny')))"
+    environment = outside_environment() | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    problems = []
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        problems.append(ended.stdout.strip())
+        (snapshot / "model.safetensors").touch()
+    assert problems == ["True", "False"]
+
+
 @pytest.fixture
 def hub(models: dict[str, str]) -> Iterator[SimpleNamespace]:
     """A server with the hub's protocol and one model; it sends the weights for ``seconds``."""
