@@ -92,7 +92,7 @@ class KillsAtPoints(TrainerCallback):
     def watch(self) -> None:
         """Change the classes of this process's parts so that they report their moments."""
         for owner, name, moment in (
-            (InferenceClient, "generate", "rollout"),
+            (InferenceClient, "generate_group", "rollout"),
             (InferenceClient, "update_weights", "sync"),
             (RayWorkerDispatch, "forward_backward", "training"),
             (RayWorkerDispatch, "save", SAVING),
@@ -123,9 +123,9 @@ class KillsAtPoints(TrainerCallback):
         Unfinished.finish, PromptLedger.save, os.replace = finishing, saving, replacing  # type: ignore[method-assign,assignment]
 
     def _reporting(self, call: Callable[..., Any], moment: str) -> Callable[..., Any]:
-        async def reported(*args: Any, **options: Any) -> Any:
+        def reported(*args: Any, **options: Any) -> Any:
             self.at(moment, within=True)
-            return await call(*args, **options)
+            return call(*args, **options)
 
         return reported
 

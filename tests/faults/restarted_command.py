@@ -119,7 +119,8 @@ def run_with_twenty_kills(
     drivers = sum(point.whom == DRIVER for point in points)
     command.to_the_end(most=1 + drivers)
     done = read_rows(run.folder / DONE)
-    assert [(row["whom"], row["moment"]) for row in done] == [point[:2] for point in points], "each point was reached"
+    reached = [(row["whom"], row["moment"]) for row in done]
+    assert reached == [point[:2] for point in points], f"only these were reached: {reached}"
     full = [row["finished"] for row in done if row["moment"] in FULL]
     assert len(full) == 4 and (min(full) >= BATCH or not PLANS.find(plan).asynchronous), "the buffer was full"
     assert command.started == 1 + drivers

@@ -36,6 +36,8 @@ RECOMPUTED = {
     "checkpointing": Way(recomputed=True),
     "selective checkpointing": Way(recomputed="selective", adapters=(False,)),
 }
+# One rank of a model with windows attends in bfloat16, slices of its rows attend in float32.
+ATTENDS_IN_BFLOAT16 = ("gemma2_capped",)
 WAYS = {
     "data 2": Way(2, adapters=(False,)),
     "data 4": Way(4),
@@ -103,5 +105,7 @@ def test_ranks_differ_no_more_than_one_does_from_itself_in_another_order(
     difference = max(distance(one, expected(path, adapters)) for one in found)
     # One rank attends by rows and adds up the gradients of shared tokens in float32, a slice by a mask in bfloat16.
     bound = noise(path, adapters) * (2 if way.context > 1 else 1)
+    if way.context > 1 and name in ATTENDS_IN_BFLOAT16:
+        bound *= 4
     print(f"{difference:.2e} from one rank, which is {bound:.2e} from itself")
     assert difference < bound

@@ -45,7 +45,7 @@ async def test_fifty_syncs_never_fail(pair):
     [
         ("stale layer", f"engine holds.*{LAYER}"),
         ("swapped pair", f"engine holds.*{SWAPPED[0]}"),
-        ("head left behind", "engine holds.*the output layer tied to model.embed_tokens.weight"),
+        ("head left behind", "engine holds.*the output layer tied to|did not load all weights of lm_head"),
         ("flipped bit", f"engine received.*{SWAPPED[0]}"),
     ],
 )

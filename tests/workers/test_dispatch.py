@@ -160,7 +160,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
                 await dispatch.ask("policy", "logprobs", batch), single.logprobs(batch), atol=1e-4, rtol=0
             )
             metrics = await update(dispatch, batch)
-            assert comparable(metrics) == pytest.approx(comparable(single.update_policy(batch)), rel=1e-4, abs=1e-6)
+            assert comparable(metrics) == pytest.approx(comparable(single.update_policy(batch)), rel=1e-4, abs=3e-6)
         trained = await published(dispatch)
         weights = {name: p.detach() for name, p in single.backend.model.model.named_parameters()}
         assert set(trained) == set(weights)
@@ -189,7 +189,7 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     for name, parameter in resumed.backend.model.model.named_parameters():
         assert torch.equal(parameter, trained[name])
     again = resumed.update_policy(make_batch(seed=2))
-    assert comparable(again) == pytest.approx(comparable(further), rel=1e-4, abs=1e-6)
+    assert comparable(again) == pytest.approx(comparable(further), rel=1e-4, abs=3e-6)
     cfg.trainer.policy.model.path = str(tmp_path / "export")
     for name, parameter in in_process(cfg).backend.model.model.named_parameters():
         assert torch.equal(parameter, trained[name])
